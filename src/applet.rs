@@ -1,0 +1,185 @@
+//! The table of applets, and what they share: how one is chosen, how it starts its runtime, how it exits.
+//!
+//! An applet is chosen by the exact name of `argv[0]`, or as `svc <name>`. Only applets that work are in the table.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::future::Future;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// `0.1.0 (commit 0123456789ab, 2026-11-21)`, printed by `--version` of every applet.
+pub const VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (commit ",
+    env!("SVC_COMMIT"),
+    ", ",
+    env!("SVC_COMMIT_DATE"),
+    ")"
+);
+
+/// One entry of the multi-call binary. `run` gets the arguments with the applet's name first, as `main` would.
+pub struct Applet {
+    pub name: &'static str,
+    pub about: &'static str,
+    pub run: fn(Vec<OsString>) -> ExitCode,
+}
+
+/// Exit codes, after sysexits(3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    Usage = 64,
+    Unavailable = 69,
+    Internal = 70,
+    TryAgain = 75,
+    Permission = 77,
+    Config = 78,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// A failed run: the exit code and the error chain that is printed once, on stderr.
+pub struct Failure {
+    pub exit: Exit,
+    pub error: anyhow::Error,
+}
+
+impl Failure {
+    pub fn new(exit: Exit, error: impl Into<anyhow::Error>) -> Self {
+        Self { exit, error: error.into() }
+    }
+}
+
+impl fmt::Debug for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {:#}", self.exit, self.error)
+    }
+}
+
+/// An error that nobody classified is ours: 70.
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self { exit: Exit::Internal, error }
+    }
+}
+
+impl From<crate::config::ConfigError> for Failure {
+    fn from(error: crate::config::ConfigError) -> Self {
+        Self { exit: Exit::Config, error: error.into() }
+    }
+}
+
+/// Gives an error an exit code where it is known what the failure means.
+pub trait OrExit<T> {
+    fn or_exit(self, exit: Exit) -> Result<T, Failure>;
+}
+
+impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
+    fn or_exit(self, exit: Exit) -> Result<T, Failure> {
+        self.map_err(|error| Failure::new(exit, error))
+    }
+}
+
+/// Parses the command line; `--help` and `--version` print and leave 0, a mistake leaves 64.
+pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
+    A::try_parse_from(args).map_err(|error| {
+        let asked = matches!(
+            error.kind(),
+            clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion
+        );
+        // A closed stdout or stderr leaves nobody to tell.
+        let _ = error.print();
+        if asked { ExitCode::SUCCESS } else { Exit::Usage.into() }
+    })
+}
+
+/// Runs an applet's future on a runtime of its own and turns its end into an exit code, saying a failure once.
+pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return report(name, &Failure::new(Exit::Internal, error)),
+    };
+    let end = runtime.block_on(work);
+    runtime.shutdown_timeout(std::time::Duration::from_secs(1));
+    match end {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => report(name, &failure),
+    }
+}
+
+fn report(name: &str, failure: &Failure) -> ExitCode {
+    eprintln!("{name}: {:#}", failure.error);
+    failure.exit.into()
+}
+
+/// Chooses the applet for this command line, or answers for `svc` itself.
+pub fn dispatch(applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
+    let called = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();
+    if let Some(applet) = find(applets, &called) {
+        return (applet.run)(args);
+    }
+    let Some(word) = args.get(1).cloned() else {
+        eprint!("{}", usage(applets));
+        return Exit::Usage.into();
+    };
+    if let Some(applet) = find(applets, &word) {
+        args.remove(0);
+        return (applet.run)(args);
+    }
+    match word.to_str() {
+        Some("--list") => applets.iter().for_each(|applet| println!("{}", applet.name)),
+        Some("--help" | "-h" | "help") => print!("{}", usage(applets)),
+        Some("--version" | "-V") => println!("svc {VERSION}"),
+        _ => {
+            eprintln!("svc: there is no applet {word:?}; `svc --list` prints their names");
+            return Exit::Usage.into();
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn find(applets: &'static [Applet], name: &std::ffi::OsStr) -> Option<&'static Applet> {
+    applets.iter().find(|applet| name == applet.name)
+}
+
+fn usage(applets: &[Applet]) -> String {
+    let mut text = format!(
+        "svc {VERSION}\nOne VPS for each paying user: provisioned, reachable, backed up, replaceable.\n\n\
+         Usage: svc <APPLET> [ARGUMENTS]   or by a link named after the applet\n       \
+         svc --list | --help | --version\n\nApplets:\n"
+    );
+    for applet in applets {
+        text.push_str(&format!("  {:<16} {}\n", applet.name, applet.about));
+    }
+    text.push_str("\n`svc <APPLET> --help` explains each.\n");
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nothing(_: Vec<OsString>) -> ExitCode {
+        ExitCode::SUCCESS
+    }
+
+    static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: nothing }];
+
+    fn call(words: &[&str]) -> ExitCode {
+        dispatch(TABLE, words.iter().map(OsString::from).collect())
+    }
+
+    #[test]
+    fn an_applet_is_chosen_by_exact_name_only() {
+        assert_eq!(call(&["/opt/svc/bin/svc-a"]), ExitCode::SUCCESS);
+        assert_eq!(call(&["svc", "svc-a"]), ExitCode::SUCCESS);
+        assert_eq!(call(&["svc", "svc-ab"]), ExitCode::from(Exit::Usage));
+        assert_eq!(call(&["svc"]), ExitCode::from(Exit::Usage));
+        assert_eq!(call(&["svc", "--list"]), ExitCode::SUCCESS);
+    }
+}

@@ -1,0 +1,218 @@
+//! Configuration from environment variables and env files; every mistake is collected and reported at once.
+//!
+//! A reader takes what it needs from an [`Env`], then calls [`Env::finish`]. A value that failed to parse is an
+//! `Option::None` until then, so one run names all mistakes. Values never appear in an error: they may be secrets.
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use secrecy::SecretString;
+
+/// All that is wrong with the configuration, one line each; leaves with exit 78.
+#[derive(Debug, thiserror::Error)]
+#[error("the configuration is wrong:\n  {}", .mistakes.join("\n  "))]
+pub struct ConfigError {
+    pub mistakes: Vec<String>,
+}
+
+/// Variables from the process environment over those from env files, and the mistakes found so far.
+#[derive(Default)]
+pub struct Env {
+    vars: BTreeMap<String, String>,
+    mistakes: Vec<String>,
+}
+
+impl Env {
+    /// The process environment alone. A variable that is set but empty counts as absent.
+    pub fn from_process() -> Self {
+        Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), mistakes: Vec::new() }
+    }
+
+    /// A fixed set of variables, for tests.
+    pub fn from_pairs<'a>(pairs: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+        let vars = pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        Self { vars, mistakes: Vec::new() }
+    }
+
+    /// Adds the variables of an env file below those already there. An absent file adds nothing.
+    pub fn with_file(mut self, path: &Path) -> Self {
+        match std::fs::read_to_string(path) {
+            Ok(text) => match parse_env_file(&text) {
+                Ok(pairs) => pairs.into_iter().for_each(|(name, value)| {
+                    if !value.is_empty() {
+                        self.vars.entry(name).or_insert(value);
+                    }
+                }),
+                Err(line) => self.mistakes.push(format!("{}: line {line} is not KEY=value", path.display())),
+            },
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => self.mistakes.push(format!("{}: {error}", path.display())),
+        }
+        self
+    }
+
+    /// Says that a variable's value cannot be used, and why.
+    pub fn mistake(&mut self, name: &str, why: impl Display) {
+        self.mistakes.push(format!("{name}: {why}"));
+    }
+
+    pub fn is_set(&self, name: &str) -> bool {
+        self.vars.contains_key(name)
+    }
+
+    /// The raw text of a variable, if set.
+    pub fn text(&self, name: &str) -> Option<String> {
+        self.vars.get(name).cloned()
+    }
+
+    pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
+        let parsed = self.vars.get(name)?.parse();
+        parsed.map_err(|why| self.mistake(name, why)).ok()
+    }
+
+    pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
+        if !self.is_set(name) {
+            self.mistake(name, "is required and not set");
+        }
+        self.optional(name)
+    }
+
+    pub fn or<T: FromStr<Err: Display>>(&mut self, name: &str, default: T) -> T {
+        self.optional(name).unwrap_or(default)
+    }
+
+    pub fn secret(&mut self, name: &str) -> Option<SecretString> {
+        self.vars.get(name).map(|value| SecretString::from(value.clone()))
+    }
+
+    pub fn required_secret(&mut self, name: &str) -> Option<SecretString> {
+        if !self.is_set(name) {
+            self.mistake(name, "is required and not set");
+        }
+        self.secret(name)
+    }
+
+    /// `true`/`false` (also `1`/`0`, `on`/`off`).
+    pub fn flag(&mut self, name: &str, default: Flag) -> Flag {
+        match self.vars.get(name).map(String::as_str) {
+            None => default,
+            Some("true" | "1" | "on") => Flag::On,
+            Some("false" | "0" | "off") => Flag::Off,
+            Some(_) => {
+                self.mistake(name, "must be true or false");
+                default
+            }
+        }
+    }
+
+    pub fn path(&mut self, name: &str) -> Option<PathBuf> {
+        self.vars.get(name).map(PathBuf::from)
+    }
+
+    /// Ends the reading: the built value, or all mistakes. `build` answers `None` only after a mistake was said.
+    pub fn finish<T>(self, build: Option<T>) -> Result<T, ConfigError> {
+        match build {
+            Some(value) if self.mistakes.is_empty() => Ok(value),
+            _ => Err(ConfigError { mistakes: self.mistakes }),
+        }
+    }
+}
+
+/// A setting that is on or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flag {
+    On,
+    Off,
+}
+
+impl Flag {
+    pub fn is_on(self) -> bool {
+        self == Self::On
+    }
+}
+
+/// Parses the subset of systemd's `EnvironmentFile=` that we write: `KEY=value`, comments, optional double quotes
+/// with `\"` and `\\`. Errors with the number of the first bad line.
+pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
+    let mut pairs = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') || line.starts_with(';') {
+            continue;
+        }
+        let (name, value) = line.split_once('=').ok_or(index + 1)?;
+        let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if name.is_empty() || !name.chars().all(named) || name.starts_with(|c: char| c.is_ascii_digit()) {
+            return Err(index + 1);
+        }
+        pairs.push((name.to_owned(), unquote(value).ok_or(index + 1)?));
+    }
+    Ok(pairs)
+}
+
+fn unquote(value: &str) -> Option<String> {
+    let Some(inner) = value.strip_prefix('"') else {
+        return Some(value.to_owned());
+    };
+    let mut out = String::new();
+    let mut chars = inner.chars();
+    while let Some(c) = chars.next() {
+        match c {
+            '"' => return chars.next().is_none().then_some(out),
+            '\\' => out.push(chars.next()?),
+            c => out.push(c),
+        }
+    }
+    None
+}
+
+/// One line of an env file, quoted so that [`parse_env_file`] and systemd read back the same value.
+pub fn env_line(name: &str, value: &str) -> String {
+    let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
+    format!("{name}=\"{escaped}\"\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn all_mistakes_are_said_at_once_and_no_value_is_shown() {
+        let mut env = Env::from_pairs([("PORT", "hunter2"), ("FLAG", "perhaps")]);
+        let port = env.required::<u16>("PORT");
+        let absent = env.required::<u16>("ABSENT");
+        env.flag("FLAG", Flag::Off);
+        let error = env.finish(port.zip(absent)).unwrap_err().to_string();
+        for name in ["PORT", "ABSENT", "FLAG"] {
+            assert!(error.contains(name), "{error}");
+        }
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+
+    #[test]
+    fn the_process_wins_over_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("host.env");
+        std::fs::write(&file, "A=file\nB=\"two words\"\n# C=no\n").unwrap();
+        let env = Env::from_pairs([("A", "process")]).with_file(&file);
+        assert_eq!(env.text("A").as_deref(), Some("process"));
+        assert_eq!(env.text("B").as_deref(), Some("two words"));
+        assert!(!env.is_set("C"));
+    }
+
+    proptest! {
+        #[test]
+        fn a_written_line_reads_back(value in "[^\\n\\r]*") {
+            let read = parse_env_file(&env_line("NAME", &value)).unwrap();
+            prop_assert_eq!(read, vec![("NAME".to_owned(), value)]);
+        }
+
+        #[test]
+        fn no_text_panics(text in ".*") {
+            let _ = parse_env_file(&text);
+        }
+    }
+}

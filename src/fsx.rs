@@ -1,0 +1,124 @@
+//! Files that survive a crash: written whole beside the target, synced, renamed, the directory synced.
+//!
+//! A reader sees the old content or the new one, never a part. Every function blocks; async callers use
+//! `spawn_blocking`.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// A file operation that failed, with the path it was about.
+#[derive(Debug, thiserror::Error)]
+#[error("{action} {}", .path.display())]
+pub struct FileError {
+    pub action: &'static str,
+    pub path: PathBuf,
+    #[source]
+    pub source: io::Error,
+}
+
+impl FileError {
+    pub fn at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self { action, path, source }
+    }
+
+    pub fn is_not_found(&self) -> bool {
+        self.source.kind() == io::ErrorKind::NotFound
+    }
+}
+
+/// Replaces `path` with `content`, durably; `mode` are the permission bits of the new file. Missing parents are made.
+pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
+    let dir = parent(path);
+    fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    let temp = dir.join(format!(".{}.{}.tmp", file_name(path), uuid::Uuid::new_v4().simple()));
+    let written = (|| {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp)?;
+        file.write_all(content)?;
+        file.sync_all()?;
+        fs::rename(&temp, path)
+    })();
+    if let Err(source) = written {
+        // The half-written file is ours and useless; the first error is the one to tell.
+        let _ = fs::remove_file(&temp);
+        return Err(FileError { action: "write", path: path.to_owned(), source });
+    }
+    sync_dir(dir)
+}
+
+/// Points `link` at `target` by one rename, durably: there is no moment without a link.
+pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
+    let dir = parent(link);
+    fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    let temp = dir.join(format!(".{}.{}.tmp", file_name(link), uuid::Uuid::new_v4().simple()));
+    std::os::unix::fs::symlink(target, &temp).map_err(FileError::at("link", &temp))?;
+    if let Err(source) = fs::rename(&temp, link) {
+        let _ = fs::remove_file(&temp);
+        return Err(FileError { action: "switch link", path: link.to_owned(), source });
+    }
+    sync_dir(dir)
+}
+
+/// Makes renames and creations in `dir` durable.
+pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::at("sync directory", dir))
+}
+
+/// The content of a file, or `None` where there is no such file.
+pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+    match fs::read(path) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(FileError::at("read", path)(error)),
+    }
+}
+
+/// Removes a file; its absence is no error.
+pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(FileError::at("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_write_replaces_whole_and_keeps_its_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a/b/secret");
+        write_atomic(&path, b"one", 0o600).unwrap();
+        write_atomic(&path, b"two", 0o600).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn a_link_is_switched_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("current");
+        symlink_atomic(Path::new("releases/1"), &link).unwrap();
+        symlink_atomic(Path::new("releases/2"), &link).unwrap();
+        assert_eq!(fs::read_link(&link).unwrap(), Path::new("releases/2"));
+    }
+
+    #[test]
+    fn an_error_names_the_path() {
+        let error = write_atomic(Path::new("/proc/none/x"), b"", 0o600).unwrap_err();
+        assert!(error.to_string().contains("/proc/none"), "{error}");
+    }
+}
