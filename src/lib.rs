@@ -1,1 +1,9 @@
-pub fn placeholder() {}
+//! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
+//!
+//! `ARCHITECTURE.md` has the map. Host and platform never import each other; what both need is beside them here.
+
+pub mod applet;
+pub mod clock;
+pub mod config;
+pub mod fsx;
+pub mod machine;

@@ -1,0 +1,83 @@
+//! What can happen to a machine, and what follows besides its new state.
+
+use super::epoch::Epoch;
+use super::name::ServerType;
+use super::state::{FailureCause, Status};
+
+/// How a new machine gets its database (contract, part 4, "Restore").
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RestoreMode {
+    /// A snapshot must be there and is restored.
+    Required,
+    /// Confirmed absence of a snapshot is accepted; a present one is restored all the same.
+    Empty,
+}
+
+impl RestoreMode {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Required => "required",
+            Self::Empty => "empty",
+        }
+    }
+}
+
+impl std::str::FromStr for RestoreMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "required" => Ok(Self::Required),
+            "empty" => Ok(Self::Empty),
+            _ => Err("must be required or empty".to_owned()),
+        }
+    }
+}
+
+/// One thing that happened to a machine, or that somebody asks of it.
+///
+/// The caller has checked what only the outside knows (entitlement, the snapshot, the token) before it makes the event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The host registered with its token; the provider made it with this type.
+    Registered { server_type: ServerType },
+    /// The host said at which stage its boot failed.
+    BootFailureReported,
+    /// The token ran out before the host registered.
+    RegistrationExpired,
+    /// The provider refused the create for good.
+    ProviderRefused,
+    /// The provider no longer has the server.
+    ServerGone,
+    /// An operator asks for the slot to be provisioned; this machine is the slot's.
+    ProvisionRequested { restore: RestoreMode },
+    RecoverRequested { restore: RestoreMode },
+    ResizeRequested { to: ServerType },
+    /// The provider runs the new type.
+    ResizeSucceeded,
+    /// The change did not happen; the server runs its old type again.
+    ResizeReverted,
+    /// The server could not be brought back after a change.
+    ResizeFailed,
+    /// The host says that it is well; the provider reports this type.
+    HealthyHeartbeat { epoch: Epoch, server_type: ServerType },
+    OperatorFailed,
+    DeleteRequested,
+}
+
+/// What is to be done with a new state, in the same transaction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Effect {
+    /// Put a new machine of the slot in this one's place, `epoch` one higher, in this status.
+    Replace { status: Status, restore: RestoreMode, epoch: Epoch },
+    /// End the operation under way, if any, as cancelled.
+    CancelOperation,
+    /// Start the operation that deletes the server at the provider.
+    DeleteServer,
+    /// Start the operation that changes the server's type.
+    ChangeType { to: ServerType },
+    /// End the operation under way as failed, with the cause.
+    FailOperation { cause: FailureCause },
+    /// Routing ends: proxied connections to this machine close.
+    CloseConnections,
+}

@@ -1,0 +1,148 @@
+//! Names that come from outside, checked once where they enter: users, slots, handles, image versions, server types.
+//!
+//! Each is safe as one segment of an object key and of a path: no `/`, no `..`, no control characters, no space.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A name that does not fit its type, with the rule that it broke.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("must be {rule}")]
+pub struct NameError {
+    pub rule: &'static str,
+}
+
+macro_rules! checked_name {
+    ($(#[$doc:meta])* $name:ident, $rule:literal, $check:expr) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "String")]
+        pub struct $name(String);
+
+        impl $name {
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = NameError;
+
+            fn from_str(text: &str) -> Result<Self, NameError> {
+                let check: fn(&str) -> bool = $check;
+                if check(text) { Ok(Self(text.to_owned())) } else { Err(NameError { rule: $rule }) }
+            }
+        }
+
+        impl TryFrom<String> for $name {
+            type Error = NameError;
+
+            fn try_from(text: String) -> Result<Self, NameError> {
+                text.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(name: $name) -> String {
+                name.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                &self.0
+            }
+        }
+    };
+}
+
+checked_name!(
+    /// The identity provider's id of a user (`sub` of its tokens).
+    IdpUserId,
+    "1 to 128 of A-Z a-z 0-9 . _ | : @ + -, beginning with a letter or digit",
+    |text| shaped(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
+);
+checked_name!(
+    /// One billed runtime slot of a user; `primary` unless said otherwise.
+    Slot,
+    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+);
+checked_name!(
+    /// The owner's public handle; belongs to one user.
+    Handle,
+    "2 to 39 of a-z 0-9 -, beginning with a letter",
+    |text| text.len() >= 2 && shaped(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+);
+checked_name!(
+    /// The version of a host bundle; a segment of its object key and of the release's path.
+    ImageVersion,
+    "1 to 64 of A-Z a-z 0-9 . _ + -, beginning with a letter or digit, without ..",
+    |text| !text.contains("..")
+        && shaped(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
+);
+checked_name!(
+    /// A provider's server type, e.g. `cpx22`.
+    ServerType,
+    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+);
+checked_name!(
+    /// A provider's location, e.g. `nbg1`.
+    Location,
+    "1 to 32 of a-z 0-9 -, beginning with a letter",
+    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+);
+
+impl Slot {
+    pub fn primary() -> Self {
+        Self("primary".to_owned())
+    }
+}
+
+impl Default for Slot {
+    fn default() -> Self {
+        Self::primary()
+    }
+}
+
+fn lower_or_dash(c: char) -> bool {
+    c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'
+}
+
+fn shaped(text: &str, longest: usize, first: fn(char) -> bool, rest: fn(char) -> bool) -> bool {
+    text.len() <= longest && text.starts_with(first) && text.chars().all(rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_leave_their_place_are_refused() {
+        for bad in ["", "..", "a/b", "a b", "a\n", "/a", "é", "a\0"] {
+            assert!(bad.parse::<IdpUserId>().is_err(), "{bad:?}");
+            assert!(bad.parse::<ImageVersion>().is_err(), "{bad:?}");
+            assert!(bad.parse::<Slot>().is_err(), "{bad:?}");
+        }
+        assert!("1..2".parse::<ImageVersion>().is_err());
+        assert!("user_2abc".parse::<IdpUserId>().is_ok());
+        assert!("auth0|123".parse::<IdpUserId>().is_ok());
+        assert!("2026.11.21-1".parse::<ImageVersion>().is_ok());
+    }
+
+    #[test]
+    fn json_is_checked_like_text() {
+        assert!(serde_json::from_str::<Handle>("\"ada\"").is_ok());
+        let error = serde_json::from_str::<Handle>("\"Ada\"").unwrap_err().to_string();
+        assert!(error.contains("a-z"), "{error}");
+    }
+}

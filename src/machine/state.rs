@@ -1,0 +1,142 @@
+//! The states of a machine, with the data that belongs to each.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::epoch::Epoch;
+use super::name::ServerType;
+
+/// The status as it is stored and shown (specification, part 3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    Provisioning,
+    Running,
+    Recovering,
+    Resizing,
+    Failed,
+}
+
+impl Status {
+    pub const ALL: [Self; 5] =
+        [Self::Provisioning, Self::Running, Self::Recovering, Self::Resizing, Self::Failed];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Provisioning => "provisioning",
+            Self::Running => "running",
+            Self::Recovering => "recovering",
+            Self::Resizing => "resizing",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// Only a running machine is routed to.
+    pub fn is_routable(self) -> bool {
+        self == Self::Running
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Status {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|status| status.as_str() == text)
+            .ok_or_else(|| "must be provisioning, running, recovering, resizing or failed".to_owned())
+    }
+}
+
+/// Why a machine is `failed`; only a resize's failure can heal by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureCause {
+    BootReported,
+    RegistrationExpired,
+    ProviderRefused,
+    ServerGone,
+    Resize,
+    Operator,
+}
+
+impl FailureCause {
+    pub const ALL: [Self; 6] = [
+        Self::BootReported,
+        Self::RegistrationExpired,
+        Self::ProviderRefused,
+        Self::ServerGone,
+        Self::Resize,
+        Self::Operator,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::BootReported => "boot_reported",
+            Self::RegistrationExpired => "registration_expired",
+            Self::ProviderRefused => "provider_refused",
+            Self::ServerGone => "server_gone",
+            Self::Resize => "resize",
+            Self::Operator => "operator",
+        }
+    }
+}
+
+impl FromStr for FailureCause {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|cause| cause.as_str() == text)
+            .ok_or_else(|| format!("{text:?} is no cause of failure"))
+    }
+}
+
+/// Where a machine stands. `Retired` and `Deleted` are ends: nothing leads out of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    Provisioning,
+    Recovering,
+    Running { server_type: ServerType },
+    Resizing { from: ServerType, to: ServerType },
+    Failed { cause: FailureCause },
+    /// Replaced by a later machine of its slot.
+    Retired,
+    /// Soft-deleted by the operator.
+    Deleted,
+}
+
+impl State {
+    /// The stored status; `None` for a machine that is no longer one of its slot's.
+    pub fn status(&self) -> Option<Status> {
+        match self {
+            Self::Provisioning => Some(Status::Provisioning),
+            Self::Recovering => Some(Status::Recovering),
+            Self::Running { .. } => Some(Status::Running),
+            Self::Resizing { .. } => Some(Status::Resizing),
+            Self::Failed { .. } => Some(Status::Failed),
+            Self::Retired | Self::Deleted => None,
+        }
+    }
+
+    /// An active machine holds its slot: there is at most one.
+    pub fn is_active(&self) -> bool {
+        self.status().is_some()
+    }
+}
+
+/// What the transitions look at of a machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    pub state: State,
+    pub epoch: Epoch,
+}

@@ -1,0 +1,164 @@
+//! The one function that says what follows from an event, for every pair of state and event.
+
+use super::event::{Effect, Event};
+use super::state::{FailureCause, Machine, State, Status};
+
+/// The end of a transition that was not refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// The machine moves, and the effects are done in the same transaction.
+    Moved { next: State, effects: Vec<Effect> },
+    /// It is already so, or the event comes too late to matter: nothing is written.
+    Unchanged,
+}
+
+/// Why an event cannot happen to a machine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("the machine is {status}; this needs it to be {}", list(.allowed))]
+    InvalidState { status: Status, allowed: &'static [Status] },
+    /// Deleted: for an operator it is as if it had never been.
+    #[error("the machine is deleted")]
+    Gone,
+    /// A later machine has the slot.
+    #[error("the machine has been replaced")]
+    Superseded,
+}
+
+fn list(statuses: &[Status]) -> String {
+    statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
+}
+
+/// What follows from `event` for `machine` (contract, part 3, "Lifecycle"). Total: every pair has an answer.
+///
+/// # Errors
+/// A [`Refusal`] where an operator or a host asks for what the state does not allow.
+pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
+    match machine.state {
+        State::Deleted => return after_the_end(event, Refusal::Gone),
+        State::Retired => return after_the_end(event, Refusal::Superseded),
+        _ => {}
+    }
+    match event {
+        Event::Registered { server_type } => registered(machine, server_type.clone()),
+        Event::BootFailureReported => boot_ended(machine, FailureCause::BootReported),
+        Event::RegistrationExpired => boot_ended(machine, FailureCause::RegistrationExpired),
+        Event::ProviderRefused => boot_ended(machine, FailureCause::ProviderRefused),
+        Event::ServerGone => Ok(server_gone(machine)),
+        Event::ProvisionRequested { restore } => Ok(match machine.state {
+            State::Failed { .. } => replace(machine, Status::Provisioning, *restore),
+            _ => Outcome::Unchanged,
+        }),
+        Event::RecoverRequested { restore } => Ok(match machine.state {
+            State::Recovering => Outcome::Unchanged,
+            _ => replace(machine, Status::Recovering, *restore),
+        }),
+        Event::ResizeRequested { to } => match &machine.state {
+            State::Running { server_type } if server_type == to => Ok(Outcome::Unchanged),
+            State::Running { server_type } => Ok(moved(
+                State::Resizing { from: server_type.clone(), to: to.clone() },
+                vec![Effect::ChangeType { to: to.clone() }, Effect::CloseConnections],
+            )),
+            _ => refuse(machine, &[Status::Running]),
+        },
+        Event::ResizeSucceeded => resize_ended(machine, |_, to| moved(State::Running { server_type: to }, vec![])),
+        Event::ResizeReverted => {
+            resize_ended(machine, |from, _| moved(State::Running { server_type: from }, vec![]))
+        }
+        Event::ResizeFailed => resize_ended(machine, |_, _| failed(FailureCause::Resize)),
+        Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
+            State::Failed { cause: FailureCause::Resize } if *epoch == machine.epoch => {
+                moved(State::Running { server_type: server_type.clone() }, vec![])
+            }
+            _ => Outcome::Unchanged,
+        }),
+        Event::OperatorFailed => Ok(match machine.state {
+            State::Failed { cause: FailureCause::Operator } => Outcome::Unchanged,
+            _ => moved(
+                State::Failed { cause: FailureCause::Operator },
+                vec![Effect::CancelOperation, Effect::CloseConnections],
+            ),
+        }),
+        Event::DeleteRequested => Ok(moved(
+            State::Deleted,
+            vec![Effect::CancelOperation, Effect::DeleteServer, Effect::CloseConnections],
+        )),
+    }
+}
+
+/// News from the world comes too late; a request is refused.
+fn after_the_end(event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
+    match event {
+        Event::RegistrationExpired
+        | Event::ProviderRefused
+        | Event::ServerGone
+        | Event::ResizeSucceeded
+        | Event::ResizeReverted
+        | Event::ResizeFailed
+        | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
+        // Asked again for a deleted machine, delete answers as it did.
+        Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),
+        _ => Err(refusal),
+    }
+}
+
+fn registered(machine: &Machine, server_type: super::name::ServerType) -> Result<Outcome, Refusal> {
+    match machine.state {
+        State::Provisioning | State::Recovering => Ok(moved(State::Running { server_type }, vec![])),
+        _ => refuse(machine, &[Status::Provisioning, Status::Recovering]),
+    }
+}
+
+/// A boot that fails after the machine runs, or has failed, says nothing new.
+fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
+    match machine.state {
+        State::Provisioning | State::Recovering => Ok(failed(cause)),
+        _ if cause == FailureCause::BootReported => {
+            refuse(machine, &[Status::Provisioning, Status::Recovering])
+        }
+        _ => Ok(Outcome::Unchanged),
+    }
+}
+
+fn server_gone(machine: &Machine) -> Outcome {
+    match machine.state {
+        State::Running { .. } | State::Resizing { .. } => failed(FailureCause::ServerGone),
+        _ => Outcome::Unchanged,
+    }
+}
+
+fn resize_ended(
+    machine: &Machine,
+    end: impl FnOnce(super::name::ServerType, super::name::ServerType) -> Outcome,
+) -> Result<Outcome, Refusal> {
+    Ok(match &machine.state {
+        State::Resizing { from, to } => end(from.clone(), to.clone()),
+        _ => Outcome::Unchanged,
+    })
+}
+
+fn failed(cause: FailureCause) -> Outcome {
+    moved(State::Failed { cause }, vec![Effect::FailOperation { cause }, Effect::CloseConnections])
+}
+
+fn replace(machine: &Machine, status: Status, restore: super::event::RestoreMode) -> Outcome {
+    moved(
+        State::Retired,
+        vec![
+            Effect::CancelOperation,
+            Effect::Replace { status, restore, epoch: machine.epoch.next() },
+            Effect::CloseConnections,
+        ],
+    )
+}
+
+fn moved(next: State, effects: Vec<Effect>) -> Outcome {
+    Outcome::Moved { next, effects }
+}
+
+fn refuse(machine: &Machine, allowed: &'static [Status]) -> Result<Outcome, Refusal> {
+    match machine.state.status() {
+        Some(status) => Err(Refusal::InvalidState { status, allowed }),
+        None => Err(Refusal::Gone),
+    }
+}
