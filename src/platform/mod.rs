@@ -1,1 +1,9 @@
-//! The control plane and the router. Nothing here knows the inside of a host.
+//! The control plane and router.
+pub mod config;
+pub mod context;
+pub mod db;
+pub mod keys;
+pub mod lifecycle;
+pub mod operations;
+pub mod tokens;
+pub mod userdata;
