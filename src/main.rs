@@ -5,7 +5,8 @@ use std::process::ExitCode;
 use svc::applet::{self, Applet};
 
 /// Applets that work. One that does not is not listed.
-static APPLETS: &[Applet] = &[];
+static APPLETS: &[Applet] =
+    &[Applet { name: "svc-platform", about: "control plane and router", run: svc::platform::run }];
 
 fn main() -> ExitCode {
     svc::failpoint::arm();

@@ -105,8 +105,7 @@ async fn generate(
 ) -> Result<db::keys::StoredKey, KeyError> {
     let kid = format!("proof-{}", uuid::Uuid::now_v7().simple());
     let pkcs8 = Signer::generate()?;
-    let signer =
-        Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
+    let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
     let sealed = seal.close(&kid, &pkcs8)?;
     let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed };
     db::keys::insert(tx, db::keys::PROOF, &key).await?;

@@ -154,7 +154,8 @@ async fn effect_of(
         }
         Effect::DeleteServer => {
             let kind = OperationKind::Delete;
-            let operation = db::operations::file(tx, was.id, kind.as_str(), kind.first_step().as_str()).await?;
+            let operation =
+                db::operations::file(tx, was.id, kind.as_str(), kind.first_step().as_str()).await?;
             return Ok(Some(Filed { machine: was.id, operation }));
         }
         Effect::ChangeType { .. } => return Err(LifecycleError::Missing("resizing, which is not built")),

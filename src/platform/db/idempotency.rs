@@ -28,7 +28,12 @@ pub async fn get(client: &impl GenericClient, actor: &str, key: &str) -> Result<
 
 /// # Errors
 /// [`DbError`].
-pub async fn put(client: &impl GenericClient, actor: &str, key: &str, stored: &Stored) -> Result<(), DbError> {
+pub async fn put(
+    client: &impl GenericClient,
+    actor: &str,
+    key: &str,
+    stored: &Stored,
+) -> Result<(), DbError> {
     let sql = "INSERT INTO idempotency_keys (actor, key, route, body_hash, status, response) \
                VALUES ($1, $2, $3, $4, $5, $6)";
     let status = i32::from(stored.status);

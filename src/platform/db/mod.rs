@@ -71,7 +71,9 @@ impl DbError {
 impl From<tokio_postgres::Error> for DbError {
     fn from(error: tokio_postgres::Error) -> Self {
         let Some(answer) = error.as_db_error() else {
-            if error.is_closed() || std::error::Error::source(&error).is_some_and(|cause| cause.is::<std::io::Error>()) {
+            if error.is_closed()
+                || std::error::Error::source(&error).is_some_and(|cause| cause.is::<std::io::Error>())
+            {
                 return Self::Unavailable { what: "connection lost", source: Some(Box::new(error)) };
             }
             return Self::Failed(error);
@@ -133,10 +135,10 @@ impl Db {
     /// # Errors
     /// `Unavailable` when no connection comes in time.
     pub async fn session(&self) -> Result<Object, DbError> {
-        self.pool.get().await.map_err(|error| DbError::Unavailable {
-            what: "no connection",
-            source: Some(Box::new(error)),
-        })
+        self.pool
+            .get()
+            .await
+            .map_err(|error| DbError::Unavailable { what: "no connection", source: Some(Box::new(error)) })
     }
 }
 
@@ -183,9 +185,7 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
 
-async fn in_time<T>(
-    work: impl Future<Output = Result<T, tokio_postgres::Error>>,
-) -> Result<T, DbError> {
+async fn in_time<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
     match tokio::time::timeout(STATEMENT, work).await {
         Ok(done) => Ok(done?),
         Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
@@ -243,7 +243,9 @@ pub async fn connect(config: &Config) -> Connected {
 
 async fn with_addresses(config: &Config) -> Result<Config, resolve::ResolveError> {
     let mut config = config.clone();
-    if !config.get_hostaddrs().is_empty() || config.get_hosts().iter().any(|host| matches!(host, Host::Unix(_))) {
+    if !config.get_hostaddrs().is_empty()
+        || config.get_hosts().iter().any(|host| matches!(host, Host::Unix(_)))
+    {
         return Ok(config);
     }
     for host in config.get_hosts().to_vec() {

@@ -97,7 +97,10 @@ pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_machine(client: &impl GenericClient, machine: MachineId) -> Result<Vec<OperationRow>, DbError> {
+pub async fn of_machine(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE machine_id = $1 ORDER BY operation_id DESC");
     Ok(rows(client, &sql, &[&machine.0]).await?.iter().map(OperationRow::parse).collect())
 }

@@ -167,6 +167,8 @@ mod tests {
                 assert!(points(kind).contains(&point(kind, *step, Place::After)));
             }
         }
-        assert!(points(OperationKind::Recover).contains(&"operations.recover.create_server.ordered".to_owned()));
+        assert!(
+            points(OperationKind::Recover).contains(&"operations.recover.create_server.ordered".to_owned())
+        );
     }
 }

@@ -134,7 +134,8 @@ async fn begun(
     // What the step before found out is of no use to this one.
     operation.facts = json!({"begun": step.as_str()});
     operation.attempts = 0;
-    let kind: OperationKind = operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
+    let kind: OperationKind =
+        operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
     let held = Held { platform, operation: &operation, kind, owner };
     let lease = Some(platform.config.timing.lease);
     let facts = &operation.facts;
@@ -177,7 +178,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
 fn pause(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
     let whole = (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE);
-    let spread = f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
+    let spread =
+        f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
     whole.mul_f64(0.5 + spread / 2.0)
 }
 
