@@ -18,6 +18,6 @@ pub mod fetch;
 //pub mod idp;
 pub mod net;
 pub mod pg;
-//pub mod s3;
+pub mod s3;
 
 mod runtime;
