@@ -15,7 +15,7 @@
 pub mod ca;
 pub mod child;
 pub mod fetch;
-//pub mod idp;
+pub mod idp;
 pub mod net;
 pub mod pg;
 pub mod s3;
