@@ -9,14 +9,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 /// `0.1.0 (commit 0123456789ab, 2026-11-21)`, printed by `--version` of every applet.
-pub const VERSION: &str = concat!(
-    env!("CARGO_PKG_VERSION"),
-    " (commit ",
-    env!("SVC_COMMIT"),
-    ", ",
-    env!("SVC_COMMIT_DATE"),
-    ")"
-);
+pub const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("SVC_COMMIT"), ", ", env!("SVC_COMMIT_DATE"), ")");
 
 /// One entry of the multi-call binary. `run` gets the arguments with the applet's name first, as `main` would.
 pub struct Applet {

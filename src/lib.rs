@@ -5,5 +5,12 @@
 pub mod applet;
 pub mod clock;
 pub mod config;
+pub mod ctl;
+pub mod failpoint;
 pub mod fsx;
+pub mod host;
+pub mod http;
 pub mod machine;
+pub mod platform;
+pub mod store;
+pub mod telemetry;

@@ -40,7 +40,9 @@ impl std::str::FromStr for RestoreMode {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The host registered with its token; the provider made it with this type.
-    Registered { server_type: ServerType },
+    Registered {
+        server_type: ServerType,
+    },
     /// The host said at which stage its boot failed.
     BootFailureReported,
     /// The token ran out before the host registered.
@@ -50,9 +52,15 @@ pub enum Event {
     /// The provider no longer has the server.
     ServerGone,
     /// An operator asks for the slot to be provisioned; this machine is the slot's.
-    ProvisionRequested { restore: RestoreMode },
-    RecoverRequested { restore: RestoreMode },
-    ResizeRequested { to: ServerType },
+    ProvisionRequested {
+        restore: RestoreMode,
+    },
+    RecoverRequested {
+        restore: RestoreMode,
+    },
+    ResizeRequested {
+        to: ServerType,
+    },
     /// The provider runs the new type.
     ResizeSucceeded,
     /// The change did not happen; the server runs its old type again.
@@ -60,7 +68,10 @@ pub enum Event {
     /// The server could not be brought back after a change.
     ResizeFailed,
     /// The host says that it is well; the provider reports this type.
-    HealthyHeartbeat { epoch: Epoch, server_type: ServerType },
+    HealthyHeartbeat {
+        epoch: Epoch,
+        server_type: ServerType,
+    },
     OperatorFailed,
     DeleteRequested,
 }

@@ -106,9 +106,16 @@ impl FromStr for FailureCause {
 pub enum State {
     Provisioning,
     Recovering,
-    Running { server_type: ServerType },
-    Resizing { from: ServerType, to: ServerType },
-    Failed { cause: FailureCause },
+    Running {
+        server_type: ServerType,
+    },
+    Resizing {
+        from: ServerType,
+        to: ServerType,
+    },
+    Failed {
+        cause: FailureCause,
+    },
     /// Replaced by a later machine of its slot.
     Retired,
     /// Soft-deleted by the operator.

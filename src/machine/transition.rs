@@ -61,7 +61,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             )),
             _ => refuse(machine, &[Status::Running]),
         },
-        Event::ResizeSucceeded => resize_ended(machine, |_, to| moved(State::Running { server_type: to }, vec![])),
+        Event::ResizeSucceeded => {
+            resize_ended(machine, |_, to| moved(State::Running { server_type: to }, vec![]))
+        }
         Event::ResizeReverted => {
             resize_ended(machine, |from, _| moved(State::Running { server_type: from }, vec![]))
         }

@@ -1,0 +1,1 @@
+//! `svcctl`: everything that an operator does, through the public API.

@@ -1,0 +1,100 @@
+//! What every host applet knows of its machine: `host.env`, `r2.env` and `boot.env`, below the process environment.
+
+use std::fmt;
+
+use secrecy::SecretString;
+use url::Url;
+
+use super::layout::Layout;
+use crate::config::{ConfigError, Env};
+use crate::http::proof::ProofKeys;
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
+
+/// The environment of a host applet: process, then the env files below `SVC_ROOT`.
+pub fn environment(layout: &Layout) -> Env {
+    Env::from_process()
+        .with_file(&layout.host_env())
+        .with_file(&layout.store_env())
+        .with_file(&layout.boot_env())
+}
+
+/// Who this machine is and who owns it, as provisioning wrote it.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    pub machine: MachineId,
+    pub user: IdpUserId,
+    pub handle: Handle,
+    pub slot: Slot,
+    pub epoch: Epoch,
+}
+
+impl Identity {
+    pub fn read(env: &mut Env) -> Option<Self> {
+        let machine = env.required("SVC_MACHINE_ID");
+        let user = env.required("SVC_USER_ID");
+        let handle = env.required("SVC_HANDLE");
+        let slot = env.or("SVC_SLOT", Slot::primary());
+        let epoch = env.required("SVC_EPOCH");
+        Some(Self { machine: machine?, user: user?, handle: handle?, slot, epoch: epoch? })
+    }
+}
+
+/// How this machine reaches the platform.
+#[derive(Debug, Clone)]
+pub struct PlatformLink {
+    pub base: Url,
+    pub upgrade_token: SecretString,
+}
+
+impl PlatformLink {
+    pub fn read(env: &mut Env) -> Option<Self> {
+        let base = env.required("PLATFORM_INTERNAL_URL");
+        let upgrade_token = env.required_secret("UPGRADE_TOKEN");
+        Some(Self { base: base?, upgrade_token: upgrade_token? })
+    }
+
+    /// `base` joined with a path that begins with `/`.
+    pub fn url(&self, path: &str) -> Url {
+        let mut url = self.base.clone();
+        url.set_path(&format!("{}{path}", self.base.path().trim_end_matches('/')));
+        url
+    }
+}
+
+/// The first proof keys, from `SVC_PROOF_KEYS`.
+pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
+    let text: String = env.required("SVC_PROOF_KEYS")?;
+    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", error)).ok()
+}
+
+/// The release that user-data asked for.
+pub fn image_version(env: &mut Env) -> Option<ImageVersion> {
+    env.required("SVC_IMAGE_VERSION")
+}
+
+/// `DATABASE_URL`; its password never shows.
+#[derive(Clone)]
+pub struct DatabaseUrl(pub SecretString);
+
+impl fmt::Debug for DatabaseUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DatabaseUrl(…)")
+    }
+}
+
+impl DatabaseUrl {
+    pub fn read(env: &mut Env) -> Option<Self> {
+        env.required_secret("DATABASE_URL").map(Self)
+    }
+
+    /// # Errors
+    /// Says that it does not parse, without quoting it.
+    pub fn config(&self) -> Result<tokio_postgres::Config, ConfigError> {
+        use secrecy::ExposeSecret;
+        self.0.expose_secret().parse().map_err(|_| ConfigError {
+            mistakes: vec!["DATABASE_URL: must be postgres://user:password@host:port/database".to_owned()],
+        })
+    }
+}

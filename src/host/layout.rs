@@ -1,0 +1,130 @@
+//! Where things lie on a host: the specification's layout below `SVC_ROOT` (default `/`).
+
+use std::path::{Path, PathBuf};
+
+use crate::machine::name::ImageVersion;
+
+/// All paths of one host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    root: PathBuf,
+}
+
+impl Layout {
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// From `SVC_ROOT`.
+    pub fn from_process() -> Self {
+        Self::new(std::env::var_os("SVC_ROOT").filter(|root| !root.is_empty()).unwrap_or_else(|| "/".into()))
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn opt(&self, rest: &str) -> PathBuf {
+        self.root.join("opt/svc").join(rest)
+    }
+
+    fn state(&self, rest: &str) -> PathBuf {
+        self.root.join("var/lib/svc").join(rest)
+    }
+
+    pub fn host_env(&self) -> PathBuf {
+        self.opt("env/host.env")
+    }
+
+    pub fn store_env(&self) -> PathBuf {
+        self.opt("env/r2.env")
+    }
+
+    pub fn boot_env(&self) -> PathBuf {
+        self.opt("env/boot.env")
+    }
+
+    pub fn releases(&self) -> PathBuf {
+        self.opt("releases")
+    }
+
+    pub fn release(&self, version: &ImageVersion) -> PathBuf {
+        self.releases().join(version.as_str())
+    }
+
+    /// The one link that a switch renames.
+    pub fn current(&self) -> PathBuf {
+        self.opt("current")
+    }
+
+    /// `bin`, `app` and `runtime`: links into the current release.
+    pub fn link(&self, name: &str) -> PathBuf {
+        self.opt(name)
+    }
+
+    /// The marker of the gate.
+    pub fn restore_complete(&self) -> PathBuf {
+        self.opt("restore-complete")
+    }
+
+    pub fn home(&self) -> PathBuf {
+        self.root.join("home/svc/home")
+    }
+
+    pub fn apps(&self) -> PathBuf {
+        self.home().join("apps")
+    }
+
+    /// The default apps of the current release.
+    pub fn bundled_apps(&self) -> PathBuf {
+        self.opt("current/app/apps")
+    }
+
+    pub fn logs(&self) -> PathBuf {
+        self.home().join("system/logs")
+    }
+
+    pub fn tls_cert(&self) -> PathBuf {
+        self.state("tls/cert.pem")
+    }
+
+    pub fn tls_key(&self) -> PathBuf {
+        self.state("tls/key.pem")
+    }
+
+    pub fn update_state(&self) -> PathBuf {
+        self.state("update")
+    }
+
+    /// Proof keys as the last heartbeat delivered them; `host.env` has the first ones.
+    pub fn proof_keys(&self) -> PathBuf {
+        self.state("proof-keys.json")
+    }
+
+    /// Result of the last backup run, read by heartbeat and gateway.
+    pub fn last_backup(&self) -> PathBuf {
+        self.state("last-backup.json")
+    }
+
+    pub fn backup_lock(&self) -> PathBuf {
+        self.state("backup.lock")
+    }
+
+    /// Files that ask a unit to run; a path unit watches them.
+    pub fn request(&self, name: &str) -> PathBuf {
+        self.state("requests").join(name)
+    }
+
+    /// Written when the platform said that another machine has taken this one's place.
+    pub fn superseded(&self) -> PathBuf {
+        self.state("superseded.json")
+    }
+
+    pub fn sync_state(&self) -> PathBuf {
+        self.state("sync")
+    }
+
+    pub fn sockets(&self) -> PathBuf {
+        self.root.join("run/svc")
+    }
+}

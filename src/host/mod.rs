@@ -1,0 +1,4 @@
+//! The applets of a customer machine. Nothing here knows the platform's inside.
+
+pub mod config;
+pub mod layout;

@@ -1,0 +1,54 @@
+//! The one HTTP client: deadlines, our resolver, rustls with ring, no redirects, no proxy from the environment.
+
+use std::time::Duration;
+
+use rustls::ClientConfig;
+
+use super::{resolve, tls};
+
+/// Time limits of a client's calls.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    pub connect: Duration,
+    /// From start to the last byte of the body; `None` for downloads, which are bounded by `idle`.
+    pub whole: Option<Duration>,
+    /// The longest silence while a body is read.
+    pub idle: Duration,
+}
+
+impl Deadlines {
+    pub const CALL: Self = Self {
+        connect: Duration::from_secs(5),
+        whole: Some(Duration::from_secs(10)),
+        idle: Duration::from_secs(10),
+    };
+    pub const DOWNLOAD: Self =
+        Self { connect: Duration::from_secs(5), whole: None, idle: Duration::from_secs(30) };
+}
+
+/// A client that trusts the web's roots (and `SSL_CERT_FILE`, where set).
+///
+/// # Errors
+/// When the extra roots cannot be read.
+pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
+    with_tls(deadlines, tls::client_config()?)
+}
+
+/// A client with a TLS configuration of its own, e.g. one that pins a key.
+///
+/// # Errors
+/// When reqwest refuses the configuration.
+pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
+    let mut builder = reqwest::Client::builder()
+        .tls_backend_preconfigured(config)
+        .dns_resolver(resolve::shared())
+        .connect_timeout(deadlines.connect)
+        .read_timeout(deadlines.idle)
+        .redirect(reqwest::redirect::Policy::none())
+        .no_proxy()
+        .user_agent(concat!("svc/", env!("CARGO_PKG_VERSION")));
+    if let Some(whole) = deadlines.whole {
+        builder = builder.timeout(whole);
+    }
+    Ok(builder.build()?)
+}

@@ -1,0 +1,9 @@
+//! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
+
+pub mod client;
+pub mod problem;
+pub mod proof;
+pub mod request_id;
+pub mod resolve;
+pub mod server;
+pub mod tls;

@@ -1,0 +1,222 @@
+//! Errors as they leave us: RFC 9457 `application/problem+json` with a stable `code`.
+//!
+//! A problem holds only what the caller may know. Internal detail is logged under the same request id, never sent.
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Code {
+    InvalidRequest,
+    Unauthorized,
+    Forbidden,
+    RegistrationRejected,
+    Superseded,
+    SubscriptionRequired,
+    ServerTypeNotAllowed,
+    MachineNotFound,
+    BundleNotFound,
+    NotFound,
+    MethodNotAllowed,
+    RequestTooLarge,
+    UnsupportedMediaType,
+    RangeNotSatisfiable,
+    InvalidState,
+    HandleTaken,
+    DiskWouldShrink,
+    SnapshotUnusable,
+    Conflict,
+    IdempotencyMismatch,
+    PreviewLimitReached,
+    RateLimited,
+    CostLimitReached,
+    ProvisioningError,
+    UpstreamUnavailable,
+    Disabled,
+    StoreUnavailable,
+    DatabaseUnavailable,
+    Unavailable,
+    DeadlineExceeded,
+    Internal,
+}
+
+impl Code {
+    fn row(self) -> (StatusCode, &'static str, &'static str) {
+        use StatusCode as S;
+        match self {
+            Self::InvalidRequest => (S::BAD_REQUEST, "invalid_request", "The request is not valid"),
+            Self::Unauthorized => (S::UNAUTHORIZED, "unauthorized", "A valid credential is needed"),
+            Self::Forbidden => (S::FORBIDDEN, "forbidden", "This credential may not do that"),
+            Self::RegistrationRejected => {
+                (S::UNAUTHORIZED, "registration_rejected", "The registration is not accepted")
+            }
+            Self::Superseded => (S::FORBIDDEN, "superseded", "This machine has been replaced"),
+            Self::SubscriptionRequired => {
+                (S::PAYMENT_REQUIRED, "subscription_required", "The slot has no active subscription")
+            }
+            Self::ServerTypeNotAllowed => {
+                (S::FORBIDDEN, "server_type_not_allowed", "The slot's plan does not contain this server type")
+            }
+            Self::MachineNotFound => (S::NOT_FOUND, "machine_not_found", "There is no such machine"),
+            Self::BundleNotFound => (S::NOT_FOUND, "bundle_not_found", "There is no such bundle"),
+            Self::NotFound => (S::NOT_FOUND, "not_found", "There is nothing here"),
+            Self::MethodNotAllowed => {
+                (S::METHOD_NOT_ALLOWED, "method_not_allowed", "The method is not allowed here")
+            }
+            Self::RequestTooLarge => (S::PAYLOAD_TOO_LARGE, "request_too_large", "The request is too large"),
+            Self::UnsupportedMediaType => {
+                (S::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", "The body must be application/json")
+            }
+            Self::RangeNotSatisfiable => {
+                (S::RANGE_NOT_SATISFIABLE, "range_not_satisfiable", "The range is outside the object")
+            }
+            Self::InvalidState => (S::CONFLICT, "invalid_state", "The machine's state does not allow this"),
+            Self::HandleTaken => (S::CONFLICT, "handle_taken", "The handle belongs to another user"),
+            Self::DiskWouldShrink => (S::CONFLICT, "disk_would_shrink", "The disk would shrink"),
+            Self::SnapshotUnusable => (S::CONFLICT, "snapshot_unusable", "There is no usable snapshot"),
+            Self::Conflict => (S::CONFLICT, "conflict", "The request conflicts with what is stored"),
+            Self::IdempotencyMismatch => (
+                S::UNPROCESSABLE_ENTITY,
+                "idempotency_mismatch",
+                "The idempotency key was used with another request",
+            ),
+            Self::PreviewLimitReached => {
+                (S::TOO_MANY_REQUESTS, "preview_limit_reached", "The preview limit is reached")
+            }
+            Self::RateLimited => (S::TOO_MANY_REQUESTS, "rate_limited", "Too many requests"),
+            Self::CostLimitReached => {
+                (S::TOO_MANY_REQUESTS, "cost_limit_reached", "The cost limit is reached")
+            }
+            Self::ProvisioningError => {
+                (S::BAD_GATEWAY, "provisioning_error", "The provider could not do this")
+            }
+            Self::UpstreamUnavailable => {
+                (S::BAD_GATEWAY, "upstream_unavailable", "The machine did not answer")
+            }
+            Self::Disabled => (S::SERVICE_UNAVAILABLE, "disabled", "This is switched off"),
+            Self::StoreUnavailable => {
+                (S::SERVICE_UNAVAILABLE, "store_unavailable", "The object store cannot be reached")
+            }
+            Self::DatabaseUnavailable => {
+                (S::SERVICE_UNAVAILABLE, "database_unavailable", "The database cannot be reached")
+            }
+            Self::Unavailable => (S::SERVICE_UNAVAILABLE, "unavailable", "Not available now"),
+            Self::DeadlineExceeded => (S::GATEWAY_TIMEOUT, "deadline_exceeded", "This took too long"),
+            Self::Internal => (S::INTERNAL_SERVER_ERROR, "internal", "Something went wrong on our side"),
+        }
+    }
+
+    pub fn status(self) -> StatusCode {
+        self.row().0
+    }
+
+    pub fn as_str(self) -> &'static str {
+        self.row().1
+    }
+
+    pub fn title(self) -> &'static str {
+        self.row().2
+    }
+}
+
+/// One field of a request that is wrong: a JSON pointer (RFC 6901), or `?name` of a query parameter.
+#[derive(Debug, Clone, Serialize, PartialEq, Eq)]
+pub struct FieldError {
+    pub pointer: String,
+    pub detail: String,
+}
+
+/// A refusal or failure on its way to the caller.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{}: {detail}", .code.as_str())]
+pub struct Problem {
+    pub code: Code,
+    pub detail: String,
+    /// Members beside the standard ones, e.g. `status` and `allowed` of `invalid_state`.
+    pub members: Map<String, Value>,
+    pub retry_after_seconds: Option<u64>,
+}
+
+impl Problem {
+    /// `detail` is read by the caller: it says what to do, and holds nothing internal.
+    pub fn new(code: Code, detail: impl Into<String>) -> Self {
+        Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
+    }
+
+    pub fn invalid(errors: &[FieldError]) -> Self {
+        let detail =
+            errors.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect::<Vec<_>>().join("; ");
+        Self::new(Code::InvalidRequest, detail).with("errors", serde_json::json!(errors))
+    }
+
+    pub fn field(pointer: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self::invalid(&[FieldError { pointer: pointer.into(), detail: detail.into() }])
+    }
+
+    /// Logs the chain of an unforeseen error under the request id, and answers with nothing of it.
+    pub fn internal(error: &(dyn std::error::Error + 'static)) -> Self {
+        tracing::error!(error = %chain(error), "request failed");
+        Self::new(Code::Internal, "The failure is logged under this request id.")
+    }
+
+    #[must_use]
+    pub fn with(mut self, name: &str, value: Value) -> Self {
+        self.members.insert(name.to_owned(), value);
+        self
+    }
+
+    #[must_use]
+    pub fn retry_after(mut self, seconds: u64) -> Self {
+        self.retry_after_seconds = Some(seconds);
+        self
+    }
+
+    /// The body as sent. Extension members never hide a standard one.
+    pub fn body(&self) -> Value {
+        let mut body = Map::new();
+        body.insert("type".into(), format!("urn:svc:problem:{}", self.code.as_str()).into());
+        body.insert("title".into(), self.code.title().into());
+        body.insert("status".into(), self.code.status().as_u16().into());
+        body.insert("detail".into(), self.detail.clone().into());
+        body.insert("code".into(), self.code.as_str().into());
+        body.insert("requestId".into(), super::request_id::current().into());
+        for (name, value) in &self.members {
+            body.entry(name.clone()).or_insert_with(|| value.clone());
+        }
+        Value::Object(body)
+    }
+}
+
+/// An error and its causes in one line.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let part = error.to_string();
+        if !text.ends_with(&part) {
+            text.push_str(": ");
+            text.push_str(&part);
+        }
+        cause = error.source();
+    }
+    text
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let mut response = (self.code.status(), self.body().to_string()).into_response();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if let Some(seconds) = self.retry_after_seconds {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.code.status() == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

@@ -1,0 +1,245 @@
+//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` that says for whom a request
+//! was forwarded, by which route, to which machine.
+//!
+//! The platform signs, the host verifies against the keys that provisioning and heartbeats delivered. The algorithm
+//! is fixed: the header's `alg` is compared, never obeyed.
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use jiff::Timestamp;
+use ring::rand::SystemRandom;
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
+use serde::{Deserialize, Serialize};
+
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, Slot};
+
+pub const HEADER: &str = "x-svc-proof";
+pub const ISSUER: &str = "svc-platform";
+/// The longest life of a proof, in seconds.
+pub const MAX_LIFE_SECONDS: i64 = 60;
+/// How far the host's clock may be off, in seconds.
+pub const LEEWAY_SECONDS: i64 = 30;
+
+/// By which of the platform's ways a request came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Route {
+    Shell,
+    Code,
+    App,
+    Internal,
+}
+
+/// What the platform vouches for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claims {
+    pub iss: String,
+    /// The machine that this proof is for.
+    pub aud: MachineId,
+    pub sub: IdpUserId,
+    pub handle: Handle,
+    pub slot: Slot,
+    pub route: Route,
+    /// The app's slug; present exactly on route `app`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub app: Option<String>,
+    /// On route `internal`, the request's method and path, and an id that is used once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub method: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub jti: Option<String>,
+    pub iat: i64,
+    pub exp: i64,
+}
+
+/// A public key as hosts get it: `x` is the Ed25519 key, base64url (RFC 8037).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProofKey {
+    pub kid: String,
+    pub x: String,
+}
+
+/// The keys that a host accepts at a time.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProofKeys {
+    pub keys: Vec<ProofKey>,
+}
+
+/// Why a proof is not accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ProofError {
+    #[error("the proof is malformed")]
+    Malformed,
+    #[error("the proof's key is unknown")]
+    UnknownKey,
+    #[error("the proof's signature is wrong")]
+    BadSignature,
+    #[error("the proof is expired or not yet valid")]
+    Stale,
+    #[error("the proof is for another machine")]
+    WrongMachine,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Header {
+    alg: String,
+    typ: String,
+    kid: String,
+}
+
+/// The platform's signing key.
+pub struct Signer {
+    kid: String,
+    pair: Ed25519KeyPair,
+    header: String,
+}
+
+impl Signer {
+    /// A new key in PKCS#8 v2 DER, to be sealed before it is stored.
+    ///
+    /// # Errors
+    /// When the system has no randomness.
+    pub fn generate() -> Result<Vec<u8>, ring::error::Unspecified> {
+        Ok(Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())?.as_ref().to_vec())
+    }
+
+    /// # Errors
+    /// When `pkcs8` is not an Ed25519 key.
+    pub fn from_pkcs8(kid: &str, pkcs8: &[u8]) -> Result<Self, ring::error::KeyRejected> {
+        let pair = Ed25519KeyPair::from_pkcs8(pkcs8)?;
+        let header = Header { alg: "EdDSA".into(), typ: "JWT".into(), kid: kid.to_owned() };
+        let header = B64.encode(serde_json::to_vec(&header).expect("a header of strings is JSON"));
+        Ok(Self { kid: kid.to_owned(), pair, header })
+    }
+
+    pub fn public(&self) -> ProofKey {
+        ProofKey { kid: self.kid.clone(), x: B64.encode(self.pair.public_key()) }
+    }
+
+    pub fn sign(&self, claims: &Claims) -> String {
+        self.sign_json(claims)
+    }
+
+    /// Signs any claims with this key; for the platform's other tokens.
+    pub fn sign_json(&self, claims: &impl Serialize) -> String {
+        let body = B64.encode(serde_json::to_vec(claims).expect("claims are plain data"));
+        let signed = format!("{}.{body}", self.header);
+        let signature = B64.encode(self.pair.sign(signed.as_bytes()));
+        format!("{signed}.{signature}")
+    }
+}
+
+impl ProofKeys {
+    /// Checks the signature of any token signed by one of these keys and gives its payload's bytes.
+    ///
+    /// # Errors
+    /// Malformed, unknown key, bad signature.
+    pub fn open(&self, token: &str) -> Result<Vec<u8>, ProofError> {
+        let (signed, signature) = token.rsplit_once('.').ok_or(ProofError::Malformed)?;
+        let (header, body) = signed.split_once('.').ok_or(ProofError::Malformed)?;
+        let header = B64.decode(header).map_err(|_| ProofError::Malformed)?;
+        let header: Header = serde_json::from_slice(&header).map_err(|_| ProofError::Malformed)?;
+        if header.alg != "EdDSA" {
+            return Err(ProofError::Malformed);
+        }
+        let key = self.keys.iter().find(|key| key.kid == header.kid).ok_or(ProofError::UnknownKey)?;
+        let key = B64.decode(&key.x).map_err(|_| ProofError::UnknownKey)?;
+        let signature = B64.decode(signature).map_err(|_| ProofError::Malformed)?;
+        UnparsedPublicKey::new(&ED25519, key)
+            .verify(signed.as_bytes(), &signature)
+            .map_err(|_| ProofError::BadSignature)?;
+        B64.decode(body).map_err(|_| ProofError::Malformed)
+    }
+
+    /// Checks a proof for `machine` at `now`.
+    ///
+    /// # Errors
+    /// See [`ProofError`].
+    pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
+        let body = self.open(token)?;
+        let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
+        if claims.iss != ISSUER || claims.exp - claims.iat > MAX_LIFE_SECONDS {
+            return Err(ProofError::Malformed);
+        }
+        if claims.aud != machine {
+            return Err(ProofError::WrongMachine);
+        }
+        let now = now.as_second();
+        if now > claims.exp + LEEWAY_SECONDS || now < claims.iat - LEEWAY_SECONDS {
+            return Err(ProofError::Stale);
+        }
+        Ok(claims)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signer(kid: &str) -> Signer {
+        Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap()
+    }
+
+    fn claims(machine: MachineId, now: Timestamp) -> Claims {
+        Claims {
+            iss: ISSUER.into(),
+            aud: machine,
+            sub: "user_1".parse().unwrap(),
+            handle: "ada".parse().unwrap(),
+            slot: Slot::primary(),
+            route: Route::Shell,
+            app: None,
+            method: None,
+            path: None,
+            jti: None,
+            iat: now.as_second(),
+            exp: now.as_second() + 30,
+        }
+    }
+
+    #[test]
+    fn a_proof_holds_for_its_machine_and_time_only() {
+        let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
+        let keys = ProofKeys { keys: vec![signer.public()] };
+        let token = signer.sign(&claims(machine, now));
+        assert_eq!(keys.verify(&token, machine, now).unwrap().sub.as_str(), "user_1");
+        assert_eq!(keys.verify(&token, MachineId::new(), now), Err(ProofError::WrongMachine));
+        let late = now + jiff::SignedDuration::from_secs(61);
+        assert_eq!(keys.verify(&token, machine, late), Err(ProofError::Stale));
+        let early = now - jiff::SignedDuration::from_secs(31);
+        assert_eq!(keys.verify(&token, machine, early), Err(ProofError::Stale));
+    }
+
+    #[test]
+    fn another_key_a_changed_body_and_another_algorithm_are_refused() {
+        let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
+        let keys = ProofKeys { keys: vec![real.public()] };
+        assert_eq!(
+            keys.verify(&other.sign(&claims(machine, now)), machine, now),
+            Err(ProofError::BadSignature)
+        );
+        let unknown = signer("k2").sign(&claims(machine, now));
+        assert_eq!(keys.verify(&unknown, machine, now), Err(ProofError::UnknownKey));
+        let token = real.sign(&claims(machine, now));
+        let parts: Vec<&str> = token.split('.').collect();
+        let forged = B64
+            .encode(serde_json::to_vec(&claims(machine, now + jiff::SignedDuration::from_secs(9))).unwrap());
+        let swapped = format!("{}.{forged}.{}", parts[0], parts[2]);
+        assert_eq!(keys.verify(&swapped, machine, now), Err(ProofError::BadSignature));
+        let none = format!("{}.{}.", B64.encode(br#"{"alg":"none","typ":"JWT","kid":"k1"}"#), parts[1]);
+        assert_eq!(keys.verify(&none, machine, now), Err(ProofError::Malformed));
+        assert_eq!(keys.verify("a.b", machine, now), Err(ProofError::Malformed));
+    }
+
+    #[test]
+    fn a_proof_that_claims_a_long_life_is_refused() {
+        let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
+        let keys = ProofKeys { keys: vec![signer.public()] };
+        let mut long = claims(machine, now);
+        long.exp = long.iat + MAX_LIFE_SECONDS + 1;
+        assert_eq!(keys.verify(&signer.sign(&long), machine, now), Err(ProofError::Malformed));
+    }
+}

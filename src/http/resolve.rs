@@ -1,0 +1,65 @@
+//! The one resolver: hickory, pure Rust, because a static glibc binary must not call getaddrinfo.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use hickory_resolver::TokioResolver;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// A name that did not resolve.
+#[derive(Debug, thiserror::Error)]
+#[error("resolve {name}: {why}")]
+pub struct ResolveError {
+    name: String,
+    why: String,
+}
+
+/// The addresses of a host name or literal; `localhost` never leaves the machine.
+///
+/// # Errors
+/// [`ResolveError`] when there is no answer within 5 s, or no address.
+pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
+    let fail = |why: String| ResolveError { name: name.to_owned(), why };
+    if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {
+        return Ok(vec![ip]);
+    }
+    if name == "localhost" {
+        return Ok(vec![IpAddr::from([127, 0, 0, 1])]);
+    }
+    let resolver = resolver().map_err(&fail)?;
+    let looked_up = tokio::time::timeout(DEADLINE, resolver.lookup_ip(name)).await;
+    let answer = looked_up.map_err(|_| fail("no answer in time".to_owned()))?;
+    let found: Vec<IpAddr> = answer.map_err(|error| fail(error.to_string()))?.iter().collect();
+    if found.is_empty() { Err(fail("no address".to_owned())) } else { Ok(found) }
+}
+
+fn resolver() -> Result<&'static TokioResolver, String> {
+    static RESOLVER: OnceLock<Result<TokioResolver, String>> = OnceLock::new();
+    let made = RESOLVER.get_or_init(|| {
+        TokioResolver::builder_tokio()
+            .and_then(hickory_resolver::ResolverBuilder::build)
+            .map_err(|error| error.to_string())
+    });
+    made.as_ref().map_err(Clone::clone)
+}
+
+/// The resolver as reqwest takes it.
+#[derive(Clone, Copy, Default)]
+pub struct Hickory;
+
+impl Resolve for Hickory {
+    fn resolve(&self, name: Name) -> Resolving {
+        Box::pin(async move {
+            let found = addresses(name.as_str()).await?;
+            let addrs: Addrs = Box::new(found.into_iter().map(|ip| SocketAddr::new(ip, 0)));
+            Ok(addrs)
+        })
+    }
+}
+
+pub fn shared() -> Arc<Hickory> {
+    Arc::new(Hickory)
+}

@@ -1,0 +1,213 @@
+//! TLS on rustls with ring: the process's provider, self-signed certificates, and verification by pinned key.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{
+    CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature,
+};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, ServerConfig, SignatureScheme};
+use sha2::{Digest, Sha256};
+
+/// SHA-256 of a certificate's SubjectPublicKeyInfo in DER (RFC 7469, section 2.4); hex on the wire.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SpkiPin(pub [u8; 32]);
+
+impl SpkiPin {
+    /// # Errors
+    /// When `cert` is not a certificate.
+    pub fn of_certificate(cert: &CertificateDer<'_>) -> Result<Self, rustls::Error> {
+        let (_, parsed) = x509_parser::parse_x509_certificate(cert)
+            .map_err(|_| rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding))?;
+        Ok(Self(Sha256::digest(parsed.tbs_certificate.subject_pki.raw).into()))
+    }
+}
+
+impl fmt::Display for SpkiPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&hex::encode(self.0))
+    }
+}
+
+impl fmt::Debug for SpkiPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::str::FromStr for SpkiPin {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut pin = [0; 32];
+        hex::decode_to_slice(text, &mut pin).map_err(|_| "must be 64 hexadecimal digits")?;
+        Ok(Self(pin))
+    }
+}
+
+/// Makes ring the process's crypto provider; the first call wins and later ones change nothing.
+pub fn install_provider() {
+    let _ = ring::default_provider().install_default();
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+/// The web's roots, and those of the PEM file that `SSL_CERT_FILE` names.
+///
+/// # Errors
+/// When that file cannot be read.
+pub fn roots() -> anyhow::Result<RootCertStore> {
+    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
+    if let Some(path) = std::env::var_os("SSL_CERT_FILE").filter(|path| !path.is_empty()) {
+        let certs = CertificateDer::pem_file_iter(&path)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .with_context(|| format!("read the roots of SSL_CERT_FILE, {}", path.display()))?;
+        roots.add_parsable_certificates(certs);
+    }
+    Ok(roots)
+}
+
+/// A client's configuration with ordinary chain verification.
+///
+/// # Errors
+/// When the roots cannot be read.
+pub fn client_config() -> anyhow::Result<ClientConfig> {
+    Ok(ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots()?)
+        .with_no_client_auth())
+}
+
+/// Whether a pinned certificate must also chain to a trusted root (`CUSTOMER_VPS_TLS_VERIFY`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChainCheck {
+    PinOnly,
+    PinAndChain,
+}
+
+/// A client's configuration that accepts only the server that holds the pinned key.
+///
+/// # Errors
+/// When the roots cannot be read.
+pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<ClientConfig> {
+    let chain: Option<Arc<dyn ServerCertVerifier>> = match check {
+        ChainCheck::PinOnly => None,
+        ChainCheck::PinAndChain => {
+            Some(WebPkiServerVerifier::builder_with_provider(Arc::new(roots()?), provider()).build()?)
+        }
+    };
+    let algorithms = provider().signature_verification_algorithms;
+    Ok(ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(PinVerifier { pin, chain, algorithms }))
+        .with_no_client_auth())
+}
+
+/// Compares the key with the pin and still checks the handshake's signature, so that a copied certificate is refused.
+#[derive(Debug)]
+struct PinVerifier {
+    pin: SpkiPin,
+    chain: Option<Arc<dyn ServerCertVerifier>>,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for PinVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        if SpkiPin::of_certificate(end_entity)? != self.pin {
+            return Err(rustls::Error::General("the server's key is not the pinned one".to_owned()));
+        }
+        match &self.chain {
+            Some(chain) => chain.verify_server_cert(end_entity, intermediates, server_name, ocsp, now),
+            None => Ok(ServerCertVerified::assertion()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
+/// A certificate chain with its key, both PEM.
+pub struct Identity {
+    pub cert_pem: String,
+    pub key_pem: String,
+}
+
+/// Makes a self-signed certificate for the given names or addresses.
+///
+/// # Errors
+/// When a name is not one, or the key cannot be made.
+pub fn self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
+    let made = rcgen::generate_simple_self_signed(names)?;
+    Ok(Identity { cert_pem: made.cert.pem(), key_pem: made.signing_key.serialize_pem() })
+}
+
+impl Identity {
+    /// # Errors
+    /// When a file cannot be read.
+    pub fn read(cert: &Path, key: &Path) -> io::Result<Self> {
+        Ok(Self { cert_pem: std::fs::read_to_string(cert)?, key_pem: std::fs::read_to_string(key)? })
+    }
+
+    /// # Errors
+    /// When the PEM holds no certificate.
+    pub fn pin(&self) -> anyhow::Result<SpkiPin> {
+        let cert =
+            CertificateDer::from_pem_slice(self.cert_pem.as_bytes()).context("read the certificate")?;
+        Ok(SpkiPin::of_certificate(&cert)?)
+    }
+
+    /// A server's configuration, HTTP/1.1 alone.
+    ///
+    /// # Errors
+    /// When certificate and key do not parse or do not fit.
+    pub fn server_config(&self) -> anyhow::Result<ServerConfig> {
+        let chain = CertificateDer::pem_slice_iter(self.cert_pem.as_bytes())
+            .collect::<Result<Vec<_>, _>>()
+            .context("read the certificate chain")?;
+        // The PEM error could quote the key: only that it failed is told.
+        let key = PrivateKeyDer::from_pem_slice(self.key_pem.as_bytes())
+            .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(chain, key)?;
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(config)
+    }
+}

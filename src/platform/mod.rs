@@ -1,0 +1,1 @@
+//! The control plane and the router. Nothing here knows the inside of a host.

@@ -1,0 +1,183 @@
+//! One bucket: reads, writes and conditional writes with the errors that callers decide by.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{
+    Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// What went wrong at the store, by what it means.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("{key} does not exist in the object store")]
+    NotFound { key: String },
+    /// A conditional write found another version than the one it was made for.
+    #[error("{key} was changed by another writer")]
+    Precondition { key: String },
+    #[error("{key} in the object store is not readable: {why}")]
+    Corrupt { key: String, why: String },
+    #[error("the object store refused access to {key}")]
+    Denied {
+        key: String,
+        #[source]
+        source: Box<Error>,
+    },
+    #[error("the object store failed at {key}")]
+    Unavailable {
+        key: String,
+        #[source]
+        source: Box<Error>,
+    },
+}
+
+impl StoreError {
+    pub(crate) fn of(key: &Path, error: Error) -> Self {
+        let key = key.to_string();
+        match error {
+            Error::NotFound { .. } => Self::NotFound { key },
+            Error::Precondition { .. } | Error::AlreadyExists { .. } => Self::Precondition { key },
+            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
+                Self::Denied { key, source: Box::new(error) }
+            }
+            error => Self::Unavailable { key, source: Box::new(error) },
+        }
+    }
+
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+
+    /// Worth trying again later without a change on our side.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Unavailable { .. })
+    }
+}
+
+/// The version of an object that was read; a later write can demand that it is still there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Version(pub(crate) UpdateVersion);
+
+impl Version {
+    pub fn etag(&self) -> Option<&str> {
+        self.0.e_tag.as_deref()
+    }
+}
+
+/// A value with the version that it was read at.
+#[derive(Debug, Clone)]
+pub struct Versioned<T> {
+    pub value: T,
+    pub version: Version,
+}
+
+/// On which condition a write happens.
+#[derive(Debug, Clone)]
+pub enum Condition {
+    Absent,
+    Unchanged(Version),
+}
+
+/// The bucket of the system.
+#[derive(Debug, Clone)]
+pub struct Bucket {
+    inner: Arc<dyn ObjectStore>,
+}
+
+impl Bucket {
+    pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
+        Self { inner }
+    }
+
+    /// The bare store, for streams and multipart uploads.
+    pub fn raw(&self) -> &Arc<dyn ObjectStore> {
+        &self.inner
+    }
+
+    /// # Errors
+    /// [`StoreError`]; absence is `Ok(None)`.
+    pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
+        match self.inner.head(key).await.map_err(|error| StoreError::of(key, error)) {
+            Ok(meta) => Ok(Some(meta)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The whole object of at most `limit` bytes.
+    ///
+    /// # Errors
+    /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
+    pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+        let got = match self.inner.get_opts(key, GetOptions::default()).await {
+            Ok(got) => got,
+            Err(Error::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(StoreError::of(key, error)),
+        };
+        if got.meta.size > limit {
+            let why = format!("{} bytes, more than the {limit} that such an object has", got.meta.size);
+            return Err(StoreError::Corrupt { key: key.to_string(), why });
+        }
+        let version =
+            Version(UpdateVersion { e_tag: got.meta.e_tag.clone(), version: got.meta.version.clone() });
+        let value = got.bytes().await.map_err(|error| StoreError::of(key, error))?;
+        Ok(Some(Versioned { value, version }))
+    }
+
+    /// A JSON object of at most 1 MiB.
+    ///
+    /// # Errors
+    /// [`StoreError`]; absence is `Ok(None)`, what does not parse is `Corrupt`.
+    pub async fn get_json<T: DeserializeOwned>(
+        &self,
+        key: &Path,
+    ) -> Result<Option<Versioned<T>>, StoreError> {
+        let Some(got) = self.get(key, 1 << 20).await? else {
+            return Ok(None);
+        };
+        let value = serde_json::from_slice(&got.value)
+            .map_err(|error| StoreError::Corrupt { key: key.to_string(), why: error.to_string() })?;
+        Ok(Some(Versioned { value, version: got.version }))
+    }
+
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
+        let put = self.inner.put(key, body.into().into()).await;
+        put.map(|_| ()).map_err(|error| StoreError::of(key, error))
+    }
+
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn put_json(&self, key: &Path, value: &impl Serialize) -> Result<(), StoreError> {
+        self.put(key, to_json(key, value)?).await
+    }
+
+    /// Writes only on the condition. `Precondition` can also be our own write whose answer was lost: read back.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn put_json_if(
+        &self,
+        key: &Path,
+        value: &impl Serialize,
+        condition: Condition,
+    ) -> Result<(), StoreError> {
+        let mode = match condition {
+            Condition::Absent => PutMode::Create,
+            Condition::Unchanged(version) => PutMode::Update(version.0),
+        };
+        let options = PutOptions { mode, ..PutOptions::default() };
+        let put = self.inner.put_opts(key, to_json(key, value)?.into(), options).await;
+        put.map(|_| ()).map_err(|error| StoreError::of(key, error))
+    }
+}
+
+fn to_json(key: &Path, value: &impl Serialize) -> Result<Bytes, StoreError> {
+    serde_json::to_vec(value)
+        .map(Bytes::from)
+        .map_err(|error| StoreError::Corrupt { key: key.to_string(), why: error.to_string() })
+}

@@ -1,0 +1,94 @@
+//! Keys of objects (specification, part 2; contract, part 4). A slot's objects lie below `<idpUserId>/<slot>/`.
+
+use jiff::Timestamp;
+use object_store::path::Path;
+
+use crate::machine::epoch::Epoch;
+use crate::machine::name::{IdpUserId, ImageVersion, Slot};
+
+/// The file name of a host bundle, in the store and in URLs.
+pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
+
+/// The place of one slot in the bucket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SlotPrefix(Path);
+
+impl SlotPrefix {
+    pub fn new(user: &IdpUserId, slot: &Slot) -> Self {
+        Self(Path::from_iter([user.as_str(), slot.as_str()]))
+    }
+
+    fn join(&self, parts: &[&str]) -> Path {
+        parts.iter().fold(self.0.clone(), |path, part| path.join(*part))
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn vps_meta(&self) -> Path {
+        self.join(&["system", "vps-meta.json"])
+    }
+
+    pub fn pointer(&self) -> Path {
+        self.join(&["system", "db", "latest"])
+    }
+
+    pub fn snapshots(&self) -> Path {
+        self.join(&["system", "db", "snapshots"])
+    }
+
+    /// The object of a snapshot's key as the pointer names it: relative to the slot, `system/db/snapshots/….dump`.
+    /// `None` when the key is not of that form, so that no pointer leads out of the slot.
+    pub fn snapshot(&self, key: &str) -> Option<Path> {
+        let name = key.strip_prefix("system/db/snapshots/")?;
+        let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+        (plain && name.ends_with(".dump") && !name.contains("..")).then(|| self.snapshots().join(name))
+    }
+
+    /// The side record of a snapshot.
+    pub fn side_record(&self, key: &str) -> Option<Path> {
+        self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
+    }
+}
+
+/// `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
+pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
+    let time = crate::clock::rfc3339_ms(taken_at).replace(':', "-");
+    format!("system/db/snapshots/{time}-{epoch}.dump")
+}
+
+/// A bundle's object at the bucket's root; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
+pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
+    Path::from_iter(["system-bundles", version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_lie_where_the_specification_says() {
+        let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        assert_eq!(prefix.pointer().as_ref(), "user_1/primary/system/db/latest");
+        let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
+        assert_eq!(key, "system/db/snapshots/2026-01-02T03-04-05.678Z-7.dump");
+        let path = prefix.snapshot(&key).unwrap();
+        assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
+        assert_eq!(prefix.side_record(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
+    }
+
+    #[test]
+    fn a_pointer_cannot_lead_out_of_its_slot() {
+        let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        for bad in [
+            "",
+            "x.dump",
+            "system/db/snapshots/../../x.dump",
+            "system/db/snapshots/a/b.dump",
+            "system/db/snapshots/a",
+        ] {
+            assert_eq!(prefix.snapshot(bad), None, "{bad:?}");
+        }
+    }
+}

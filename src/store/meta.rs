@@ -1,0 +1,73 @@
+//! `system/vps-meta.json`: the machine's metadata and heartbeat, written by the current epoch's host alone.
+
+use std::net::Ipv4Addr;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::bucket::{Bucket, Condition, StoreError};
+use super::key::SlotPrefix;
+use super::pointer::Fenced;
+use crate::clock;
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+use crate::machine::name::{IdpUserId, ImageVersion, Slot};
+
+pub const FORMAT: u32 = 1;
+
+/// The content of `system/vps-meta.json` (contract, part 4).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VpsMeta {
+    pub version: u32,
+    pub idp_user_id: IdpUserId,
+    pub slot: Slot,
+    pub machine_id: MachineId,
+    pub epoch: Epoch,
+    pub provider_server_id: Option<String>,
+    pub image_version: ImageVersion,
+    pub status: String,
+    pub public_ipv4: Option<Ipv4Addr>,
+    #[serde(with = "clock::wire")]
+    pub heartbeat_at: Timestamp,
+    /// When the last verified backup was taken.
+    #[serde(with = "clock::wire_option")]
+    pub last_backup: Option<Timestamp>,
+}
+
+/// Why the metadata was not written.
+#[derive(Debug, thiserror::Error)]
+pub enum MetaError {
+    #[error(transparent)]
+    Fenced(#[from] Fenced),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Writes the metadata unless a later epoch's host has written its own.
+///
+/// # Errors
+/// [`MetaError`]; `Fenced` when a later machine of the slot has written.
+pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
+    let key = slot.vps_meta();
+    for _ in 0..4 {
+        let condition = match bucket.get_json::<VpsMeta>(&key).await {
+            Ok(None) => Condition::Absent,
+            Ok(Some(now)) if now.value.epoch > meta.epoch => {
+                return Err(Fenced { fence: now.value.epoch, mine: meta.epoch }.into());
+            }
+            Ok(Some(now)) => Condition::Unchanged(now.version),
+            Err(StoreError::Corrupt { .. }) => {
+                // Nobody can read it, and nothing else is in it: the current host writes it anew.
+                let raw = bucket.get(&key, u64::MAX).await?;
+                raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version))
+            }
+            Err(error) => return Err(error.into()),
+        };
+        match bucket.put_json_if(&key, meta, condition).await {
+            Err(StoreError::Precondition { .. }) => {}
+            end => return Ok(end?),
+        }
+    }
+    Err(StoreError::Precondition { key: key.to_string() }.into())
+}

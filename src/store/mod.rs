@@ -1,0 +1,15 @@
+//! Typed places in the object store: what is where, how it is written, and what may be believed of it.
+//!
+//! Unreachable is never "absent": [`StoreError`] keeps them apart, and only a confirmed 404 is an absence.
+
+pub mod bucket;
+pub mod bundle;
+pub mod config;
+pub mod key;
+mod local;
+pub mod meta;
+pub mod pointer;
+pub mod pointer_io;
+pub mod snapshot;
+
+pub use bucket::{Bucket, StoreError};

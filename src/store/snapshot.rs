@@ -1,0 +1,108 @@
+//! A snapshot's side record, and the check that the snapshot named by the pointer is there whole.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::bucket::{Bucket, StoreError};
+use super::key::SlotPrefix;
+use super::pointer::SnapshotRef;
+use super::pointer_io;
+use crate::clock;
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+
+pub const FORMAT: u32 = 1;
+
+/// `….dump.json`, written beside the dump before the pointer names it (contract, part 4).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SideRecord {
+    pub version: u32,
+    pub key: String,
+    pub size_bytes: u64,
+    pub sha256: String,
+    pub pg_version: String,
+    pub machine_id: MachineId,
+    pub epoch: Epoch,
+    #[serde(with = "clock::wire")]
+    pub taken_at: Timestamp,
+    #[serde(with = "clock::wire")]
+    pub verified_at: Timestamp,
+    /// Roles that own or are granted something in the dump.
+    pub roles: Vec<String>,
+    pub tables: Vec<TableCount>,
+}
+
+/// Rows of one table at the snapshot's instant; `name` is `schema.table`, quoted where needed.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct TableCount {
+    pub name: String,
+    pub rows: u64,
+}
+
+/// Why there is no snapshot to restore.
+#[derive(Debug, thiserror::Error)]
+pub enum Unusable {
+    /// Confirmed: no pointer, or a tombstone.
+    #[error("there is no snapshot")]
+    Absent,
+    #[error("the pointer names {key}, which is not usable: {why}")]
+    Damaged { key: String, why: String },
+    #[error(transparent)]
+    Store(StoreError),
+}
+
+/// The snapshot that the pointer names, after a look that object and side record are there and agree in size.
+///
+/// Its bytes are checked where they are read: by the restore.
+///
+/// # Errors
+/// [`Unusable`]; only `Absent` means that there is none.
+pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, Unusable> {
+    let pointer = match pointer_io::read(bucket, slot).await {
+        Ok(Some(pointer)) => pointer.value,
+        Ok(None) => return Err(Unusable::Absent),
+        Err(StoreError::Corrupt { key, why }) => return Err(Unusable::Damaged { key, why }),
+        Err(error) => return Err(Unusable::Store(error)),
+    };
+    let named = pointer.snapshot.ok_or(Unusable::Absent)?;
+    check(bucket, slot, named).await
+}
+
+async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, Unusable> {
+    let damaged = |why: String| Unusable::Damaged { key: named.key.clone(), why };
+    let (Some(object), Some(side)) = (slot.snapshot(&named.key), slot.side_record(&named.key)) else {
+        return Err(damaged("the key is not one of a snapshot".to_owned()));
+    };
+    let meta = bucket.head(&object).await.map_err(Unusable::Store)?;
+    let Some(meta) = meta else {
+        return Err(damaged("the object is missing".to_owned()));
+    };
+    if meta.size != named.size_bytes {
+        return Err(damaged(format!("it has {} bytes instead of {}", meta.size, named.size_bytes)));
+    }
+    let record = match bucket.get_json::<SideRecord>(&side).await {
+        Ok(Some(record)) => record.value,
+        Ok(None) => return Err(damaged("its side record is missing".to_owned())),
+        Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its side record: {why}"))),
+        Err(error) => return Err(Unusable::Store(error)),
+    };
+    if record.version != FORMAT || record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
+        return Err(damaged("its side record does not fit".to_owned()));
+    }
+    Ok(named)
+}
+
+/// The side record of a snapshot that was checked by [`latest`].
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn side_record(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    snapshot: &SnapshotRef,
+) -> Result<SideRecord, StoreError> {
+    let missing = || StoreError::NotFound { key: format!("{}.json", snapshot.key) };
+    let key = slot.side_record(&snapshot.key).ok_or_else(missing)?;
+    bucket.get_json(&key).await?.map(|read| read.value).ok_or_else(missing)
+}
