@@ -1,14 +1,16 @@
 //! The S3 operations on one object or bucket, and the index of both traits' methods; s3s does the protocol.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use s3s::dto::*;
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
+use super::attributes::{attributes_of, described};
 use super::blob::Blob;
 use super::checksum::Claims;
-use super::store::{Attributes, Object, Store, WriteCondition};
+use super::condition::{WriteCondition, read_condition};
+use super::store::{Object, Store};
 
 pub(super) struct Service {
     pub(super) store: Arc<Store>,
@@ -31,67 +33,31 @@ impl S3 for Service {
         let input = request.input;
         // Known before the body is: a bucket that is not there takes no gigabyte to refuse.
         self.store.with(&input.bucket, |_| Ok(()))?;
-        let attributes = Attributes {
-            content_type: input.content_type,
-            cache_control: input.cache_control,
-            content_disposition: input.content_disposition,
-            content_encoding: plain(input.content_encoding),
-            content_language: input.content_language,
-            metadata: input.metadata,
-        };
-        let condition = WriteCondition {
-            if_match: input.if_match,
-            if_none_match: input.if_none_match,
-        };
+        let attributes = attributes_of!(input);
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
         let received = Blob::receive(self.store.dir(), input.body, &claims).await?;
         let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
         let e_tag = Some(object.etag.clone());
-        self.store.with(&input.bucket, |bucket| {
-            bucket.put(&input.key, object, &condition)
-        })?;
-        answer(PutObjectOutput {
-            e_tag,
-            ..PutObjectOutput::default()
-        })
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
+        answer(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
     }
 
     async fn get_object(&self, request: S3Request<GetObjectInput>) -> Answer<GetObjectOutput> {
         let object = self.find(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
-        ReadCondition {
-            if_match: input.if_match,
-            if_none_match: input.if_none_match,
-            if_modified_since: input.if_modified_since,
-            if_unmodified_since: input.if_unmodified_since,
-        }
-        .check(&object)?;
+        read_condition!(input).check(&object)?;
         let len = object.body.len();
         let range = input.range.map_or(Ok(0..len), |range| range.check(len))?;
-        let content_range = input.range.is_some().then(|| {
-            format!(
-                "bytes {}-{}/{len}",
-                range.start,
-                range.end.saturating_sub(1)
-            )
-        });
-        let status = content_range
-            .as_ref()
-            .map(|_| http::StatusCode::PARTIAL_CONTENT);
-        let attributes = object.attributes.clone();
+        let content_range = input
+            .range
+            .is_some()
+            .then(|| format!("bytes {}-{}/{len}", range.start, range.end.saturating_sub(1)));
+        let status = content_range.as_ref().map(|_| http::StatusCode::PARTIAL_CONTENT);
         let output = GetObjectOutput {
-            accept_ranges: Some("bytes".to_owned()),
             content_length: i64::try_from(range.end - range.start).ok(),
             body: Some(object.body.stream(range)),
             content_range,
-            e_tag: Some(object.etag.clone()),
-            last_modified: Some(object.modified()),
-            content_type: attributes.content_type,
-            cache_control: attributes.cache_control,
-            content_disposition: attributes.content_disposition,
-            content_encoding: attributes.content_encoding,
-            content_language: attributes.content_language,
-            metadata: attributes.metadata,
-            ..GetObjectOutput::default()
+            ..described!(GetObjectOutput, object)
         };
         let mut response = S3Response::new(output);
         response.status = status;
@@ -101,57 +67,24 @@ impl S3 for Service {
     async fn head_object(&self, request: S3Request<HeadObjectInput>) -> Answer<HeadObjectOutput> {
         let object = self.find(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
-        ReadCondition {
-            if_match: input.if_match,
-            if_none_match: input.if_none_match,
-            if_modified_since: input.if_modified_since,
-            if_unmodified_since: input.if_unmodified_since,
-        }
-        .check(&object)?;
-        let attributes = object.attributes.clone();
-        answer(HeadObjectOutput {
-            accept_ranges: Some("bytes".to_owned()),
-            content_length: i64::try_from(object.body.len()).ok(),
-            e_tag: Some(object.etag.clone()),
-            last_modified: Some(object.modified()),
-            content_type: attributes.content_type,
-            cache_control: attributes.cache_control,
-            content_disposition: attributes.content_disposition,
-            content_encoding: attributes.content_encoding,
-            content_language: attributes.content_language,
-            metadata: attributes.metadata,
-            ..HeadObjectOutput::default()
-        })
+        read_condition!(input).check(&object)?;
+        answer(described!(HeadObjectOutput, object))
     }
 
-    async fn delete_object(
-        &self,
-        request: S3Request<DeleteObjectInput>,
-    ) -> Answer<DeleteObjectOutput> {
+    async fn delete_object(&self, request: S3Request<DeleteObjectInput>) -> Answer<DeleteObjectOutput> {
         let input = request.input;
-        let condition = WriteCondition {
-            if_match: input.if_match,
-            if_none_match: None,
-        };
-        self.store.with(&input.bucket, |bucket| {
-            bucket.remove(&input.key, &condition)
-        })?;
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: None };
+        self.store.with(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
         answer(DeleteObjectOutput::default())
     }
 
-    async fn delete_objects(
-        &self,
-        request: S3Request<DeleteObjectsInput>,
-    ) -> Answer<DeleteObjectsOutput> {
+    async fn delete_objects(&self, request: S3Request<DeleteObjectsInput>) -> Answer<DeleteObjectsOutput> {
         let input = request.input;
         let mut deleted = Vec::new();
         self.store.with(&input.bucket, |bucket| {
             for named in input.delete.objects {
                 bucket.remove(&named.key, &WriteCondition::default())?;
-                deleted.push(DeletedObject {
-                    key: Some(named.key),
-                    ..DeletedObject::default()
-                });
+                deleted.push(DeletedObject { key: Some(named.key), ..DeletedObject::default() });
             }
             Ok(())
         })?;
@@ -165,14 +98,9 @@ impl S3 for Service {
     async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> Answer<CopyObjectOutput> {
         let input = request.input;
         let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
-            return Err(s3_error!(
-                NotImplemented,
-                "copies are made from buckets only"
-            ));
+            return Err(s3_error!(NotImplemented, "copies are made from buckets only"));
         };
-        let source = self.store.with(bucket, |bucket| {
-            bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey))
-        })?;
+        let source = self.store.with(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
         let copy = Arc::new(Object {
             body: source.body.clone(),
             etag: source.etag.clone(),
@@ -184,29 +112,18 @@ impl S3 for Service {
             last_modified: Some(copy.modified()),
             ..CopyObjectResult::default()
         };
-        self.store.with(&input.bucket, |bucket| {
-            bucket.put(&input.key, copy, &WriteCondition::default())
-        })?;
-        answer(CopyObjectOutput {
-            copy_object_result: Some(result),
-            ..CopyObjectOutput::default()
-        })
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
+        answer(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
     }
 
-    async fn create_bucket(
-        &self,
-        request: S3Request<CreateBucketInput>,
-    ) -> Answer<CreateBucketOutput> {
+    async fn create_bucket(&self, request: S3Request<CreateBucketInput>) -> Answer<CreateBucketOutput> {
         if !self.store.create_bucket(&request.input.bucket) {
             return Err(s3_error!(BucketAlreadyOwnedByYou));
         }
         answer(CreateBucketOutput::default())
     }
 
-    async fn delete_bucket(
-        &self,
-        request: S3Request<DeleteBucketInput>,
-    ) -> Answer<DeleteBucketOutput> {
+    async fn delete_bucket(&self, request: S3Request<DeleteBucketInput>) -> Answer<DeleteBucketOutput> {
         self.store.delete_bucket(&request.input.bucket)?;
         answer(DeleteBucketOutput::default())
     }
@@ -224,33 +141,21 @@ impl S3 for Service {
         answer(GetBucketLocationOutput::default())
     }
 
-    async fn list_buckets(
-        &self,
-        _request: S3Request<ListBucketsInput>,
-    ) -> Answer<ListBucketsOutput> {
+    async fn list_buckets(&self, _request: S3Request<ListBucketsInput>) -> Answer<ListBucketsOutput> {
         let buckets = self.store.buckets().into_iter();
         let buckets = buckets.map(|(name, created)| Bucket {
             name: Some(name),
             creation_date: Some(created.into()),
             ..Bucket::default()
         });
-        answer(ListBucketsOutput {
-            buckets: Some(buckets.collect()),
-            ..ListBucketsOutput::default()
-        })
+        answer(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() })
     }
 
-    async fn list_objects(
-        &self,
-        request: S3Request<ListObjectsInput>,
-    ) -> Answer<ListObjectsOutput> {
+    async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> Answer<ListObjectsOutput> {
         answer(self.store.list_v1(request.input)?)
     }
 
-    async fn list_objects_v2(
-        &self,
-        request: S3Request<ListObjectsV2Input>,
-    ) -> Answer<ListObjectsV2Output> {
+    async fn list_objects_v2(&self, request: S3Request<ListObjectsV2Input>) -> Answer<ListObjectsV2Output> {
         answer(self.store.list_v2(request.input)?)
     }
 
@@ -259,17 +164,10 @@ impl S3 for Service {
         request: S3Request<CreateMultipartUploadInput>,
     ) -> Answer<CreateMultipartUploadOutput> {
         let input = request.input;
-        let attributes = Attributes {
-            content_type: input.content_type,
-            cache_control: input.cache_control,
-            content_disposition: input.content_disposition,
-            content_encoding: plain(input.content_encoding),
-            content_language: input.content_language,
-            metadata: input.metadata,
-        };
-        let id = self.store.with(&input.bucket, |bucket| {
-            Ok(bucket.create_upload(input.key.clone(), attributes))
-        })?;
+        let attributes = attributes_of!(input);
+        let id = self
+            .store
+            .with(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
         answer(CreateMultipartUploadOutput {
             bucket: Some(input.bucket),
             key: Some(input.key),
@@ -294,9 +192,7 @@ impl S3 for Service {
         request: S3Request<AbortMultipartUploadInput>,
     ) -> Answer<AbortMultipartUploadOutput> {
         let input = request.input;
-        self.store.with(&input.bucket, |bucket| {
-            bucket.abort_upload(&input.key, &input.upload_id)
-        })?;
+        self.store.with(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
         answer(AbortMultipartUploadOutput::default())
     }
 
@@ -316,67 +212,8 @@ impl Service {
     fn find<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
         let is_stale = request.extensions.get::<StaleRead>().is_some();
         let look = |bucket: &mut super::store::Bucket| {
-            Ok(if is_stale {
-                bucket.get_stale(key)
-            } else {
-                bucket.get(key)
-            })
+            Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
         };
-        self.store
-            .with(bucket, look)?
-            .ok_or_else(|| s3_error!(NoSuchKey))
+        self.store.with(bucket, look)?.ok_or_else(|| s3_error!(NoSuchKey))
     }
-}
-
-/// The conditional headers of a read, in the order of precedence of RFC 9110.
-struct ReadCondition {
-    if_match: Option<IfMatch>,
-    if_none_match: Option<IfNoneMatch>,
-    if_modified_since: Option<IfModifiedSince>,
-    if_unmodified_since: Option<IfUnmodifiedSince>,
-}
-
-impl ReadCondition {
-    fn check(&self, object: &Object) -> S3Result<()> {
-        // Headers carry whole seconds.
-        let since_epoch = object
-            .modified
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
-        let modified =
-            &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
-        match (&self.if_match, &self.if_unmodified_since) {
-            (Some(condition), _)
-                if condition
-                    .as_etag()
-                    .is_some_and(|etag| !etag.strong_cmp(&object.etag)) =>
-            {
-                return Err(s3_error!(PreconditionFailed));
-            }
-            (None, Some(since)) if modified > since => return Err(s3_error!(PreconditionFailed)),
-            _ => {}
-        }
-        match (&self.if_none_match, &self.if_modified_since) {
-            (Some(condition), _)
-                if condition
-                    .as_etag()
-                    .is_none_or(|etag| etag.weak_cmp(&object.etag)) =>
-            {
-                Err(s3_error!(NotModified))
-            }
-            (None, Some(since)) if modified <= since => Err(s3_error!(NotModified)),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// `aws-chunked` was the transfer's encoding, not the content's.
-fn plain(content_encoding: Option<String>) -> Option<String> {
-    let encodings = content_encoding?;
-    let own: Vec<_> = encodings
-        .split(',')
-        .map(str::trim)
-        .filter(|e| !e.is_empty() && *e != "aws-chunked")
-        .collect();
-    (!own.is_empty()).then(|| own.join(","))
 }
