@@ -11,19 +11,19 @@ pub(super) struct Refusal {
     pub(super) status: StatusCode,
     pub(super) code: String,
     message: String,
-    details: Value,
+    /// The field that does not fit, and why.
+    field: Option<(&'static str, &'static str)>,
 }
 
 impl Refusal {
     pub(super) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into(), details: Value::Null }
+        Self { status, code: code.to_owned(), message: message.into(), field: None }
     }
 
     /// A field that does not fit.
-    pub(super) fn invalid(field: &str, message: &str) -> Self {
-        let details = json!({"fields": [{"name": field, "messages": [message]}]});
+    pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
         let text = format!("invalid input in field '{field}'");
-        Self { details, ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text) }
+        Self { field: Some((field, message)), ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text) }
     }
 
     pub(super) fn not_found(what: &str, id: i64) -> Self {
@@ -37,7 +37,10 @@ impl Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let body = json!({"error": {"code": self.code, "message": self.message, "details": self.details}});
+        let details = self.field.map_or(Value::Null, |(name, message)| {
+            json!({"fields": [{"name": name, "messages": [message]}]})
+        });
+        let body = json!({"error": {"code": self.code, "message": self.message, "details": details}});
         (self.status, Json(body)).into_response()
     }
 }
