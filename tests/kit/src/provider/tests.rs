@@ -24,8 +24,11 @@ impl Api {
     pub(super) fn of(simulator: &Simulator) -> Self {
         // One per process; the second attempt finds the first.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let base = simulator.base_url();
-        Self { client: reqwest::Client::new(), base, token: simulator.token().to_owned() }
+        Self::at(simulator.base_url(), simulator.token().to_owned())
+    }
+
+    pub(super) fn at(base: String, token: String) -> Self {
+        Self { client: reqwest::Client::new(), base, token }
     }
 
     pub(super) async fn call(&self, method: Method, path: &str, body: Option<Value>) -> Result<Answer> {
@@ -54,6 +57,18 @@ impl Api {
         let answer = self.post("/servers", order).await?;
         ensure!(answer.status == 201, "{}", answer.body);
         Ok(answer.body["server"]["id"].as_i64().unwrap_or_default())
+    }
+
+    /// Waits until no action runs on the server.
+    pub(super) async fn unlocked(&self, id: i64) -> Result<()> {
+        while self.get(&format!("/servers/{id}")).await?.body["server"]["locked"] == true {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn delete(&self, id: i64) -> Result<Answer> {
+        self.call(Method::DELETE, &format!("/servers/{id}"), None).await
     }
 
     /// Asks for an action and waits for its end; gives its status.
@@ -124,7 +139,8 @@ async fn a_name_is_one_servers_at_a_time() -> Result<()> {
     let first = api.create("a", "").await?;
     assert_eq!(code(&api.post("/servers", order("a")).await?), (409, "uniqueness_error"));
     simulator.wait_for_power("a", Power::Running).await?;
-    while api.call(Method::DELETE, &format!("/servers/{first}"), None).await?.status == 423 {}
+    api.unlocked(first).await?;
+    assert_eq!(api.delete(first).await?.status, 200);
     let second = api.create("a", "").await?;
     assert_ne!(first, second);
     let ended: Vec<bool> = simulator.creations().iter().map(|creation| creation.ended.is_some()).collect();
@@ -142,8 +158,7 @@ async fn a_server_is_locked_while_an_action_runs() -> Result<()> {
     assert_eq!(api.get(&format!("/servers/{id}")).await?.body["server"]["locked"], true);
     let power_off = format!("/servers/{id}/actions/poweroff");
     assert_eq!(code(&api.post(&power_off, json!({})).await?), (423, "locked"));
-    let delete = api.call(Method::DELETE, &format!("/servers/{id}"), None).await?;
-    assert_eq!(code(&delete), (423, "locked"));
+    assert_eq!(code(&api.delete(id).await?), (423, "locked"));
     simulator.wait_for_power("a", Power::Running).await?;
     Ok(())
 }
@@ -156,8 +171,7 @@ async fn a_change_of_type_keeps_to_the_rules_of_power_and_disk() -> Result<()> {
     let change = format!("/servers/{id}/actions/change_type");
     let to = |name: &str, grow: bool| json!({"server_type": name, "upgrade_disk": grow});
 
-    // The create's action may need a moment more than the power.
-    while code(&api.post(&change, to("cpx32", false)).await?) == (423, "locked") {}
+    api.unlocked(id).await?;
     assert_eq!(code(&api.post(&change, to("cpx32", false)).await?), (422, "server_not_stopped"));
     assert_eq!(api.act(id, "poweroff", json!({})).await?, "success");
     assert_eq!(code(&api.post(&change, to("cpx12", false)).await?), (422, "invalid_server_type"));
@@ -176,9 +190,7 @@ async fn a_shutdown_is_heard_or_not() -> Result<()> {
     let (simulator, api) = started().await?;
     let id = api.create("a", "").await?;
     simulator.wait_for_power("a", Power::Running).await?;
-    while simulator.server_by_name("a").is_some()
-        && api.get(&format!("/servers/{id}")).await?.body["server"]["locked"] == true
-    {}
+    api.unlocked(id).await?;
 
     simulator.obey_shutdown("a", false)?;
     assert_eq!(api.act(id, "shutdown", json!({})).await?, "success");
@@ -240,7 +252,7 @@ async fn a_lost_reply_is_done_and_a_lost_request_is_not() -> Result<()> {
 #[tokio::test]
 async fn everything_can_be_scripted_over_http() -> Result<()> {
     let (simulator, api) = started().await?;
-    let control = Api { base: simulator.control_url(), token: String::new(), client: api.client.clone() };
+    let control = Api::at(simulator.control_url(), String::new());
     let rule = json!({"method": "GET", "pathContains": "/servers", "times": 1,
         "fault": {"kind": "status", "status": 503, "code": "unavailable"}});
     assert_eq!(control.post("/faults", rule).await?.status, 200);
