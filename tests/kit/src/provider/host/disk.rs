@@ -83,7 +83,7 @@ impl Disk {
             let separator = if before.is_empty() || before.ends_with('\n') { "" } else { "\n" };
             fs::create_dir_all(self.opt("env"))?;
             let mut file = fs::OpenOptions::new().create(true).append(true).open(&env)?;
-            write!(file, "{separator}DATABASE_URL={url}\n")?;
+            writeln!(file, "{separator}DATABASE_URL={url}")?;
         }
         fs::write(self.database_file(), serde_json::to_vec(record)?)?;
         Ok(())
