@@ -52,7 +52,7 @@ impl Bucket {
             allowed,
             limit: self.rate.limit,
             remaining: self.left as u32,
-            reset_unix: unix_now() + full_in.as_secs_f64().ceil() as u64,
+            reset_unix: (since_epoch() + full_in).as_secs_f64().ceil() as u64,
         }
     }
 }
@@ -66,10 +66,10 @@ impl Verdict {
 
     /// As if nothing were left until then.
     pub(super) fn spent(self, reset_in_seconds: u64) -> Self {
-        Self { remaining: 0, reset_unix: unix_now() + reset_in_seconds, ..self }
+        Self { remaining: 0, reset_unix: since_epoch().as_secs() + reset_in_seconds, ..self }
     }
 }
 
-fn unix_now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+fn since_epoch() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
