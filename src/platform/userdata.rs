@@ -72,16 +72,22 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 }
 
 fn store_env(store: &StoreConfig) -> String {
+    let s3 = match store {
+        StoreConfig::S3(s3) => s3,
+        StoreConfig::Directory(dir) => {
+            return lines(&[("OBJECT_STORE_URL", &format!("file://{}", dir.display()))]);
+        }
+    };
     let mut text = lines(&[
-        ("OBJECT_STORE_URL", &format!("s3://{}", store.bucket)),
-        ("AWS_REGION", &store.region),
-        ("AWS_ACCESS_KEY_ID", &store.access_key),
-        ("AWS_SECRET_ACCESS_KEY", store.secret_key.expose_secret()),
+        ("OBJECT_STORE_URL", &format!("s3://{}", s3.bucket)),
+        ("AWS_REGION", &s3.region),
+        ("AWS_ACCESS_KEY_ID", &s3.access_key),
+        ("AWS_SECRET_ACCESS_KEY", s3.secret_key.expose_secret()),
     ]);
-    if let Some(endpoint) = &store.endpoint {
+    if let Some(endpoint) = &s3.endpoint {
         text.push_str(&env_line("OBJECT_STORE_ENDPOINT", endpoint));
     }
-    if let Some(token) = &store.session_token {
+    if let Some(token) = &s3.session_token {
         text.push_str(&env_line("AWS_SESSION_TOKEN", token.expose_secret()));
     }
     text

@@ -13,7 +13,7 @@ use super::mutation::{self, Changed, Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::Problem;
 use crate::machine::event::Event;
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
@@ -50,11 +50,11 @@ async fn delete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         Change::Unchanged => {
             // Asked again: the operation that the first request filed.
             let operation = db::operations::newest(&tx, id, "delete").await?;
-            return Ok(Reply::new(StatusCode::ACCEPTED, body(&machine, json!(operation.map(|o| o.id)))));
+            return Ok(Reply::new(StatusCode::ACCEPTED, body(&machine, operation.map(|o| o.id))));
         }
     };
     let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(&deleted, json!(filed)));
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&deleted, filed));
     let (before, after) = (machine.record(), deleted.record());
     let target = id.to_string();
     let changed = Changed { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
@@ -63,7 +63,7 @@ async fn delete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     Ok(reply)
 }
 
-fn body(machine: &MachineRow, operation: Value) -> Value {
+fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
     json!({
         "machineId": machine.id,
         "status": machine.status,

@@ -15,6 +15,7 @@ use super::mutation::{self, Changed, Mutation, Reply};
 use crate::config::Flag;
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
+use crate::machine::id::OperationId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::machine::state::Status;
@@ -89,8 +90,7 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     let existing = db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?;
     if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
         let operation = db::operations::of_machine(&tx, machine.id).await?.into_iter().next();
-        let operation = operation.map(|operation| json!(operation.id));
-        let reply = Reply::new(StatusCode::OK, body(machine, operation.unwrap_or_default()));
+        let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
         mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
         return Ok(reply);
@@ -104,7 +104,7 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     }
     let filed = make(platform, &tx, asked, bundle_sha256, restore, existing.as_ref()).await?;
     let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, json!(filed.operation)));
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
     let (before, after) = (existing.as_ref().map(MachineRow::record), machine.record());
     let target = format!("{}/{}", asked.user, asked.slot);
     let changed =
@@ -235,7 +235,7 @@ fn gone(filed: Filed) -> Problem {
     fault::machine_not_found(&filed.machine.to_string())
 }
 
-fn body(machine: &MachineRow, operation: Value) -> Value {
+fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
     json!({
         "machineId": machine.id,
         "idpUserId": machine.user,

@@ -15,11 +15,11 @@ use super::mutation::{self, Changed, Mutation, Reply};
 use super::{fault, provision};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
-use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
 use crate::store::key::SlotPrefix;
@@ -100,7 +100,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     };
     let new = db::machines::get(&tx, filed.machine).await?;
     let new = new.ok_or_else(|| fault::machine_not_found(&filed.machine.to_string()))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(machine.id, &new, json!(filed.operation)));
+    let reply = Reply::new(StatusCode::ACCEPTED, body(machine.id, &new, filed.operation));
     let target = format!("{}/{}", asked.user, asked.slot);
     let (before, after) = (machine.record(), new.record());
     let changed = Changed { action: "recover", target: &target, before: Some(&before), after: Some(&after) };
@@ -110,7 +110,6 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
 }
 
 fn preview_life(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
-    use crate::platform::db::machine_row::Kind;
     (machine.kind == Kind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
@@ -140,10 +139,10 @@ async fn under_way(client: &impl GenericClient, machine: &MachineRow) -> Result<
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(fault::machine_not_found("that this one replaces"));
     };
-    Ok(Reply::new(StatusCode::ACCEPTED, body(old.id, machine, json!(operation.id))))
+    Ok(Reply::new(StatusCode::ACCEPTED, body(old.id, machine, operation.id)))
 }
 
-fn body(old: MachineId, new: &MachineRow, operation: Value) -> Value {
+fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
     json!({
         "oldMachineId": old,
         "machineId": new.id,

@@ -213,9 +213,9 @@ pub async fn list(
     };
     let status = filter.status.map(Status::as_str);
     let before = filter.before.map(|id| id.0);
-    let user = filter.user.as_ref().map(|v| v.as_str());
-    let slot = filter.slot.as_ref().map(|v| v.as_str());
-    let handle = filter.handle.as_ref().map(|v| v.as_str());
+    let user = filter.user.as_ref().map(IdpUserId::as_str);
+    let slot = filter.slot.as_ref().map(Slot::as_str);
+    let handle = filter.handle.as_ref().map(Handle::as_str);
     let rest = format!(
         "{which} AND ($1::text IS NULL OR status = $1) AND ($2::text IS NULL OR idp_user_id = $2) \
          AND ($3::text IS NULL OR slot = $3) AND ($4::text IS NULL OR handle = $4) \

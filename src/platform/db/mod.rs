@@ -72,7 +72,8 @@ impl From<tokio_postgres::Error> for DbError {
     fn from(error: tokio_postgres::Error) -> Self {
         let Some(answer) = error.as_db_error() else {
             if error.is_closed()
-                || std::error::Error::source(&error).is_some_and(|cause| cause.is::<std::io::Error>())
+                || std::error::Error::source(&error)
+                    .is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
             {
                 return Self::Unavailable { what: "connection lost", source: Some(Box::new(error)) };
             }
