@@ -1,1 +1,2 @@
+mod platform;
 mod provider;

@@ -1,0 +1,60 @@
+//! Downloads of bundles: whole, in parts, resumed only while it is the same object, for hosts and operators.
+
+use reqwest::Method;
+
+use super::stack::{Process, SECRET, Stack};
+
+const PATH: &str = "/system-bundles/v1/svc-host-bundle.tar.gz";
+
+fn get(stack: &Stack, process: &Process, headers: &[(&'static str, &str)]) -> reqwest::RequestBuilder {
+    let request = stack.request(process, Method::GET, PATH).bearer_auth(SECRET);
+    headers.iter().fold(request, |request, (name, value)| request.header(*name, *value))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bundle_is_served_whole_and_in_parts() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let whole = stack.send(get(&stack, &process, &[])).await;
+    assert_eq!((whole.status, whole.text.as_str()), (200, "0123456789"));
+    let etag = whole.headers["etag"].to_str().unwrap().to_owned();
+    assert_eq!(whole.headers["accept-ranges"], "bytes");
+
+    let part = stack.send(get(&stack, &process, &[("range", "bytes=4-"), ("if-range", &etag)])).await;
+    assert_eq!((part.status, part.text.as_str()), (206, "456789"));
+    assert_eq!(part.headers["content-range"], "bytes 4-9/10");
+    let changed =
+        stack.send(get(&stack, &process, &[("range", "bytes=4-"), ("if-range", "\"other\"")])).await;
+    assert_eq!((changed.status, changed.text.as_str()), (200, "0123456789"));
+    stack
+        .send(get(&stack, &process, &[("range", "bytes=10-")]))
+        .await
+        .assert_problem(416, "range_not_satisfiable");
+    assert_eq!(stack.send(get(&stack, &process, &[("if-none-match", &etag)])).await.status, 304);
+
+    let head = stack.request(&process, Method::HEAD, PATH).bearer_auth(SECRET);
+    let head = stack.send(head).await;
+    assert_eq!(
+        (head.status, head.text.as_str(), head.headers["content-length"].to_str().unwrap()),
+        (200, "", "10")
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_an_operator_or_a_current_host_gets_one_and_only_files_of_a_bundle() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let host =
+        stack.request(&process, Method::GET, &format!("{PATH}.sha256")).bearer_auth(&guest.upgrade_token);
+    assert!(stack.send(host).await.text.ends_with("  svc-host-bundle.tar.gz\n"));
+    let bare = stack.request(&process, Method::GET, PATH);
+    stack.send(bare).await.assert_problem(401, "unauthorized");
+    let wrong = stack.request(&process, Method::GET, PATH).bearer_auth(&guest.registration_token);
+    stack.send(wrong).await.assert_problem(401, "unauthorized");
+    let path = "/system-bundles/v1/secret.txt";
+    stack.get(&process, path).await.assert_problem(404, "not_found");
+    for path in [format!("{PATH}.json"), PATH.replace("v1", "v2"), PATH.replace("v1", "..%2f..")] {
+        stack.get(&process, &path).await.assert_problem(404, "bundle_not_found");
+    }
+}

@@ -1,0 +1,66 @@
+//! Delete: the machine leaves its slot at once, its server after; objects and record stay.
+
+use serde_json::json;
+
+use super::stack::{BUCKET, Stack, heartbeat};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let path = format!("/vps/{}", guest.machine);
+    let first = stack.delete(&process, &path).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    assert!(first.body["deletedAt"].is_string());
+    let operation = stack.ended(&process, first.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded");
+    assert!(stack.provider.servers().is_empty());
+    let again = stack.delete(&process, &path).await;
+    assert_eq!((again.status, again.body), (202, first.body));
+    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3);
+
+    let beat = stack.request(&process, reqwest::Method::POST, &format!("{path}/heartbeat"));
+    let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+    assert_eq!(beat.body["superseded"], true, "{beat:?}");
+    stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
+    assert_eq!(stack.get(&process, "/vps").await.body["machines"], json!([]));
+    let ended = stack.get(&process, "/vps?deleted=true").await.body;
+    assert_eq!(ended["machines"][0]["machineId"], guest.machine);
+
+    // The slot can be had again, with what it had.
+    let made = stack.provision(&process, "user_1").await;
+    assert_eq!(made["epoch"], 2);
+    assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replaced_machine_cannot_be_deleted_and_an_unknown_one_is_not_found() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    let answer = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    answer.assert_problem(409, "invalid_state");
+    assert_eq!(answer.body["machineStatus"], "retired");
+    let unknown = format!("/vps/{}", uuid::Uuid::now_v7());
+    stack.delete(&process, &unknown).await.assert_problem(404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deleting_while_another_recovery_was_cut_short_leaves_no_server() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let deleted = stack.delete(&process, &format!("/vps/{}", recovery["machineId"].as_str().unwrap())).await;
+    let operation = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded");
+    assert!(stack.provider.servers().is_empty(), "{:?}\n{}", stack.provider.servers(), stack.log());
+    let cut =
+        stack.get(&process, &format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap())).await;
+    assert_eq!(cut.body["state"], "cancelled");
+}

@@ -1,0 +1,91 @@
+//! Keys, audit rows and lists.
+
+use futures_util::future::join_all;
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{Process, SECRET, Stack, provision_body};
+
+fn keyed(stack: &Stack, process: &Process, body: &Value, key: &str) -> reqwest::RequestBuilder {
+    let request = stack.request(process, Method::POST, "/vps/provision").bearer_auth(SECRET);
+    request.header("idempotency-key", key).json(body)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_gets_the_same_answer_for_the_same_request_only() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.subscribe(&process, "user_1").await;
+    let body = provision_body("user_1");
+    let uses = (0..8).map(|_| stack.send(keyed(&stack, &process, &body, "key-1")));
+    let answers = join_all(uses).await;
+    for answer in &answers {
+        assert_eq!((answer.status, &answer.body), (202, &answers[0].body));
+    }
+    let mut other = body.clone();
+    other["location"] = json!("fsn1");
+    stack.send(keyed(&stack, &process, &other, "key-1")).await.assert_problem(422, "idempotency_mismatch");
+    assert_eq!(stack.send(keyed(&stack, &process, &body, "key-2")).await.status, 200);
+    stack.send(keyed(&stack, &process, &body, &"k".repeat(300))).await.assert_problem(400, "invalid_request");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_change_has_its_audit_row_with_the_request_id() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let client = stack.database.connect().await.unwrap();
+    let sql =
+        "SELECT actor, action, target, before, after, request_id FROM operator_audit ORDER BY at, audit_id";
+    let rows = client.query(sql, &[]).await.unwrap();
+    let told: Vec<(String, String, String)> =
+        rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect();
+    let actor = format!("machine:{}", guest.machine);
+    let expected = [
+        ("operator", "slot.set", "user_1/primary"),
+        ("operator", "provision", "user_1/primary"),
+        (actor.as_str(), "register", guest.machine.as_str()),
+        ("operator", "delete", guest.machine.as_str()),
+    ];
+    let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
+    assert_eq!(told, expected, "a 200 that changed nothing has none");
+    let deletion = &rows[3];
+    assert_eq!(deletion.get::<_, Value>(3)["status"], "running");
+    assert!(deletion.get::<_, Value>(4)["deletedAt"].is_string());
+    assert!(rows.iter().all(|row| !row.get::<_, &str>(5).is_empty()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machines_are_listed_in_pages_and_narrowed() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    for user in ["user_1", "user_2", "user_3"] {
+        stack.provision(&process, user).await;
+    }
+    let first = stack.get(&process, "/vps?limit=2").await.body;
+    let users = |page: &Value| -> Vec<String> {
+        page["machines"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|m| m["idpUserId"].as_str().unwrap().to_owned())
+            .collect()
+    };
+    assert_eq!(users(&first), ["user_3", "user_2"]);
+    let next = stack
+        .get(&process, &format!("/vps?limit=2&cursor={}", first["nextCursor"].as_str().unwrap()))
+        .await
+        .body;
+    assert_eq!((users(&next), &next["nextCursor"]), (vec!["user_1".to_owned()], &Value::Null));
+    let one =
+        stack.get(&process, "/vps?status=provisioning&handle=h-user-2&slot=primary&deleted=false").await.body;
+    assert_eq!(users(&one), ["user_2"]);
+    for bad in ["status=off", "limit=0", "limit=x", "cursor=1", "colour=red", "deleted=maybe"] {
+        let answer = stack.get(&process, &format!("/vps?{bad}")).await;
+        answer.assert_problem(400, "invalid_request");
+        let name = bad.split('=').next().unwrap();
+        assert_eq!(answer.body["errors"][0]["pointer"], format!("?{name}"), "{answer:?}");
+    }
+}

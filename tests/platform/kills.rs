@@ -1,0 +1,93 @@
+//! kill -9 at every place where a step is stored: after a restart the operation ends, with one server and no orphan.
+
+use futures_util::{StreamExt, stream};
+use serde_json::json;
+use svc::platform::operations::{OperationKind, points};
+
+use super::stack::{Stack, provision_body};
+
+const AT_ONCE: usize = 3;
+
+async fn every_point<F: Future<Output = ()>>(kind: OperationKind, run: impl Fn(String) -> F) {
+    let points = points(kind);
+    assert!(points.len() > kind.steps().len());
+    stream::iter(points).map(run).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+}
+
+fn killed_at(point: &str) -> String {
+    format!("{point}=1*return(kill)")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn provision_survives_a_kill_at_every_point() {
+    every_point(OperationKind::Provision, |point| async move {
+        let stack = Stack::start().await;
+        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        stack.subscribe(&first, "user_1").await;
+        // The kill can come before the answer.
+        let _ = stack.try_post(&first, "/vps/provision", &provision_body("user_1")).await;
+        first.killed().await;
+
+        let second = stack.platform();
+        let found = stack.post(&second, "/vps/provision", &provision_body("user_1")).await;
+        assert_eq!(found.status, 200, "{point}: {found:?}");
+        let machine = found.body["machineId"].as_str().unwrap();
+        let operation = stack.ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
+        assert_eq!(stack.status(&second, machine).await, "running", "{point}");
+        stack.assert_only_server(machine);
+        assert_eq!(stack.provider.creations().len(), 1, "{point}");
+        assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "{point}");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recover_survives_a_kill_at_every_point() {
+    every_point(OperationKind::Recover, |point| async move {
+        let stack = Stack::start().await;
+        let mut calm = stack.platform();
+        let old = stack.running(&calm, "user_1").await;
+        stack.snapshot("user_1");
+        calm.kill();
+        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let body = json!({"idpUserId": "user_1"});
+        let _ = stack.try_post(&first, "/vps/recover", &body).await;
+        first.killed().await;
+
+        let second = stack.platform();
+        let found = stack.post(&second, "/vps/recover", &body).await;
+        assert_eq!(found.status, 202, "{point}: {found:?}");
+        assert_eq!(found.body["oldMachineId"], old.machine, "{point}");
+        let machine = found.body["machineId"].as_str().unwrap();
+        let operation = stack.ended(&second, found.body["operationId"].as_str().unwrap()).await;
+        assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
+        assert_eq!(stack.status(&second, machine).await, "running", "{point}");
+        stack.assert_only_server(machine);
+        assert_eq!(stack.provider.creations().len(), 2, "{point}");
+        let pointer = stack.pointer("user_1");
+        assert_eq!((&pointer["fenceEpoch"], pointer["snapshot"].is_null()), (&json!(2), false), "{point}");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn delete_survives_a_kill_at_every_point() {
+    every_point(OperationKind::Delete, |point| async move {
+        let stack = Stack::start().await;
+        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let guest = stack.running(&first, "user_1").await;
+        let path = format!("/vps/{}", guest.machine);
+        let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(super::stack::SECRET);
+        let _ = request.send().await;
+        first.killed().await;
+
+        let second = stack.platform();
+        let again = stack.delete(&second, &path).await;
+        assert_eq!(again.status, 202, "{point}: {again:?}");
+        let operation = stack.ended(&second, again.body["operationId"].as_str().unwrap()).await;
+        assert_eq!(operation["state"], "succeeded", "{point}: {operation}");
+        assert!(stack.provider.servers().is_empty(), "{point}");
+    })
+    .await;
+}

@@ -1,0 +1,128 @@
+//! Provision: who may, what is refused, what comes back, and what a new server is told.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{BUCKET, DIGEST, SECRET, Stack, provision_body};
+
+async fn slot(stack: &Stack, process: &super::stack::Process, body: Value) {
+    let request = stack.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
+    assert_eq!(stack.send(request).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let ask = |body: Value| {
+        let (stack, process) = (&stack, &process);
+        async move { stack.post(process, "/vps/provision", &body).await }
+    };
+    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    slot(
+        &stack,
+        &process,
+        json!({"idpUserId": "user_1", "slot": "second", "plan": "max", "status": "active"}),
+    )
+    .await;
+    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    let ended = json!({"idpUserId": "user_1", "plan": "builder", "status": "active", "currentPeriodEnd": "2020-01-01T00:00:00Z"});
+    slot(&stack, &process, ended).await;
+    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    slot(&stack, &process, json!({"idpUserId": "user_1", "plan": "builder", "status": "active"})).await;
+    let mut large = provision_body("user_1");
+    large["serverType"] = json!("cpx52");
+    ask(large).await.assert_problem(403, "server_type_not_allowed");
+    let mut unpublished = provision_body("user_1");
+    unpublished["imageVersion"] = json!("v9");
+    ask(unpublished).await.assert_problem(404, "bundle_not_found");
+    assert!(stack.provider.calls().iter().all(|call| call.method == "GET"));
+
+    let first = ask(provision_body("user_1")).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    let again = ask(provision_body("user_1")).await;
+    assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
+    slot(&stack, &process, json!({"idpUserId": "user_2", "plan": "starter", "status": "active"})).await;
+    let taken = json!({"idpUserId": "user_2", "handle": "h-user-1"});
+    ask(taken).await.assert_problem(409, "handle_taken");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn switched_off_it_closes_provisioning_alone() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("CUSTOMER_VPS_ENABLED", "false"), ("BILLING_ENFORCEMENT", "off")]);
+    stack.post(&process, "/vps/provision", &provision_body("user_1")).await.assert_problem(503, "disabled");
+    assert_eq!(stack.get(&process, "/vps").await.status, 200);
+    stack
+        .post(&process, "/vps/recover", &json!({"idpUserId": "user_1"}))
+        .await
+        .assert_problem(404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let machine = made["machineId"].as_str().unwrap();
+    let guest = stack.guest(&process, machine).await;
+    assert_eq!(
+        (guest.machine.as_str(), guest.restore_mode.as_str(), guest.epoch.as_str()),
+        (machine, "empty", "1")
+    );
+    assert!(guest.user_data.len() < 32 << 10 && guest.user_data.contains(DIGEST));
+    assert!(guest.user_data.contains("http://platform.example/system-bundles/v1/svc-host-bundle.tar.gz"));
+    let server = stack.provider.server_by_name(&format!("svc-{machine}")).unwrap();
+    assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
+    assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
+    // The fence stands before the server does; tokens are nowhere in the database or the log.
+    assert_eq!(stack.pointer("user_1"), json!({"version": 1, "fenceEpoch": 1, "seq": 1, "snapshot": null}));
+    let client = stack.database.connect().await.unwrap();
+    let rows = client.query("SELECT to_jsonb(m)::text FROM user_machines m", &[]).await.unwrap();
+    for token in [&guest.registration_token, &guest.upgrade_token] {
+        assert!(
+            !rows[0].get::<_, String>(0).contains(token.as_str()) && !stack.log().contains(token.as_str())
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slot_that_has_a_snapshot_never_starts_empty() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.snapshot("user_1");
+    let made = stack.provision(&process, "user_1").await;
+    assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
+
+    stack.subscribe(&process, "user_2").await;
+    stack.store.down();
+    stack
+        .post(&process, "/vps/provision", &provision_body("user_2"))
+        .await
+        .assert_problem(503, "store_unavailable");
+    stack.store.up().unwrap();
+    let found = stack.get(&process, "/vps?idpUserId=user_2").await;
+    assert_eq!(found.body, json!({"machines": [], "nextCursor": null}));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn previews_need_no_subscription_and_have_a_bound_and_an_end() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREVIEW_MAX_PER_OWNER", "2"), ("PREVIEW_TTL_HOURS", "0")]);
+    let preview =
+        |slot: &str| json!({"idpUserId": "user_1", "slot": slot, "handle": "ada", "kind": "preview"});
+    assert_eq!(stack.post(&process, "/vps/provision", &preview("a")).await.status, 202);
+    assert_eq!(stack.post(&process, "/vps/provision", &preview("b")).await.status, 202);
+    let third = stack.post(&process, "/vps/provision", &preview("c")).await;
+    // The two may have run out by now: a preview lives for no hour here.
+    if third.status != 202 {
+        third.assert_problem(429, "preview_limit_reached");
+        assert!(third.headers.contains_key("retry-after"));
+    }
+    let gone = || async {
+        let left = stack.get(&process, "/vps?idpUserId=user_1").await.body;
+        (left["machines"] == json!([]) && stack.provider.servers().is_empty()).then_some(())
+    };
+    stack.eventually("the previews end", gone).await;
+    assert!(stack.store.objects(BUCKET, "user_1/").len() >= 2, "objects are kept");
+}

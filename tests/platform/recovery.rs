@@ -1,0 +1,133 @@
+//! Recover: nothing changes before a usable snapshot is seen; asked again, the answer is the same.
+
+use reqwest::Method;
+use serde_json::json;
+
+use super::stack::{BUCKET, SECRET, Stack};
+
+fn body() -> serde_json::Value {
+    json!({"idpUserId": "user_1"})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_usable_snapshot_nothing_changes() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let refused = |what: &'static str| {
+        let (stack, process, guest) = (&stack, &process, &guest);
+        async move {
+            let calls = stack.provider.calls().len();
+            let answer = stack.post(process, "/vps/recover", &body()).await;
+            assert!(answer.status == 409, "{what}: {answer:?}");
+            answer.assert_problem(409, "snapshot_unusable");
+            assert_eq!(stack.status(process, &guest.machine).await, "running", "{what}");
+            let changes = stack.provider.calls().into_iter().skip(calls).filter(|call| call.method != "GET");
+            assert_eq!(changes.count(), 0, "{what}");
+            stack.assert_only_server(&guest.machine);
+        }
+    };
+    refused("a tombstone").await;
+    stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
+    refused("no pointer").await;
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{not json");
+    refused("an unreadable pointer").await;
+    let dump = stack.snapshot("user_1");
+    stack.store.write(BUCKET, &dump, "dum");
+    refused("a truncated object").await;
+    stack.store.remove(BUCKET, &dump);
+    refused("a missing object").await;
+    stack.snapshot("user_1");
+    stack.store.remove(BUCKET, &format!("{dump}.json"));
+    refused("no side record").await;
+    stack.snapshot("user_1");
+    let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
+    stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
+
+    stack.store.down();
+    stack.post(&process, "/vps/recover", &body()).await.assert_problem(503, "store_unavailable");
+    let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
+    stack.post(&process, "/vps/recover", &empty).await.assert_problem(503, "store_unavailable");
+    stack.store.up().unwrap();
+    assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    stack.assert_only_server(&guest.machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    assert_eq!(old.restore_mode, "empty");
+    stack.snapshot("user_1");
+    let first = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
+    assert_eq!(first.body["oldMachineId"], old.machine);
+    // Under way, it needs nothing of the store.
+    stack.store.down();
+    let again = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((again.status, again.body), (202, first.body.clone()));
+    stack.store.up().unwrap();
+
+    let machine = first.body["machineId"].as_str().unwrap();
+    let new = stack.guest(&process, machine).await;
+    assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"));
+    assert_eq!(stack.register(&process, &new).await.body, json!({"status": "running", "epoch": 2}));
+    stack.assert_only_server(machine);
+    let retired = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
+    assert_eq!(retired["replacedBy"], machine);
+    let operation = stack
+        .get(&process, &format!("/vps/operations/{}", first.body["operationId"].as_str().unwrap()))
+        .await;
+    let steps: Vec<_> = operation.body["log"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|line| line["outcome"] == "begun")
+        .map(|line| line["step"].clone())
+        .collect();
+    assert_eq!(
+        json!(steps),
+        json!(["last_backup", "fence", "delete_predecessor", "create_server", "await_registration"])
+    );
+
+    let unknown = json!({"idpUserId": "user_9"});
+    stack.post(&process, "/vps/recover", &unknown).await.assert_problem(404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_empty_start_is_allowed_only_where_there_is_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{not json");
+    stack.post(&process, "/vps/recover", &empty).await.assert_problem(409, "snapshot_unusable");
+    stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
+    let answer = stack.post(&process, "/vps/recover", &empty).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(guest.restore_mode, "empty");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_that_waits_gets_the_state_of_then() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let request = stack.request(&process, Method::POST, "/vps/recover").bearer_auth(SECRET).json(&body());
+    let waiting = stack.send(request.header("prefer", "wait=30"));
+    let hosts = async {
+        let found = stack.eventually("the new server", || async {
+            stack.provider.servers().into_iter().find(|server| server.labels["svc-epoch"] == "2")
+        });
+        let name = found.await.name;
+        let guest = stack.guest(&process, name.strip_prefix("svc-").unwrap()).await;
+        stack.register(&process, &guest).await
+    };
+    let (answer, registered) = tokio::join!(waiting, hosts);
+    assert_eq!(registered.status, 200);
+    assert_eq!((answer.status, &answer.body["status"]), (202, &json!("running")), "{answer:?}");
+    assert_eq!(answer.headers["preference-applied"], "wait=30");
+}

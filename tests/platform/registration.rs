@@ -1,0 +1,113 @@
+//! Registration: one use of one token, by the machine that it was made for, in time.
+
+use futures_util::future::join_all;
+use reqwest::Method;
+use serde_json::json;
+
+use super::stack::{Stack, heartbeat, registration};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_fifty_at_once_with_fifty_bodies_one_registers() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let bodies: Vec<_> = (0..50).map(|n| registration(&guest.machine, n)).collect();
+    let uses = bodies.iter().map(|body| stack.register_as(&process, &guest.registration_token, body));
+    let answers = join_all(uses).await;
+    let accepted: Vec<_> = (0..50).filter(|n| answers[*n].status == 200).collect();
+    assert_eq!(accepted.len(), 1, "{answers:?}");
+    for answer in answers.iter().filter(|answer| answer.status != 200) {
+        answer.assert_problem(401, "registration_rejected");
+    }
+
+    let again = stack.register_as(&process, &guest.registration_token, &bodies[accepted[0]]).await;
+    assert_eq!(again.body, json!({"status": "running", "epoch": 1}));
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["tlsSpkiSha256"], bodies[accepted[0]]["tlsSpkiSha256"]);
+    assert_eq!(record["operations"][0]["state"], "succeeded");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_that_is_wrong_or_another_machines_is_rejected() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let one = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let made = stack.provision(&process, "user_2").await;
+    let other = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let body = registration(&one.machine, 1);
+    let forged = one.registration_token.replace(char::is_numeric, "0");
+    for token in [&other.registration_token, &one.upgrade_token, &forged, "svcr_x", "operator-secret"] {
+        stack.register_as(&process, token, &body).await.assert_problem(401, "registration_rejected");
+    }
+    let bare = stack.request(&process, Method::POST, "/vps/register").json(&body);
+    stack.send(bare).await.assert_problem(401, "registration_rejected");
+    assert_eq!(stack.register(&process, &one).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_does_not_come_in_time_fails_its_machine() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
+    let made = stack.provision(&process, "user_1").await;
+    let machine = made["machineId"].as_str().unwrap();
+    let guest = stack.guest(&process, machine).await;
+    let failed = || async { (stack.status(&process, machine).await == "failed").then_some(()) };
+    stack.eventually("the machine fails", failed).await;
+    stack.register(&process, &guest).await.assert_problem(401, "registration_rejected");
+    let record = stack.get(&process, &format!("/vps/{machine}")).await.body;
+    assert_eq!(record["failure"]["cause"], "registration_expired");
+    assert_eq!(record["operations"][0]["state"], "failed");
+
+    // Asked for again, the slot gets another machine, and the first one's server goes.
+    let second = stack.provision(&process, "user_1").await;
+    assert_eq!(second["epoch"], 2);
+    let next = second["machineId"].as_str().unwrap();
+    stack.guest(&process, next).await;
+    stack.assert_only_server(next);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_boot_failure_is_told_with_the_token_and_then_nothing_registers() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}/boot-failure", guest.machine);
+    let body = json!({"stage": "restore", "message": "pg_restore: no"});
+    let tell = |token: &str| stack.request(&process, Method::POST, &path).bearer_auth(token).json(&body);
+    stack.send(tell(&guest.upgrade_token)).await.assert_problem(401, "registration_rejected");
+    assert_eq!(stack.send(tell(&guest.registration_token)).await.status, 202);
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    let failure = json!({"cause": "boot_reported", "stage": "restore", "message": "pg_restore: no"});
+    assert_eq!((&record["status"], &record["failure"]), (&json!("failed"), &failure));
+    stack.register(&process, &guest).await.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_heartbeat_is_its_own_machines_and_tells_the_replaced_one() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let (one, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let beat = |token: &str| {
+        let path = format!("/vps/{}/heartbeat", one.machine);
+        stack.request(&process, Method::POST, &path).bearer_auth(token).json(&heartbeat())
+    };
+    stack.send(beat(&other.upgrade_token)).await.assert_problem(403, "forbidden");
+    stack.send(beat(&one.registration_token)).await.assert_problem(401, "unauthorized");
+    let answer = stack.send(beat(&one.upgrade_token)).await;
+    assert_eq!(answer.body["superseded"], false, "{answer:?}");
+    assert_eq!(answer.body["desiredImageVersion"], "v1");
+    assert!(one.user_data.contains(answer.body["proofKeys"]["keys"][0]["kid"].as_str().unwrap()));
+    let record = stack.get(&process, &format!("/vps/{}", one.machine)).await.body;
+    assert!(record["heartbeatAt"].is_string() && record["health"]["gateway"] == "ok", "{record}");
+
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    assert_eq!(stack.send(beat(&one.upgrade_token)).await.body["superseded"], true);
+    let bundle = "/system-bundles/v1/svc-host-bundle.tar.gz.sha256";
+    let bundle = stack.request(&process, Method::GET, bundle).bearer_auth(&one.upgrade_token);
+    stack.send(bundle).await.assert_problem(403, "superseded");
+}

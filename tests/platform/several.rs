@@ -1,0 +1,92 @@
+//! Several platform processes on one database, and the end of one.
+
+use futures_util::future::join_all;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use reqwest::Method;
+use serde_json::json;
+
+use super::stack::{Stack, heartbeat};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_processes_share_keys_and_work_and_one_may_die() {
+    let stack = Stack::start().await;
+    let (mut one, two) = (stack.platform(), stack.platform());
+    let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
+    // Both are asked for each: one machine each.
+    let asked = users.iter().map(|user| async {
+        let first = stack.provision(&one, user).await;
+        let again = stack.post(&two, "/vps/provision", &super::stack::provision_body(user)).await;
+        assert_eq!(again.body["machineId"], first["machineId"], "{again:?}");
+        first
+    });
+    let made = join_all(asked).await;
+    one.kill();
+    let ended = made.iter().map(|made| stack.ended(&two, made["operationId"].as_str().unwrap()));
+    for operation in join_all(ended).await {
+        assert_eq!(operation["state"], "succeeded", "{operation}");
+    }
+    assert_eq!(stack.provider.creations().len(), users.len());
+    assert_eq!(stack.provider.servers().len(), users.len());
+
+    let three = stack.platform();
+    let guest = stack.guest(&two, made[0]["machineId"].as_str().unwrap()).await;
+    let mut keys = Vec::new();
+    for process in [&two, &three] {
+        let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
+        let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+        keys.push(beat.body["proofKeys"].clone());
+    }
+    assert_eq!(keys[0], keys[1]);
+    assert_eq!(keys[0]["keys"].as_array().unwrap().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn processes_that_start_at_once_on_an_empty_database_agree() {
+    let stack = Stack::start().await;
+    let empty = kit::pg::test_database().await.unwrap();
+    let url = empty.url();
+    let processes: Vec<_> = std::thread::scope(|scope| {
+        let start = || stack.platform_with(&[("PLATFORM_DATABASE_URL", &url)]);
+        let started: Vec<_> = (0..3).map(|_| scope.spawn(start)).collect();
+        started.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for process in &processes {
+        assert_eq!(stack.get(process, "/readyz").await.body["status"], "ok");
+    }
+    let client = empty.connect().await.unwrap();
+    let keys = client.query("SELECT kid FROM signing_keys", &[]).await.unwrap();
+    assert_eq!(keys.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn told_to_stop_it_answers_what_is_under_way_and_gives_its_leases_back() {
+    let stack = Stack::start().await;
+    let mut process = stack.platform_with(&[("PLATFORM_LEASE_SECONDS", "600")]);
+    let made = stack.provision(&process, "user_1").await;
+    let machine = made["machineId"].as_str().unwrap();
+    stack.guest(&process, machine).await;
+    let request = stack.request(&process, Method::DELETE, &format!("/vps/{machine}"));
+    let request = request.bearer_auth(super::stack::SECRET).header("prefer", "wait=60");
+    stack.provider.fault(kit::provider::FaultRule::times(
+        9,
+        "DELETE",
+        "/servers",
+        kit::provider::Fault::SlowReply { ms: 700 },
+    ));
+    let stop = async {
+        let called = || async { (stack.provider.call_count("DELETE", "/servers") > 0).then_some(()) };
+        stack.eventually("the delete is out", called).await;
+        kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
+    };
+    let (answer, ()) = tokio::join!(stack.send(request), stop);
+    assert_eq!(answer.status, 202, "{answer:?}");
+    assert!(process.end().await.success(), "{}", stack.log());
+    let client = stack.database.connect().await.unwrap();
+    let held = client.query("SELECT 1 FROM operations WHERE lease_until IS NOT NULL", &[]).await.unwrap();
+    assert!(held.is_empty());
+
+    let next = stack.platform();
+    let operation = stack.ended(&next, answer.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], json!("succeeded"));
+}

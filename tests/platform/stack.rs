@@ -1,0 +1,365 @@
+//! What a test of the platform stands on: a database, a store, a provider, and platform processes that it may kill.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use kit::child::{self, AtExit};
+use kit::pg::{TestDatabase, test_database_from};
+use kit::provider::{ServerView, Simulator, SimulatorOptions};
+use kit::s3::S3Server;
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::config::parse_env_file;
+use svc::http::client::{self, Deadlines};
+
+pub const SECRET: &str = "operator-secret";
+pub const BUCKET: &str = "fleet";
+pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
+const PATIENCE: Duration = Duration::from_secs(40);
+
+pub struct Stack {
+    pub database: TestDatabase,
+    pub store: S3Server,
+    pub provider: Simulator,
+    client: reqwest::Client,
+    logs: tempfile::TempDir,
+}
+
+impl Stack {
+    pub async fn start() -> Self {
+        svc::http::tls::install_provider();
+        let database = test_database_from("platform", |url| async move {
+            svc::platform::db::migrate::run(&url.parse()?).await
+        });
+        let database = database.await.expect("a database");
+        let logs = tempfile::tempdir().expect("a directory");
+        let store = S3Server::start(logs.path()).expect("a store");
+        store.create_bucket(BUCKET);
+        publish(&store, "v1");
+        let provider = Simulator::start(SimulatorOptions::record()).await.expect("a provider");
+        let patient = Deadlines { whole: Some(Duration::from_secs(70)), ..Deadlines::CALL };
+        let patient = Deadlines { idle: Duration::from_secs(70), ..patient };
+        let client = client::build(patient).expect("a client");
+        Self { database, store, provider, client, logs }
+    }
+
+    /// The whole configuration, with short times.
+    pub fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = self.store.env(BUCKET);
+        for (name, value) in [
+            ("PLATFORM_LISTEN", "127.0.0.1:0"),
+            ("ROUTER_LISTEN", "127.0.0.1:0"),
+            ("PLATFORM_DATABASE_URL", &self.database.url()),
+            ("PLATFORM_KEY", &"07".repeat(32)),
+            ("PLATFORM_SECRET", SECRET),
+            ("PLATFORM_PUBLIC_URL", "http://platform.example"),
+            ("CUSTOMER_VPS_ENABLED", "true"),
+            ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
+            ("CUSTOMER_VPS_HTTPS_PORT", &self.provider.https_port().to_string()),
+            ("PROVIDER_API_URL", &self.provider.base_url()),
+            ("PROVIDER_API_TOKEN", self.provider.token()),
+            ("STORE_HOST_CREDENTIALS", "static"),
+            ("PLATFORM_LEASE_SECONDS", "2"),
+            ("PLATFORM_POLL_MS", "50"),
+            ("RECONCILE_SECONDS", "1"),
+            ("PROVIDER_AMBIGUOUS_WAIT_SECONDS", "2"),
+            ("LAST_BACKUP_DEADLINE_SECONDS", "2"),
+            ("RUST_LOG", "info"),
+        ] {
+            settings.push((name.to_owned(), value.to_owned()));
+        }
+        settings
+    }
+
+    pub fn platform(&self) -> Process {
+        self.platform_with(&[])
+    }
+
+    /// A platform process with further or other settings.
+    pub fn platform_with(&self, more: &[(&str, &str)]) -> Process {
+        let mut command = self.command(more);
+        command.stdout(Stdio::piped());
+        let mut child = command.spawn().expect("the platform starts");
+        child::end_with_us(child.id(), AtExit::Kill);
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let base = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| line.strip_prefix("listening api ").map(str::to_owned));
+        let base = base.unwrap_or_else(|| panic!("the platform did not start:\n{}", self.log()));
+        std::thread::spawn(move || lines.for_each(drop));
+        Process { child, base }
+    }
+
+    pub fn command(&self, more: &[(&str, &str)]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        let log =
+            File::options().create(true).append(true).open(self.logs.path().join("log")).expect("a log");
+        command.arg("svc-platform").env_clear().envs(self.settings()).envs(more.iter().copied());
+        command.stdin(Stdio::null()).stderr(log);
+        command
+    }
+
+    /// What the processes have logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.logs.path().join("log")).unwrap_or_default()
+    }
+
+    pub fn request(&self, process: &Process, method: Method, path: &str) -> reqwest::RequestBuilder {
+        self.client.request(method, format!("{}{path}", process.base))
+    }
+
+    pub async fn try_post(&self, process: &Process, path: &str, body: &Value) -> anyhow::Result<Answer> {
+        let request = self.request(process, Method::POST, path).bearer_auth(SECRET).json(body);
+        Answer::of(request.send().await?).await
+    }
+
+    pub async fn post(&self, process: &Process, path: &str, body: &Value) -> Answer {
+        self.send(self.request(process, Method::POST, path).bearer_auth(SECRET).json(body)).await
+    }
+
+    pub async fn get(&self, process: &Process, path: &str) -> Answer {
+        self.send(self.request(process, Method::GET, path).bearer_auth(SECRET)).await
+    }
+
+    pub async fn delete(&self, process: &Process, path: &str) -> Answer {
+        self.send(self.request(process, Method::DELETE, path).bearer_auth(SECRET)).await
+    }
+
+    pub async fn send(&self, request: reqwest::RequestBuilder) -> Answer {
+        let sent = async { Answer::of(request.send().await?).await };
+        sent.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()))
+    }
+
+    pub async fn subscribe(&self, process: &Process, user: &str) {
+        let body = json!({"idpUserId": user, "plan": "max", "status": "active"});
+        let request = self.request(process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
+        assert_eq!(self.send(request).await.status, 200);
+    }
+
+    /// Subscribes and provisions; the 202.
+    pub async fn provision(&self, process: &Process, user: &str) -> Value {
+        self.subscribe(process, user).await;
+        let answer = self.post(process, "/vps/provision", &provision_body(user)).await;
+        assert_eq!(answer.status, 202, "{answer:?}");
+        answer.body
+    }
+
+    /// A machine that runs, its host having registered as a host does.
+    pub async fn running(&self, process: &Process, user: &str) -> Guest {
+        let made = self.provision(process, user).await;
+        let guest = self.guest(process, made["machineId"].as_str().expect("an id")).await;
+        let answer = self.register(process, &guest).await;
+        assert_eq!(answer.status, 200, "{answer:?}\n{}", self.log());
+        guest
+    }
+
+    /// The machine's server, when the platform has noted it.
+    pub async fn guest(&self, process: &Process, machine: &str) -> Guest {
+        let noted = || async {
+            let record = self.get(process, &format!("/vps/{machine}")).await;
+            (!record.body["providerServerId"].is_null()).then_some(())
+        };
+        self.eventually("the server is noted", noted).await;
+        Guest::of(&self.provider.server_by_name(&format!("svc-{machine}")).expect("a server"))
+    }
+
+    pub async fn register(&self, process: &Process, guest: &Guest) -> Answer {
+        self.register_as(process, &guest.registration_token, &registration(&guest.machine, 1)).await
+    }
+
+    pub async fn register_as(&self, process: &Process, token: &str, body: &Value) -> Answer {
+        self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
+    }
+
+    /// Plays the hosts of all servers until the operation has ended; the operation.
+    pub async fn ended(&self, process: &Process, operation: &str) -> Value {
+        let path = format!("/vps/operations/{operation}");
+        let look = || async {
+            let found = self.get(process, &path).await.body;
+            if found["state"] != "running" {
+                return Some(found);
+            }
+            for server in self.provider.servers() {
+                self.register(process, &Guest::of(&server)).await;
+            }
+            None
+        };
+        self.eventually("the operation ends", look).await
+    }
+
+    pub async fn status(&self, process: &Process, machine: &str) -> Value {
+        self.get(process, &format!("/vps/{machine}")).await.body["status"].clone()
+    }
+
+    pub async fn eventually<T, F: Future<Output = Option<T>>>(
+        &self,
+        what: &str,
+        mut look: impl FnMut() -> F,
+    ) -> T {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = look().await {
+                return found;
+            }
+            assert!(Instant::now() < end, "not within {PATIENCE:?}: {what}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Puts a whole snapshot of the slot into the store, with the pointer to it.
+    pub fn snapshot(&self, user: &str) -> String {
+        let key = "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump";
+        let at = "2026-01-02T03:04:05.678Z";
+        let machine = uuid::Uuid::nil();
+        let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
+            "epoch": 1, "takenAt": at, "verifiedAt": at});
+        let side = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
+            "machineId": machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
+        let pointer = json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": named});
+        let prefix = format!("{user}/primary");
+        self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
+        self.store.write(BUCKET, &format!("{prefix}/{key}.json"), side.to_string());
+        self.store.write(BUCKET, &format!("{prefix}/system/db/latest"), pointer.to_string());
+        format!("{prefix}/{key}")
+    }
+
+    pub fn pointer(&self, user: &str) -> Value {
+        let text = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
+        text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("JSON"))
+    }
+
+    /// One live server, the machine's, and nothing left of any other.
+    pub fn assert_only_server(&self, machine: &str) {
+        let names: Vec<_> = self.provider.servers().into_iter().map(|server| server.name).collect();
+        assert_eq!(names, [format!("svc-{machine}")], "{}", self.log());
+    }
+}
+
+pub fn publish(store: &S3Server, version: &str) {
+    let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz");
+    store.write(BUCKET, &key, "0123456789");
+    store.write(BUCKET, &format!("{key}.sha256"), format!("{DIGEST}  svc-host-bundle.tar.gz\n"));
+}
+
+pub fn provision_body(user: &str) -> Value {
+    json!({"idpUserId": user, "handle": format!("h-{}", user.replace('_', "-"))})
+}
+
+/// A registration; `n` makes it a different one.
+pub fn registration(machine: &str, n: u32) -> Value {
+    json!({"machineId": machine, "imageVersion": "v1", "bundleSha256": DIGEST,
+        "tlsSpkiSha256": format!("{n:064x}"), "bootMs": 1234})
+}
+
+pub fn heartbeat() -> Value {
+    json!({"imageVersion": "v1", "epoch": 1, "health": {"gateway": "ok", "database": "ok"}, "lastBackup": null,
+        "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
+}
+
+/// A server's host as its user-data made it.
+#[derive(Debug, Clone)]
+pub struct Guest {
+    pub machine: String,
+    pub registration_token: String,
+    pub upgrade_token: String,
+    pub restore_mode: String,
+    pub epoch: String,
+    pub user_data: String,
+}
+
+impl Guest {
+    pub fn of(server: &ServerView) -> Self {
+        let config: Value =
+            serde_json::from_str(server.user_data.strip_prefix("#cloud-config\n").expect("cloud-config"))
+                .expect("JSON");
+        let mut found = std::collections::BTreeMap::new();
+        for file in config["write_files"].as_array().expect("files") {
+            assert_eq!(file["permissions"], "0600");
+            found.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+        }
+        let take = |name: &str| found.get(name).cloned().unwrap_or_default();
+        Self {
+            machine: take("SVC_MACHINE_ID"),
+            registration_token: take("REGISTRATION_TOKEN"),
+            upgrade_token: take("UPGRADE_TOKEN"),
+            restore_mode: take("SVC_RESTORE_MODE"),
+            epoch: take("SVC_EPOCH"),
+            user_data: server.user_data.clone(),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub headers: reqwest::header::HeaderMap,
+    pub text: String,
+    pub body: Value,
+}
+
+impl Answer {
+    async fn of(response: reqwest::Response) -> anyhow::Result<Self> {
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let text = response.text().await.context("the body")?;
+        let body = serde_json::from_str(&text).unwrap_or_default();
+        Ok(Self { status, headers, text, body })
+    }
+
+    /// Checks that it is a problem with this status and code.
+    #[track_caller]
+    pub fn assert_problem(&self, status: u16, code: &str) {
+        assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
+        assert_eq!(self.headers["content-type"], "application/problem+json");
+        assert_eq!(self.body["status"], status);
+        for member in ["type", "title", "detail", "requestId"] {
+            assert!(self.body[member].is_string(), "{member}: {self:?}");
+        }
+        assert_eq!(self.headers["x-request-id"], self.body["requestId"].as_str().expect("text"));
+    }
+}
+
+pub struct Process {
+    child: Child,
+    pub base: String,
+}
+
+impl Process {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+
+    /// Waits until the process has ended by itself.
+    pub async fn end(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the platform goes on");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Waits until the process was killed at its fail point.
+    pub async fn killed(&mut self) {
+        let status = self.end().await;
+        assert_eq!(status.signal(), Some(9), "{status}");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+        child::ended(self.child.id());
+    }
+}

@@ -1,0 +1,47 @@
+//! Database or store away: 503 with a code of its own, readiness says which, and it heals by itself.
+
+use kit::pg::{PgBinaries, PgOptions, PgServer};
+
+use super::stack::{Stack, provision_body};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_its_database_it_says_so_and_comes_back() {
+    let stack = Stack::start().await;
+    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
+    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
+    server.create_database("svc").await.unwrap();
+    let process = stack.platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
+    assert_eq!(stack.get(&process, "/readyz").await.status, 200);
+    server.kill9().await.unwrap();
+    stack.get(&process, "/vps").await.assert_problem(503, "database_unavailable");
+    let ready = stack.get(&process, "/readyz").await;
+    assert_eq!(
+        (ready.status, &ready.body["database"], &ready.body["store"]),
+        (503, &"failing".into(), &"ok".into())
+    );
+    assert_eq!(stack.get(&process, "/livez").await.status, 200);
+    server.start_again().await.unwrap();
+    let back = || async { (stack.get(&process, "/readyz").await.status == 200).then_some(()) };
+    stack.eventually("ready again", back).await;
+    let made = stack.provision(&process, "user_1").await;
+    assert_eq!(stack.ended(&process, made["operationId"].as_str().unwrap()).await["state"], "succeeded");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_its_store_it_is_not_ready_and_what_waits_for_it_goes_on_after() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);
+    stack.subscribe(&process, "user_1").await;
+    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
+    stack.store.down();
+    let ready = stack.get(&process, "/readyz").await;
+    assert_eq!(
+        (ready.status, &ready.body["database"], &ready.body["store"]),
+        (503, &"ok".into(), &"failing".into())
+    );
+    tokio::time::sleep(std::time::Duration::from_millis(2000)).await;
+    assert!(stack.provider.servers().is_empty(), "nothing of a machine exists before its fence");
+    stack.store.up().unwrap();
+    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+}
