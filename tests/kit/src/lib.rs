@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
+//! | [`provider`] | the cloud provider: its API, and servers that are records or processes of a host |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
@@ -18,6 +19,7 @@ pub mod fetch;
 pub mod idp;
 pub mod net;
 pub mod pg;
+pub mod provider;
 pub mod s3;
 
 mod runtime;
