@@ -1,1 +1,3 @@
+//! The project's own commands.
+
 fn main() {}
