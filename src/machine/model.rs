@@ -82,7 +82,7 @@ impl World {
     pub fn begin(&mut self, slot: usize) {
         let epochs = self.rows.iter().filter(|row| row.slot == slot).map(|row| row.machine.epoch);
         let highest = epochs.max().unwrap_or(Epoch::NONE);
-        self.insert(slot, Machine::first(highest));
+        self.insert(slot, Machine { state: State::Provisioning, epoch: highest.next() });
     }
 
     fn insert(&mut self, slot: usize, machine: Machine) {

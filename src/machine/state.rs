@@ -147,11 +147,3 @@ pub struct Machine {
     pub state: State,
     pub epoch: Epoch,
 }
-
-impl Machine {
-    /// The machine that a provision makes in a slot without an active one; `highest` is the highest epoch that any
-    /// machine of the slot ever had.
-    pub fn first(highest: Epoch) -> Self {
-        Self { state: State::Provisioning, epoch: highest.next() }
-    }
-}
