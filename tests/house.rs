@@ -2,6 +2,7 @@
 //!
 //! Each rule is a pure function over paths and texts, and is shown to notice a bad sample.
 
+mod documented;
 mod edges;
 mod rules;
 mod source;
@@ -101,6 +102,11 @@ fn no_file_names_a_place_of_the_machine_that_built_it() {
 #[test]
 fn the_tools_drive_the_product_from_outside() {
     assert_none(&files().iter().flat_map(rules::links_to_the_product).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_variable_is_in_the_reference() {
+    assert_none(&documented::undocumented(&files()));
 }
 
 #[test]

@@ -1,3 +1,1 @@
-//! The project's own commands.
-
 fn main() {}
