@@ -71,7 +71,8 @@ impl Server {
 
     /// tokio-postgres would call getaddrinfo for a name; an address beside it keeps it from that.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
-        let named = |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
+        let named =
+            |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
         if !self.config.get_hostaddrs().is_empty() || !self.config.get_hosts().iter().any(named) {
             return Ok(());
         }
@@ -106,5 +107,9 @@ pub fn ident(name: &str) -> String {
 /// `text` as a literal in a statement; for commands that take no parameters.
 pub fn literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
-    if quoted.contains('\\') { format!(" E'{}'", quoted.replace('\\', "\\\\")) } else { format!("'{quoted}'") }
+    if quoted.contains('\\') {
+        format!(" E'{}'", quoted.replace('\\', "\\\\"))
+    } else {
+        format!("'{quoted}'")
+    }
 }

@@ -79,10 +79,8 @@ pub async fn stream(
         .stdout(std::process::Stdio::piped())
         .spawn()
         .map_err(|source| DumpError::Start { tool: "pg_dump", source })?;
-    let mut reader = tools
-        .read_through()
-        .spawn()
-        .map_err(|source| DumpError::Start { tool: "pg_restore", source })?;
+    let mut reader =
+        tools.read_through().spawn().map_err(|source| DumpError::Start { tool: "pg_restore", source })?;
     if let (Some(from), Some(to)) = (&dump.stdout, &reader.stdin) {
         widen(from);
         widen(to);

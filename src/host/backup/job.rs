@@ -126,7 +126,12 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
     match end {
         Ok(()) => {
             failpoint::pass("backup.recorded").or_exit(Exit::Internal)?;
-            tracing::info!(key = progress.key, size = record.size_bytes, ms = record.duration_ms, "backed up");
+            tracing::info!(
+                key = progress.key,
+                size = record.size_bytes,
+                ms = record.duration_ms,
+                "backed up"
+            );
             recorded
         }
         Err(error) => Err(Failure::new(error.exit(), error)),

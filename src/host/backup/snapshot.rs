@@ -74,7 +74,9 @@ impl Snapshot {
         let size: i64 = row.try_get(2)?;
         let tables = census::tables(&client).await?;
         for some in tables.chunks(200) {
-            client.batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", some.join(", ONLY "))).await?;
+            client
+                .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", some.join(", ONLY ")))
+                .await?;
         }
         Ok(Self {
             id: row.try_get(0)?,

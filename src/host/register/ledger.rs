@@ -55,13 +55,13 @@ impl Ledger {
     ///
     /// # Errors
     /// [`FileError`].
-    pub fn keep_or_begin(layout: &Layout, earlier: Option<Self>, body: Body) -> Result<Self, FileError> {
+    pub fn keep_or_begin(layout: &Layout, earlier: Option<Self>, body: &Body) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| sent.says_the_same(&body))
+            && earlier.body().is_some_and(|sent| sent.says_the_same(body))
         {
             return Ok(earlier);
         }
-        let sent = serde_json::to_string(&body).expect("a body of plain fields is JSON");
+        let sent = serde_json::to_string(body).expect("a body of plain fields is JSON");
         let ledger = Self { version: 1, machine_id: body.machine_id, sent, registered_at: None };
         ledger.write(layout)?;
         Ok(ledger)
@@ -111,12 +111,12 @@ mod tests {
             tls_spki_sha256: "11".repeat(32),
             boot_ms: Some(7),
         };
-        let first = Ledger::keep_or_begin(&layout, None, body.clone()).unwrap();
+        let first = Ledger::keep_or_begin(&layout, None, &body).unwrap();
         let later = Body { boot_ms: Some(9), ..body.clone() };
-        let again = Ledger::keep_or_begin(&layout, Ledger::read(&layout).unwrap(), later).unwrap();
+        let again = Ledger::keep_or_begin(&layout, Ledger::read(&layout).unwrap(), &later).unwrap();
         assert_eq!(again.sent(), first.sent());
         let moved = Body { tls_spki_sha256: "22".repeat(32), ..body };
-        let new = Ledger::keep_or_begin(&layout, Some(again), moved).unwrap();
+        let new = Ledger::keep_or_begin(&layout, Some(again), &moved).unwrap();
         assert_ne!(new.sent(), first.sent());
     }
 }

@@ -96,7 +96,8 @@ impl Settings {
         let platform_deadline = Duration::from_secs(env.or("REGISTER_PLATFORM_DEADLINE_SECONDS", 120));
         // What runs here is what is registered; user-data only says what should.
         let version = release::current(layout).or(version);
-        let installed = version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
+        let installed =
+            version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
         let stated = stated.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(stated);
         if bundle_sha256.is_none() {
@@ -135,7 +136,7 @@ async fn register(layout: &Layout) -> Result<(), Failure> {
         tls_spki_sha256: pin.to_string(),
         boot_ms: boot_ms(layout),
     };
-    let mut ledger = Ledger::keep_or_begin(layout, ledger, body).or_exit(Exit::Internal)?;
+    let mut ledger = Ledger::keep_or_begin(layout, ledger, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
     let platform = Platform::new(&settings.platform, &settings.token).or_exit(Exit::Config)?;
     let answer = platform.register(ledger.sent(), settings.platform_deadline).await.map_err(failure)?;
@@ -165,7 +166,8 @@ async fn wait_for_gateway(layout: &Layout, settings: &Settings) -> Result<SpkiPi
         }
         if Instant::now() > end {
             let seconds = settings.gateway_deadline.as_secs();
-            let error = anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", settings.listen);
+            let error =
+                anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", settings.listen);
             return Err(Failure::new(Exit::TryAgain, error));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;

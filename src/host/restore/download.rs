@@ -53,8 +53,7 @@ impl Partial {
     /// Opens it and hashes what is there; more than the snapshot has is none of it.
     fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let read = || -> std::io::Result<(File, u64, Sha256)> {
-            let mut file =
-                File::options().create(true).truncate(false).read(true).write(true).open(&path)?;
+            let mut file = File::options().create(true).truncate(false).read(true).write(true).open(&path)?;
             if file.metadata()?.len() > size {
                 file.set_len(0)?;
             }

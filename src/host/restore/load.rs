@@ -94,11 +94,7 @@ pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Cl
 ///
 /// # Errors
 /// [`LoadError`].
-pub async fn into_scratch(
-    settings: &Settings,
-    dump: &Path,
-    side: &SideRecord,
-) -> Result<Scratch, LoadError> {
+pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -> Result<Scratch, LoadError> {
     let client = connect_patiently(settings, pgconn::MAINTENANCE).await?;
     create_roles(&client, side).await?;
     failpoint::pass("restore.roles")?;
@@ -234,7 +230,11 @@ async fn compare(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
     let mut recorded = side.tables.clone();
     found.sort();
     recorded.sort();
-    match recorded.iter().find(|table| !found.contains(table)).or_else(|| found.iter().find(|table| !recorded.contains(table))) {
+    match recorded
+        .iter()
+        .find(|table| !found.contains(table))
+        .or_else(|| found.iter().find(|table| !recorded.contains(table)))
+    {
         None => Ok(()),
         Some(table) => {
             let of = |tables: &[crate::store::snapshot::TableCount]| {

@@ -106,10 +106,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             return Ok(());
         }
         let settings = Settings::read(layout)?;
-        let lock = Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
-            LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way")),
-            error @ LockError::File(_) => Failure::new(Exit::Internal, error),
-        })?;
+        let lock =
+            Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
+                LockError::Held => {
+                    Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way"))
+                }
+                error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+            })?;
         gate::open(&lock, &settings).await
     })
 }

@@ -132,11 +132,12 @@ impl Download<'_> {
             request = request.bearer_auth(token.expose_secret());
         }
         if let (1.., Some(etag)) = (self.at, &self.etag) {
-            request = request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
+            request =
+                request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
         }
         let response = request.send().await;
-        let response =
-            response.map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
+        let response = response
+            .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {
             StatusCode::PARTIAL_CONTENT if self.at > 0 => {
                 if range_start(&response) != Some(self.at) || self.is_other(&response) {
@@ -221,8 +222,10 @@ impl Download<'_> {
         &self,
         body: &mut (impl Stream<Item = reqwest::Result<Bytes>> + Unpin),
     ) -> Result<Option<Bytes>, DownloadError> {
-        let failed =
-            |source: reqwest::Error| DownloadError::Transport { url: self.url(), source: source.without_url() };
+        let failed = |source: reqwest::Error| DownloadError::Transport {
+            url: self.url(),
+            source: source.without_url(),
+        };
         body.next().await.transpose().map_err(failed)
     }
 }

@@ -198,7 +198,8 @@ impl Tree<'_> {
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
             let refuse = |why| UnpackError::Refused { path: link.display().to_string(), why };
-            let end = fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a link to nowhere"))?;
+            let end =
+                fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a link to nowhere"))?;
             if !end.starts_with(&root) {
                 return Err(refuse("it is a link that leaves the release"));
             }

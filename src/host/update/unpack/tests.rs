@@ -58,7 +58,12 @@ fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
 fn a_bundle_is_unpacked_as_it_was_packed() {
     let mut program = file("./bin/svc", b"program");
     program.mode = 0o755;
-    let entries = [program, link("bin/svc-gateway", "svc"), file("release.json", b"{}"), link("app/self", "../bin/svc")];
+    let entries = [
+        program,
+        link("bin/svc-gateway", "svc"),
+        file("release.json", b"{}"),
+        link("app/self", "../bin/svc"),
+    ];
     let (dir, end) = try_unpack(&archive(&entries));
     end.unwrap();
     let root = dir.path().join("release");
@@ -85,16 +90,19 @@ fn every_hostile_entry_is_refused() {
         ("through a link", vec![file("d/f", b""), link("x", "d"), file("x/y", b"!")]),
         ("over a link", vec![file("f", b""), link("x", "f"), file("x", b"!")]),
         ("over a file", vec![file("x", b"1"), file("x", b"2")]),
-        ("a directory over a link", vec![
-            link("x", "d"),
-            Raw { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") },
-        ]),
-        ("link over link", vec![
-            file("a/b/f", b""),
-            link("a/b/p", "../.."),
-            link("s", "a/b/p/../../a"),
-            link("t", "a/b/p/../x"),
-        ]),
+        (
+            "a directory over a link",
+            vec![link("x", "d"), Raw { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
+        ),
+        (
+            "link over link",
+            vec![
+                file("a/b/f", b""),
+                link("a/b/p", "../.."),
+                link("s", "a/b/p/../../a"),
+                link("t", "a/b/p/../x"),
+            ],
+        ),
         ("dangling link", vec![link("x", "nowhere")]),
         ("hard link", vec![kind(EntryType::Link)]),
         ("character device", vec![kind(EntryType::Char)]),
