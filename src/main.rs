@@ -5,7 +5,11 @@ use std::process::ExitCode;
 use svc::applet::{self, Applet};
 
 /// Applets that work. One that does not is not listed.
-static APPLETS: &[Applet] = &[];
+static APPLETS: &[Applet] = &[Applet {
+    name: "svcctl",
+    about: "operates the platform: slots, machines, recovery, bundles",
+    run: svc::ctl::run,
+}];
 
 fn main() -> ExitCode {
     svc::failpoint::arm();
