@@ -9,6 +9,7 @@
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`fetch`] | tools fetched once into `target/tools` |
+//! | [`story`] | the whole main job, played on all of these |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
@@ -16,10 +17,11 @@
 pub mod ca;
 pub mod child;
 pub mod fetch;
-//pub mod idp;
+pub mod idp;
 pub mod net;
 pub mod pg;
 pub mod provider;
-//pub mod s3;
+pub mod s3;
+pub mod story;
 
 mod runtime;

@@ -127,7 +127,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     ensure!(found == TITLES, "found {found:?}");
     let stranger = stack.web.get("/api/apps", None, "application/json").await?;
     ensure!(stranger.status == StatusCode::UNAUTHORIZED, "without identity: {}", stranger.status);
-    let other = stack.web.get("/api/apps", Some(&stack.idp.token("user_other")), "application/json").await?;
+    let other = stack.web.get("/api/apps", Some(&stack.session("user_other")), "application/json").await?;
     ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without machine: {}", other.status);
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }

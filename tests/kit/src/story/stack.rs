@@ -13,7 +13,7 @@ use super::slot::{BUCKET, Slot};
 use super::web::{APP_HOST, CODE_HOST, Web};
 use crate::ca::Ca;
 use crate::fetch::target_dir;
-use crate::idp::Idp;
+use crate::idp::{Idp, MintOptions};
 use crate::net;
 use crate::pg::{PgBinaries, PgOptions, PgServer};
 use crate::provider::{HostSettings, Simulator, SimulatorOptions};
@@ -31,7 +31,7 @@ pub struct Stack {
     pub pg: PgBinaries,
     pub store: S3Server,
     pub slot: Slot,
-    pub idp: Idp,
+    idp: Idp,
     pub provider: Simulator,
     pub ca: Ca,
     pub web: Web,
@@ -51,7 +51,7 @@ impl Stack {
         database.create_database("platform").await?;
         let store = S3Server::start(dir)?;
         store.create_bucket(BUCKET);
-        let idp = Idp::start().await?;
+        let idp = Idp::start()?;
         let hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
         let provider = Simulator::start(SimulatorOptions::process(hosts)).await?;
         let ca = Ca::new()?;
@@ -63,6 +63,7 @@ impl Stack {
         set("PLATFORM_PUBLIC_URL", &api);
         set("PLATFORM_SECRET", &secret);
         let operator = Program::new(svc, env.clone());
+        env.extend(idp.env());
         let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
         set("PLATFORM_LISTEN", api.trim_start_matches("http://"));
         set("PLATFORM_DATABASE_URL", &database.url("platform"));
@@ -77,9 +78,6 @@ impl Stack {
         set("LAST_BACKUP_DEADLINE_SECONDS", "5");
         set("APP_HOST", APP_HOST);
         set("CODE_HOST", CODE_HOST);
-        set("IDP_ISSUER", idp.issuer());
-        set("IDP_AUDIENCE", idp.audience());
-        set("IDP_JWKS_URL", &idp.jwks_url());
         set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
         set("ROUTER_LISTEN", "127.0.0.1:0");
         let (cert, key) = ca.issue(&[APP_HOST, CODE_HOST])?;
@@ -115,7 +113,12 @@ impl Stack {
 
     /// A session token of the owner.
     pub fn owner(&self) -> String {
-        self.idp.token(USER)
+        self.session(USER)
+    }
+
+    /// A session token of any user of the identity provider.
+    pub fn session(&self, user: &str) -> String {
+        self.idp.mint(user, &MintOptions::default())
     }
 
     /// The end of each log, for a story that failed.
