@@ -10,8 +10,8 @@
 
 use anyhow::Result;
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose,
 };
 
 /// A self-signed root with an ECDSA P-256 key, which issues server certificates.
@@ -24,30 +24,19 @@ impl Ca {
         let mut params = CertificateParams::new(Vec::new())?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        params.distinguished_name.push(
-            DnType::CommonName,
-            format!("kit test CA {}", uuid::Uuid::new_v4()),
-        );
-        Ok(Self {
-            root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)?,
-        })
+        params.distinguished_name.push(DnType::CommonName, format!("kit test CA {}", uuid::Uuid::new_v4()));
+        Ok(Self { root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)? })
     }
 
     /// A server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
     pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
-        let mut params =
-            CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-        params
-            .distinguished_name
-            .push(DnType::CommonName, names.first().copied().unwrap_or("kit"));
+        let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        params.distinguished_name.push(DnType::CommonName, names.first().copied().unwrap_or("kit"));
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.use_authority_key_identifier_extension = true;
         let key = KeyPair::generate()?;
-        Ok((
-            params.signed_by(&key, &self.root)?.pem(),
-            key.serialize_pem(),
-        ))
+        Ok((params.signed_by(&key, &self.root)?.pem(), key.serialize_pem()))
     }
 
     /// The root's certificate, to be trusted.
@@ -79,9 +68,7 @@ mod tests {
                 PrivateKeyDer::from_pem_slice(key.as_bytes())?,
             )?;
         let mut roots = RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(
-            trusted.root_pem().as_bytes(),
-        )?)?;
+        roots.add(CertificateDer::from_pem_slice(trusted.root_pem().as_bytes())?)?;
         let client = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots)
@@ -103,18 +90,9 @@ mod tests {
         for name in ["app.example.test", "one.code.test", "127.0.0.7"] {
             assert!(accepts(&ours, &names, &ours, name).await?, "{name}");
         }
-        assert!(
-            !accepts(&ours, &names, &ours, "elsewhere.test").await?,
-            "another name"
-        );
-        assert!(
-            !accepts(&ours, &names, &ours, "127.0.0.8").await?,
-            "another address"
-        );
-        assert!(
-            !accepts(&ours, &names, &other, "app.example.test").await?,
-            "another root"
-        );
+        assert!(!accepts(&ours, &names, &ours, "elsewhere.test").await?, "another name");
+        assert!(!accepts(&ours, &names, &ours, "127.0.0.8").await?, "another address");
+        assert!(!accepts(&ours, &names, &other, "app.example.test").await?, "another root");
         Ok(())
     }
 }

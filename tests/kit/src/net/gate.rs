@@ -55,11 +55,7 @@ impl Gate {
 
     /// Refuses new connections and cuts those there are.
     pub(crate) fn close(&self) {
-        let accepting = self
-            .accepting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(accepting) = accepting {
             accepting.end();
         }
@@ -68,21 +64,13 @@ impl Gate {
 
     /// Cuts the connections there are; new ones are served.
     pub(crate) fn cut(&self) {
-        let cut = std::mem::take(
-            &mut *self
-                .connections
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        );
+        let cut = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
         cut.end();
     }
 
     /// Listens again on the same port; already listening is fine.
     pub(crate) fn reopen(&self) -> io::Result<()> {
-        let mut accepting = self
-            .accepting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner);
         if accepting.is_none() {
             let listener = self.bind()?;
             let (serve, connections) = (Arc::clone(&self.serve), Arc::clone(&self.connections));
@@ -114,10 +102,7 @@ async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Task
         match listener.accept().await {
             Ok((stream, _)) => {
                 stream.set_nodelay(true).ok();
-                connections
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .spawn(serve(stream));
+                connections.lock().unwrap_or_else(PoisonError::into_inner).spawn(serve(stream));
             }
             // Out of file descriptors, say: the next attempt may go better.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
@@ -144,11 +129,7 @@ impl Tasks {
 impl Default for Tasks {
     fn default() -> Self {
         let (alive, ended) = mpsc::channel();
-        Self {
-            stop: CancellationToken::new(),
-            alive,
-            ended,
-        }
+        Self { stop: CancellationToken::new(), alive, ended }
     }
 }
 

@@ -16,37 +16,22 @@ pub fn free_port() -> io::Result<u16> {
     static GIVEN: LazyLock<Mutex<HashSet<u16>>> = LazyLock::new(Mutex::default);
     let range = range_below_ephemeral();
     for _ in 0..TRIES {
-        let port = range.start
-            + u16::try_from(uuid::Uuid::new_v4().as_u128() % range.len() as u128).unwrap_or(0);
-        let is_new = GIVEN
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(port);
+        let port =
+            range.start + u16::try_from(uuid::Uuid::new_v4().as_u128() % range.len() as u128).unwrap_or(0);
+        let is_new = GIVEN.lock().unwrap_or_else(PoisonError::into_inner).insert(port);
         if is_new && TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
             return Ok(port);
         }
     }
-    Err(io::Error::new(
-        io::ErrorKind::AddrInUse,
-        format!("no free port found in {range:?}"),
-    ))
+    Err(io::Error::new(io::ErrorKind::AddrInUse, format!("no free port found in {range:?}")))
 }
 
 fn range_below_ephemeral() -> Range<u16> {
     const FIRST: u16 = 10_000;
-    let system =
-        std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
-    let lowest = system
-        .split_whitespace()
-        .next()
-        .and_then(|port| port.parse().ok())
-        .unwrap_or(32_768);
+    let system = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
+    let lowest = system.split_whitespace().next().and_then(|port| port.parse().ok()).unwrap_or(32_768);
     // A system that takes nearly all ports for outgoing connections leaves no better choice than this.
-    FIRST..if lowest > FIRST + 2000 {
-        lowest
-    } else {
-        32_768
-    }
+    FIRST..if lowest > FIRST + 2000 { lowest } else { 32_768 }
 }
 
 #[cfg(test)]

@@ -34,11 +34,7 @@ struct Faults {
 
 impl Proxy {
     pub fn start(upstream: SocketAddr) -> io::Result<Self> {
-        let wire = Arc::new(Wire {
-            upstream,
-            faults: Mutex::default(),
-            connections: AtomicUsize::new(0),
-        });
+        let wire = Arc::new(Wire { upstream, faults: Mutex::default(), connections: AtomicUsize::new(0) });
         let on_wire = Arc::clone(&wire);
         let gate = Gate::open(move |stream| carry(stream, Arc::clone(&on_wire)))?;
         Ok(Self { gate, wire })
@@ -115,9 +111,7 @@ async fn carry(client: TcpStream, wire: Arc<Wire>) {
     let ((from_client, to_client), (from_upstream, to_upstream)) =
         (client.into_split(), upstream.into_split());
     let up = pass(from_client, Sink(Some(to_upstream)), &wire, |_| None);
-    let down = pass(from_upstream, Sink(Some(to_client)), &wire, |faults| {
-        faults.reset_after
-    });
+    let down = pass(from_upstream, Sink(Some(to_client)), &wire, |faults| faults.reset_after);
     // One broken direction ends both.
     tokio::try_join!(up, down).ok();
 }
@@ -201,9 +195,7 @@ mod tests {
 
     fn connect(proxy: &Proxy) -> Stream {
         let stream = Stream::connect(proxy.addr()).expect("connects");
-        stream
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .expect("set");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
         stream
     }
 
@@ -223,9 +215,7 @@ mod tests {
         let expected = sent.clone();
         let writer = std::thread::spawn(move || {
             writing.write_all(&sent).expect("written");
-            writing
-                .shutdown(std::net::Shutdown::Write)
-                .expect("half closed");
+            writing.shutdown(std::net::Shutdown::Write).expect("half closed");
         });
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).expect("an orderly end");
@@ -240,14 +230,8 @@ mod tests {
         let mut stream = connect(&proxy);
         assert_eq!(round_trip(&mut stream, b"hi").expect("echo"), b"hi");
         proxy.cut();
-        assert_eq!(
-            stream.read(&mut [0]).expect_err("broken").kind(),
-            ErrorKind::ConnectionReset
-        );
-        assert_eq!(
-            round_trip(&mut connect(&proxy), b"hi").expect("echo"),
-            b"hi"
-        );
+        assert_eq!(stream.read(&mut [0]).expect_err("broken").kind(), ErrorKind::ConnectionReset);
+        assert_eq!(round_trip(&mut connect(&proxy), b"hi").expect("echo"), b"hi");
     }
 
     #[test]
@@ -257,17 +241,11 @@ mod tests {
         let mut stream = connect(&proxy);
         stream.write_all(b"123456789").expect("sent");
         let mut answer = Vec::new();
-        assert_eq!(
-            stream.read_to_end(&mut answer).expect_err("reset").kind(),
-            ErrorKind::ConnectionReset
-        );
+        assert_eq!(stream.read_to_end(&mut answer).expect_err("reset").kind(), ErrorKind::ConnectionReset);
         // A reset may overtake data, never add to it.
         assert!(b"12345".starts_with(&answer[..]), "{answer:?}");
         proxy.heal();
-        assert_eq!(
-            round_trip(&mut connect(&proxy), b"123456789").expect("echo"),
-            b"123456789"
-        );
+        assert_eq!(round_trip(&mut connect(&proxy), b"123456789").expect("echo"), b"123456789");
     }
 
     #[test]
@@ -277,25 +255,17 @@ mod tests {
         proxy.delay(Duration::from_millis(50));
         let start = Instant::now();
         round_trip(&mut stream, b"x").expect("echo");
-        assert!(
-            start.elapsed() >= Duration::from_millis(100),
-            "{:?}",
-            start.elapsed()
-        );
+        assert!(start.elapsed() >= Duration::from_millis(100), "{:?}", start.elapsed());
 
         proxy.silence();
         stream.write_all(b"y").expect("sent");
-        stream
-            .set_read_timeout(Some(Duration::from_millis(200)))
-            .expect("set");
+        stream.set_read_timeout(Some(Duration::from_millis(200))).expect("set");
         assert!(matches!(
             stream.read(&mut [0]).expect_err("silence").kind(),
             ErrorKind::WouldBlock | ErrorKind::TimedOut
         ));
         proxy.heal();
-        stream
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .expect("set");
+        stream.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
         let mut byte = [0];
         stream.read_exact(&mut byte).expect("what was held arrives");
         assert_eq!(&byte, b"y");
@@ -307,14 +277,8 @@ mod tests {
         let mut stream = connect(&proxy);
         round_trip(&mut stream, b"x").expect("echo");
         proxy.refuse();
-        assert_eq!(
-            Stream::connect(proxy.addr()).expect_err("refused").kind(),
-            ErrorKind::ConnectionRefused
-        );
-        assert!(
-            stream.read(&mut [0]).is_err(),
-            "the open connection is broken too"
-        );
+        assert_eq!(Stream::connect(proxy.addr()).expect_err("refused").kind(), ErrorKind::ConnectionRefused);
+        assert!(stream.read(&mut [0]).is_err(), "the open connection is broken too");
         proxy.heal();
         round_trip(&mut connect(&proxy), b"x").expect("echo");
     }

@@ -11,11 +11,7 @@ use super::PgServer;
 impl PgServer {
     /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
     pub fn url(&self, database: &str) -> String {
-        format!(
-            "postgres://postgres:{}@127.0.0.1:{}/{database}",
-            self.password(),
-            self.port()
-        )
+        format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password(), self.port())
     }
 
     /// A connection as superuser; it ends with the client.
@@ -35,24 +31,16 @@ impl PgServer {
     /// A new database that starts as a copy of `template`, which nobody may be connected to.
     pub async fn database_from_template(&self, template: &str, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
-        let sql = format!(
-            "CREATE DATABASE {} TEMPLATE {}",
-            quoted(name),
-            quoted(template)
-        );
+        let sql = format!("CREATE DATABASE {} TEMPLATE {}", quoted(name), quoted(template));
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match client.batch_execute(&sql).await {
                 // Whoever prepared the template may not have quite hung up.
-                Err(error)
-                    if error.code() == Some(&SqlState::OBJECT_IN_USE)
-                        && Instant::now() < deadline =>
-                {
+                Err(error) if error.code() == Some(&SqlState::OBJECT_IN_USE) && Instant::now() < deadline => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
                 result => {
-                    return result
-                        .with_context(|| format!("create database {name} from {template}"));
+                    return result.with_context(|| format!("create database {name} from {template}"));
                 }
             }
         }
@@ -62,10 +50,7 @@ impl PgServer {
     pub async fn drop_database(&self, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
         let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quoted(name));
-        client
-            .batch_execute(&sql)
-            .await
-            .with_context(|| format!("drop database {name}"))
+        client.batch_execute(&sql).await.with_context(|| format!("drop database {name}"))
     }
 }
 

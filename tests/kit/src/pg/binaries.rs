@@ -35,34 +35,21 @@ impl PgBinaries {
         if Path::new(DEBIAN).join("postgres").exists() {
             return Self::at(DEBIAN.into());
         }
-        Self::fetched(target_dir).context(
-            "PostgreSQL 16 (install it, or name its programs' directory by SVC_PG_BIN_DIR)",
-        )
+        Self::fetched(target_dir)
+            .context("PostgreSQL 16 (install it, or name its programs' directory by SVC_PG_BIN_DIR)")
     }
 
     /// The programs in `dir`, after a look whether they are a whole PostgreSQL 16.
     pub fn at(dir: PathBuf) -> Result<Self> {
         for program in ["postgres", "initdb", "psql", "pg_dump", "pg_restore"] {
-            ensure!(
-                dir.join(program).exists(),
-                "no {program} in {}",
-                dir.display()
-            );
+            ensure!(dir.join(program).exists(), "no {program} in {}", dir.display());
         }
         let mut ask = Command::new(dir.join("postgres"));
         ask.arg("--version");
         let version = child::run(ask, Duration::from_secs(30))?;
         // "postgres (PostgreSQL) 16.14", with the packager's words after it.
-        let is_16 = version
-            .split_whitespace()
-            .nth(2)
-            .is_some_and(|v| v.starts_with("16."));
-        ensure!(
-            is_16,
-            "{} holds {}, not PostgreSQL 16",
-            dir.display(),
-            version.trim()
-        );
+        let is_16 = version.split_whitespace().nth(2).is_some_and(|v| v.starts_with("16."));
+        ensure!(is_16, "{} holds {}, not PostgreSQL 16", dir.display(), version.trim());
         Ok(Self { dir })
     }
 
@@ -100,20 +87,14 @@ impl PgBinaries {
     pub(super) fn server(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");
-            unshare
-                .args(["--user", "--map-user=1000", "--map-group=1000", "--"])
-                .arg(self.dir.join(program));
+            unshare.args(["--user", "--map-user=1000", "--map-group=1000", "--"]).arg(self.dir.join(program));
             unshare
         } else {
             self.client(program)
         };
         // Nothing of the caller's PGHOST, PGDATA or locale.
         let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into());
-        command
-            .env_clear()
-            .env("PATH", path)
-            .env("TZ", "UTC")
-            .env("LC_ALL", "C");
+        command.env_clear().env("PATH", path).env("TZ", "UTC").env("LC_ALL", "C");
         command
     }
 }
@@ -124,13 +105,7 @@ pub(super) fn check_not_root_works() -> Result<()> {
         return Ok(());
     }
     let mut probe = Command::new("unshare");
-    probe.args([
-        "--user",
-        "--map-user=1000",
-        "--map-group=1000",
-        "--",
-        "true",
-    ]);
+    probe.args(["--user", "--map-user=1000", "--map-group=1000", "--", "true"]);
     match child::run(probe, Duration::from_secs(20)) {
         Ok(_) => Ok(()),
         Err(error) => bail!(

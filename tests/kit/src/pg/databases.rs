@@ -17,8 +17,7 @@ pub async fn shared() -> Result<&'static PgServer> {
     SHARED
         .get_or_try_init(|| async {
             let binaries =
-                tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&fetch::target_dir()))
-                    .await??;
+                tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&fetch::target_dir())).await??;
             PgServer::start(&binaries, PgOptions::default()).await
         })
         .await
@@ -43,8 +42,7 @@ where
     F: FnOnce(String) -> Fut,
     Fut: Future<Output = Result<()>>,
 {
-    static TEMPLATES: LazyLock<Mutex<HashMap<String, Arc<OnceCell<String>>>>> =
-        LazyLock::new(Mutex::default);
+    static TEMPLATES: LazyLock<Mutex<HashMap<String, Arc<OnceCell<String>>>>> = LazyLock::new(Mutex::default);
     let server = shared().await?;
     let template = {
         let mut templates = TEMPLATES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -101,9 +99,6 @@ impl TestDatabase {
 
 impl Drop for TestDatabase {
     fn drop(&mut self) {
-        FORSAKEN
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(std::mem::take(&mut self.name));
+        FORSAKEN.lock().unwrap_or_else(PoisonError::into_inner).push(std::mem::take(&mut self.name));
     }
 }

@@ -62,11 +62,8 @@ impl PgServer {
     /// Makes a new cluster and starts it. A given `data_dir` has to be missing or empty.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let server = Self::prepare(binaries, options)?;
-        let (initdb, data_dir, password) = (
-            server.initdb(),
-            server.data_dir.clone(),
-            server.password.clone(),
-        );
+        let (initdb, data_dir, password) =
+            (server.initdb(), server.data_dir.clone(), server.password.clone());
         tokio::task::spawn_blocking(move || -> Result<()> {
             binaries::check_not_root_works()?;
             let password_file = tempfile::NamedTempFile::new()?;
@@ -83,17 +80,8 @@ impl PgServer {
     }
 
     /// Starts a server on data that an earlier one left, with that one's port and password.
-    pub async fn open(
-        binaries: &PgBinaries,
-        data_dir: &Path,
-        port: u16,
-        password: &str,
-    ) -> Result<Self> {
-        ensure!(
-            data_dir.join("PG_VERSION").exists(),
-            "{} holds no PostgreSQL cluster",
-            data_dir.display()
-        );
+    pub async fn open(binaries: &PgBinaries, data_dir: &Path, port: u16, password: &str) -> Result<Self> {
+        ensure!(data_dir.join("PG_VERSION").exists(), "{} holds no PostgreSQL cluster", data_dir.display());
         let options = PgOptions {
             data_dir: Some(data_dir.to_owned()),
             port: Some(port),
@@ -107,9 +95,7 @@ impl PgServer {
 
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         // In /tmp and not below a long TMPDIR: a unix socket's path has room for 107 bytes.
-        let own = tempfile::Builder::new()
-            .prefix("kit-pg-")
-            .tempdir_in("/tmp")?;
+        let own = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
         child::remove_with_us(own.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
@@ -118,17 +104,14 @@ impl PgServer {
         ];
         if options.durability == Durability::FsyncOff {
             // Not `synchronous_commit` too: a killed server would then lose what it had said was committed.
-            settings
-                .extend(["fsync", "full_page_writes"].map(|s| (s.to_owned(), "off".to_owned())));
+            settings.extend(["fsync", "full_page_writes"].map(|s| (s.to_owned(), "off".to_owned())));
         }
         settings.extend(options.settings);
         Ok(Self {
             binaries: binaries.clone(),
             data_dir: options.data_dir.unwrap_or_else(|| own.path().join("data")),
             port: options.port.map_or_else(net::free_port, Ok)?,
-            password: options
-                .password
-                .unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
+            password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             settings,
             process: Mutex::new(None),
             own,
@@ -137,16 +120,8 @@ impl PgServer {
 
     fn initdb(&self) -> std::process::Command {
         let mut initdb = self.binaries.server("initdb");
-        initdb.args([
-            "--username=postgres",
-            "--auth=scram-sha-256",
-            "--encoding=UTF8",
-            "--locale=C",
-        ]);
-        initdb
-            .args(["--no-sync", "--no-instructions"])
-            .arg("--pgdata")
-            .arg(&self.data_dir);
+        initdb.args(["--username=postgres", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C"]);
+        initdb.args(["--no-sync", "--no-instructions"]).arg("--pgdata").arg(&self.data_dir);
         initdb
     }
 
@@ -159,10 +134,7 @@ impl PgServer {
                 Ok(_) => return Ok(()),
                 Err(error) if Instant::now() >= deadline => {
                     self.end(Signal::SIGKILL, STOP_DEADLINE)?;
-                    bail!(
-                        "no answer within {START_DEADLINE:?}: {error:#}\n{}",
-                        self.log()
-                    );
+                    bail!("no answer within {START_DEADLINE:?}: {error:#}\n{}", self.log());
                 }
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
@@ -224,9 +196,7 @@ impl PgServer {
 
     /// What the server has logged so far.
     pub fn log(&self) -> String {
-        fs::read(self.log_file())
-            .map(|log| String::from_utf8_lossy(&log).into_owned())
-            .unwrap_or_default()
+        fs::read(self.log_file()).map(|log| String::from_utf8_lossy(&log).into_owned()).unwrap_or_default()
     }
 
     fn log_file(&self) -> PathBuf {
@@ -235,30 +205,16 @@ impl PgServer {
 
     fn spawn(&self) -> Result<()> {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        ensure!(
-            process.is_none(),
-            "the server on port {} is already running",
-            self.port
-        );
+        ensure!(process.is_none(), "the server on port {} is already running", self.port);
         let log = File::create(self.log_file())?;
         let mut command = self.binaries.server("postgres");
         command.arg("-D").arg(&self.data_dir);
-        command
-            .arg("-c")
-            .arg("listen_addresses=127.0.0.1")
-            .arg("-c")
-            .arg(format!("port={}", self.port));
-        command.arg("-c").arg(format!(
-            "unix_socket_directories={}",
-            self.own.path().display()
-        ));
+        command.arg("-c").arg("listen_addresses=127.0.0.1").arg("-c").arg(format!("port={}", self.port));
+        command.arg("-c").arg(format!("unix_socket_directories={}", self.own.path().display()));
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
         }
-        command
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start postgres")?;
         child::end_with_us(child.id(), AtExit::Quit);
         *process = Some(child);
@@ -267,18 +223,13 @@ impl PgServer {
 
     fn pid(&self) -> Option<Pid> {
         let process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        process
-            .as_ref()
-            .and_then(|child| i32::try_from(child.id()).ok())
-            .map(Pid::from_raw)
+        process.as_ref().and_then(|child| i32::try_from(child.id()).ok()).map(Pid::from_raw)
     }
 
     /// Whether the process ended by itself; if so, it is reaped and forgotten.
     fn take_exited(&self) -> bool {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        let exited = process
-            .as_mut()
-            .is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
+        let exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
         if exited && let Some(child) = process.take() {
             child::ended(child.id());
         }
@@ -288,10 +239,7 @@ impl PgServer {
     /// A killed server leaves a segment of System V shared memory, which only its next start would return.
     fn return_shared_memory(&self) {
         let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
-        let segment = pid_file
-            .lines()
-            .nth(6)
-            .and_then(|line| line.split_whitespace().nth(1));
+        let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));
         if let Some(segment) = segment {
             let mut ipcrm = std::process::Command::new("ipcrm");
             ipcrm.args(["-m", segment]);
@@ -312,10 +260,7 @@ impl PgServer {
             child.wait().ok();
         }
         child::ended(child.id());
-        ensure!(
-            in_time,
-            "PostgreSQL needed SIGKILL: it was still running {patience:?} after {signal}"
-        );
+        ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {patience:?} after {signal}");
         Ok(())
     }
 }
@@ -331,8 +276,5 @@ impl Drop for PgServer {
 
 fn children_of(pid: Pid) -> Vec<Pid> {
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    list.split_whitespace()
-        .filter_map(|child| child.parse().ok())
-        .map(Pid::from_raw)
-        .collect()
+    list.split_whitespace().filter_map(|child| child.parse().ok()).map(Pid::from_raw).collect()
 }

@@ -41,6 +41,8 @@ pub(super) struct Record {
     pub(super) user_data: String,
     pub(super) ipv4: Ipv4Addr,
     pub(super) created: Timestamp,
+    /// Whether the operating system hears the power button.
+    pub(super) obeys_shutdown: bool,
 }
 
 /// An action in the books.
@@ -127,6 +129,7 @@ impl Book {
             user_data: order.user_data.unwrap_or_default(),
             ipv4: self.addresses.next(),
             created: Timestamp::now(),
+            obeys_shutdown: true,
         };
         self.creations.push(Creation {
             id: record.id,
@@ -186,23 +189,19 @@ impl Book {
         Ok(self.open(server, command))
     }
 
-    /// Ends an action; `false` where the server is gone meanwhile or the action ended before.
-    pub(super) fn settle(&mut self, action: i64, failed: bool) -> bool {
-        let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) else {
-            return false;
-        };
-        action.end = Some(ActionEnd { at: Timestamp::now(), failed });
-        self.servers.contains_key(&action.server)
+    /// Ends an action; the first end counts.
+    pub(super) fn settle(&mut self, action: i64, failed: bool) {
+        if let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) {
+            action.end = Some(ActionEnd { at: Timestamp::now(), failed });
+        }
     }
 
     pub(super) fn delete(&mut self, server: i64) -> Result<(Record, ActionRecord), Refusal> {
         self.server(server)?;
         self.unlocked(server)?;
-        let mut action = self.open(server, "delete_server");
+        let action = self.open(server, "delete_server");
         let record = self.remove(server).expect("it was there a moment ago");
-        self.settle(action.id, false);
-        action.end = self.actions[&action.id].end.clone();
-        Ok((record, action))
+        Ok((record, self.action(action.id)?.clone()))
     }
 
     /// Takes a server out of the books, locked or not.

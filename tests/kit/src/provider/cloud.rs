@@ -128,15 +128,14 @@ impl Cloud {
     /// Lets the action take its time, then settles it; the effect comes first, so that a success is true.
     fn run(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
-        tokio::spawn(async move {
+        let work = async move {
             tokio::time::sleep(cloud.action_time).await;
             match outcome {
                 Outcome::Success => cloud.apply(action, server, effect).await,
-                Outcome::Failure => {
-                    cloud.book().settle(action, true);
-                }
+                Outcome::Failure => cloud.book().settle(action, true),
             }
-        });
+        };
+        crate::runtime::servers().spawn(work);
     }
 
     async fn apply(self: &Arc<Self>, action: i64, server: i64, effect: Effect) {
@@ -158,9 +157,11 @@ impl Cloud {
             // The button is pressed, the action has succeeded; the machine takes its time.
             Effect::ShutDown => {
                 self.book().settle(action, false);
-                self.set_power(server, Power::Stopping);
-                let power = if self.guests.shut_down(&name).await { Power::Off } else { Power::Running };
-                self.set_power(server, power);
+                if self.book().server(server).is_ok_and(|record| record.obeys_shutdown) {
+                    self.set_power(server, Power::Stopping);
+                    self.guests.shut_down(&name).await;
+                    self.set_power(server, Power::Off);
+                }
             }
             Effect::Retype { to, grow_disk } => {
                 if let Some(record) = self.book().servers.get_mut(&server) {

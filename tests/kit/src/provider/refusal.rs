@@ -23,7 +23,10 @@ impl Refusal {
     /// A field that does not fit.
     pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
         let text = format!("invalid input in field '{field}'");
-        Self { field: Some((field, message)), ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text) }
+        Self {
+            field: Some((field, message)),
+            ..Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_input", text)
+        }
     }
 
     pub(super) fn not_found(what: &str, id: i64) -> Self {
@@ -37,9 +40,10 @@ impl Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let details = self.field.map_or(Value::Null, |(name, message)| {
-            json!({"fields": [{"name": name, "messages": [message]}]})
-        });
+        let details = self.field.map_or(
+            Value::Null,
+            |(name, message)| json!({"fields": [{"name": name, "messages": [message]}]}),
+        );
         let body = json!({"error": {"code": self.code, "message": self.message, "details": details}});
         (self.status, Json(body)).into_response()
     }
