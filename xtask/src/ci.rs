@@ -8,7 +8,8 @@ use anyhow::{Context, Result, bail};
 use crate::cargo;
 
 /// What of cargo-deny's advisory check means that its database could not be had, and nothing about us.
-const NO_DATABASE: [&str; 3] = ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
+const NO_DATABASE: [&str; 3] =
+    ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
 enum End {
     Passed,

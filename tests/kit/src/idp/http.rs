@@ -26,10 +26,7 @@ pub(super) async fn serve(state: Arc<State>, stream: TcpStream) {
         .with_state(state);
     let service = TowerToHyperService::new(router);
     // How a connection ends is the client's affair.
-    hyper::server::conn::http1::Builder::new()
-        .serve_connection(TokioIo::new(stream), service)
-        .await
-        .ok();
+    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
 }
 
 async fn discovery(headers: HeaderMap) -> Json<Value> {
@@ -45,15 +42,10 @@ async fn discovery(headers: HeaderMap) -> Json<Value> {
 
 async fn jwks(Extracted(state): Extracted<Arc<State>>) -> Response {
     state.jwks_fetches.fetch_add(1, Ordering::SeqCst);
-    let status = *state
-        .jwks_status
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let status = *state.jwks_status.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     match StatusCode::from_u16(status) {
         Ok(StatusCode::OK) => Json(state.keys().jwks()).into_response(),
-        status => status
-            .unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
-            .into_response(),
+        status => status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR).into_response(),
     }
 }
 
@@ -71,29 +63,18 @@ async fn mint_by_query(
     headers: HeaderMap,
     Query(query): Query<MintQuery>,
 ) -> Result<String, (StatusCode, &'static str)> {
-    let mut options = MintOptions {
-        azp: query.azp,
-        ..MintOptions::default()
-    };
+    let mut options = MintOptions { azp: query.azp, ..MintOptions::default() };
     options.ttl = query.ttl.unwrap_or(options.ttl);
     options.aud = query.aud.map(Value::from).or(options.aud);
     if let Some(name) = query.alg {
-        options.alg = Alg::from_name(&name)
-            .ok_or((StatusCode::BAD_REQUEST, "alg is EdDSA, ES256 or RS256"))?;
+        options.alg =
+            Alg::from_name(&name).ok_or((StatusCode::BAD_REQUEST, "alg is EdDSA, ES256 or RS256"))?;
     }
-    Ok(mint::mint(
-        &state.keys(),
-        &issuer(&headers),
-        &query.sub,
-        &options,
-    ))
+    Ok(mint::mint(&state.keys(), &issuer(&headers), &query.sub, &options))
 }
 
 // The address that the issuer was reached at is its name: it listens on one only.
 fn issuer(headers: &HeaderMap) -> String {
-    let host = headers
-        .get(header::HOST)
-        .and_then(|host| host.to_str().ok())
-        .unwrap_or_default();
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     format!("http://{host}")
 }

@@ -6,8 +6,7 @@ use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use ring::rand::SystemRandom;
 use ring::rsa::PublicKeyComponents;
 use ring::signature::{
-    ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, Ed25519KeyPair, KeyPair, RSA_PKCS1_SHA256,
-    RsaKeyPair,
+    ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, Ed25519KeyPair, KeyPair, RSA_PKCS1_SHA256, RsaKeyPair,
 };
 use serde_json::{Value, json};
 
@@ -56,12 +55,7 @@ pub(super) struct KeySet(Vec<Key>);
 
 impl KeySet {
     pub(super) fn generate() -> Result<Self> {
-        Ok(Self(
-            Alg::ALL
-                .into_iter()
-                .map(Key::generate)
-                .collect::<Result<_>>()?,
-        ))
+        Ok(Self(Alg::ALL.into_iter().map(Key::generate).collect::<Result<_>>()?))
     }
 
     pub(super) fn followed_by(mut self, older: Self) -> Self {
@@ -70,10 +64,7 @@ impl KeySet {
     }
 
     pub(super) fn current(&self, alg: Alg) -> &Key {
-        self.0
-            .iter()
-            .find(|key| key.alg == alg)
-            .expect("a set is generated with a key of each algorithm")
+        self.0.iter().find(|key| key.alg == alg).expect("a set is generated with a key of each algorithm")
     }
 
     /// RFC 7517.
@@ -103,11 +94,7 @@ impl Key {
                 ))
             }
         };
-        let kid = format!(
-            "{}-{}",
-            alg.name().to_lowercase(),
-            uuid::Uuid::new_v4().simple()
-        );
+        let kid = format!("{}-{}", alg.name().to_lowercase(), uuid::Uuid::new_v4().simple());
         Ok(Self { kid, alg, signer })
     }
 
@@ -115,11 +102,7 @@ impl Key {
         let random = SystemRandom::new();
         match &self.signer {
             Signer::Ed25519(key) => key.sign(message).as_ref().to_vec(),
-            Signer::P256(key) => key
-                .sign(&random, message)
-                .expect("randomness is there")
-                .as_ref()
-                .to_vec(),
+            Signer::P256(key) => key.sign(&random, message).expect("randomness is there").as_ref().to_vec(),
             Signer::Rsa(key) => {
                 let mut signature = vec![0; key.public().modulus_len()];
                 key.sign(&RSA_PKCS1_SHA256, &random, message, &mut signature)

@@ -87,8 +87,7 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
         Some(Flaw::WrongAlg) => "ES256",
         _ => options.alg.name(),
     };
-    let mut header =
-        json!({ "alg": alg, "typ": "JWT", "kid": options.kid.as_ref().unwrap_or(&key.kid) });
+    let mut header = json!({ "alg": alg, "typ": "JWT", "kid": options.kid.as_ref().unwrap_or(&key.kid) });
     if options.flaw == Some(Flaw::NoKid)
         && let Some(header) = header.as_object_mut()
     {
@@ -126,15 +125,8 @@ fn claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
         "exp": now + options.ttl,
     });
     if let Some(claims) = claims.as_object_mut() {
-        let optional = [
-            ("aud", options.aud.clone()),
-            ("azp", options.azp.clone().map(Value::from)),
-        ];
-        claims.extend(
-            optional
-                .into_iter()
-                .filter_map(|(name, value)| Some((name.to_owned(), value?))),
-        );
+        let optional = [("aud", options.aud.clone()), ("azp", options.azp.clone().map(Value::from))];
+        claims.extend(optional.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))));
         claims.extend(options.claims.clone());
         claims.retain(|_, value| !value.is_null());
     }

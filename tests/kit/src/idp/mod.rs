@@ -56,11 +56,7 @@ impl Idp {
 
     pub fn start() -> Result<Self> {
         let keys = Mutex::new(KeySet::generate()?);
-        let state = Arc::new(State {
-            keys,
-            jwks_fetches: AtomicUsize::new(0),
-            jwks_status: Mutex::new(200),
-        });
+        let state = Arc::new(State { keys, jwks_fetches: AtomicUsize::new(0), jwks_status: Mutex::new(200) });
         let serving = Arc::clone(&state);
         let gate = Gate::open(move |stream| http::serve(Arc::clone(&serving), stream))?;
         Ok(Self { gate, state })
@@ -113,11 +109,7 @@ impl Idp {
 
     /// Answers JWKS requests with this status and no keys, until it is 200 again.
     pub fn jwks_status(&self, status: u16) {
-        *self
-            .state
-            .jwks_status
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = status;
+        *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }
 
     /// Refuses connections until [`Idp::up`].

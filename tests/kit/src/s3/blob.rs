@@ -46,10 +46,7 @@ pub(super) struct Received {
 impl Blob {
     pub(super) fn in_memory(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
-        Self {
-            len: bytes.len() as u64,
-            content: Content::Memory(bytes),
-        }
+        Self { len: bytes.len() as u64, content: Content::Memory(bytes) }
     }
 
     /// Takes an upload in, with never more than [`IN_MEMORY`] and a few chunks of it in memory.
@@ -68,37 +65,23 @@ impl Blob {
             sha256.update(&chunk);
             hasher.update(&chunk);
             if large.is_none() && small.len() + chunk.len() > IN_MEMORY {
-                let mut spill = Spill::new(dir)
-                    .await
-                    .map_err(|e| s3_error!(e, InternalError))?;
-                spill
-                    .write(&small)
-                    .await
-                    .map_err(|e| s3_error!(e, InternalError))?;
+                let mut spill = Spill::new(dir).await.map_err(|e| s3_error!(e, InternalError))?;
+                spill.write(&small).await.map_err(|e| s3_error!(e, InternalError))?;
                 large = Some(spill);
             }
             match &mut large {
-                Some(spill) => spill
-                    .write(&chunk)
-                    .await
-                    .map_err(|e| s3_error!(e, InternalError))?,
+                Some(spill) => spill.write(&chunk).await.map_err(|e| s3_error!(e, InternalError))?,
                 None => small.extend_from_slice(&chunk),
             }
         }
         let blob = match large {
-            Some(spill) => spill
-                .finish()
-                .await
-                .map_err(|e| s3_error!(e, InternalError))?,
+            Some(spill) => spill.finish().await.map_err(|e| s3_error!(e, InternalError))?,
             None => Self::in_memory(small),
         };
         claims.verify(hasher)?;
         let mut digest = [0; 32];
         digest.copy_from_slice(sha256.finish().as_ref());
-        Ok(Received {
-            blob: Arc::new(blob),
-            sha256: digest,
-        })
+        Ok(Received { blob: Arc::new(blob), sha256: digest })
     }
 }
 
@@ -120,17 +103,8 @@ struct Spill {
 impl Spill {
     async fn new(dir: &Path) -> io::Result<Self> {
         let path = dir.join(uuid::Uuid::new_v4().simple().to_string());
-        let file = tokio::io::BufWriter::with_capacity(
-            READ_SIZE,
-            tokio::fs::File::create_new(&path).await?,
-        );
-        Ok(Self {
-            blob: Blob {
-                len: 0,
-                content: Content::File(path),
-            },
-            file,
-        })
+        let file = tokio::io::BufWriter::with_capacity(READ_SIZE, tokio::fs::File::create_new(&path).await?);
+        Ok(Self { blob: Blob { len: 0, content: Content::File(path) }, file })
     }
 
     async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -169,10 +143,7 @@ impl Body {
             start = end;
         }
         StreamingBlob::wrap(
-            stream::iter(pieces)
-                .map(Ok)
-                .and_then(|(blob, piece)| open(blob, piece))
-                .try_flatten(),
+            stream::iter(pieces).map(Ok).and_then(|(blob, piece)| open(blob, piece)).try_flatten(),
         )
     }
 
@@ -202,10 +173,7 @@ async fn open(blob: Arc<Blob>, range: Range<u64>) -> io::Result<ByteStream> {
         Content::File(path) => {
             let mut file = tokio::fs::File::open(path).await?;
             file.seek(io::SeekFrom::Start(range.start)).await?;
-            Ok(Box::pin(ReaderStream::with_capacity(
-                file.take(range.end - range.start),
-                READ_SIZE,
-            )))
+            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), READ_SIZE)))
         }
     }
 }

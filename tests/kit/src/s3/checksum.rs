@@ -34,11 +34,8 @@ pub(super) struct Hasher {
 
 impl Claims {
     pub(super) fn of<T>(request: &S3Request<T>) -> Self {
-        let announced = request
-            .headers
-            .get_all("x-amz-trailer")
-            .iter()
-            .filter_map(|value| value.to_str().ok());
+        let announced =
+            request.headers.get_all("x-amz-trailer").iter().filter_map(|value| value.to_str().ok());
         Self {
             headers: request.headers.clone(),
             announced: announced
@@ -69,16 +66,10 @@ impl Claims {
 
     /// Refuses a body that does not have what was claimed of it, or of which something announced was then not said.
     pub(super) fn verify(&self, hasher: Hasher) -> S3Result<()> {
-        let trailers = self
-            .trailers
-            .as_ref()
-            .and_then(TrailingHeaders::take)
-            .unwrap_or_default();
+        let trailers = self.trailers.as_ref().and_then(TrailingHeaders::take).unwrap_or_default();
         let claimed = |name: &str| {
             let value = self.headers.get(name).or_else(|| trailers.get(name));
-            value
-                .and_then(|value| value.to_str().ok())
-                .map(str::to_owned)
+            value.and_then(|value| value.to_str().ok()).map(str::to_owned)
         };
         let computed = hasher.checksums.finalize();
         let values = [
@@ -93,10 +84,7 @@ impl Claims {
             if let Some(value) = value
                 && claimed(name).as_ref() != Some(&value)
             {
-                return Err(s3_error!(
-                    BadDigest,
-                    "{name} is {value}, not what was claimed"
-                ));
+                return Err(s3_error!(BadDigest, "{name} is {value}, not what was claimed"));
             }
         }
         Ok(())

@@ -53,14 +53,7 @@ pub struct Rule {
 
 impl Rule {
     pub fn new(fault: Fault) -> Self {
-        Self {
-            fault,
-            method: None,
-            key: None,
-            query: None,
-            after: 0,
-            times: 1,
-        }
+        Self { fault, method: None, key: None, query: None, after: 0, times: 1 }
     }
 
     /// Only requests with this method.
@@ -99,10 +92,7 @@ impl Rule {
 
     fn concerns(&self, method: &str, uri: &Uri) -> bool {
         self.method.as_ref().is_none_or(|m| m == method)
-            && self
-                .key
-                .as_ref()
-                .is_none_or(|key| uri.path().contains(key.as_str()))
+            && self.key.as_ref().is_none_or(|key| uri.path().contains(key.as_str()))
             && self
                 .query
                 .as_ref()
@@ -134,34 +124,19 @@ struct Active {
 impl Faults {
     pub(super) fn add(&self, rule: Rule) -> Hits {
         let hits = Hits(Arc::default());
-        let active = Active {
-            rule,
-            seen: 0,
-            hits: Arc::clone(&hits.0),
-        };
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(active);
+        let active = Active { rule, seen: 0, hits: Arc::clone(&hits.0) };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(active);
         hits
     }
 
     pub(super) fn clear(&self) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// What happens to this request: all the delays that concern it, and the first other fault.
     pub(super) fn of(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
         let (mut delay, mut fault) = (Duration::ZERO, None);
-        for active in self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .iter_mut()
-        {
+        for active in self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             let is_delay = matches!(active.rule.fault, Fault::Delay(_));
             if !active.rule.concerns(method, uri) || (fault.is_some() && !is_delay) {
                 continue;

@@ -13,20 +13,9 @@ const PAGE: i32 = 1000;
 impl Store {
     pub(super) fn list_v2(&self, input: ListObjectsV2Input) -> S3Result<ListObjectsV2Output> {
         let start_after = input.start_after.clone().map(Cursor::After);
-        let from = input
-            .continuation_token
-            .as_deref()
-            .map(from_token)
-            .transpose()?
-            .or(start_after);
+        let from = input.continuation_token.as_deref().map(from_token).transpose()?.or(start_after);
         let max_keys = input.max_keys.unwrap_or(PAGE);
-        let page = self.page(
-            &input.bucket,
-            &input.prefix,
-            &input.delimiter,
-            from,
-            max_keys,
-        )?;
+        let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsV2Output {
             key_count: i32::try_from(contents.len() + common_prefixes.len()).ok(),
@@ -46,29 +35,18 @@ impl Store {
 
     pub(super) fn list_v1(&self, input: ListObjectsInput) -> S3Result<ListObjectsOutput> {
         let delimiter = input.delimiter.as_deref().unwrap_or_default();
-        let from = input
-            .marker
-            .clone()
-            .map(|marker| match marker.strip_suffix(delimiter) {
-                Some(_) if !delimiter.is_empty() => Cursor::AfterPrefix(marker),
-                _ => Cursor::After(marker),
-            });
+        let from = input.marker.clone().map(|marker| match marker.strip_suffix(delimiter) {
+            Some(_) if !delimiter.is_empty() => Cursor::AfterPrefix(marker),
+            _ => Cursor::After(marker),
+        });
         let max_keys = input.max_keys.unwrap_or(PAGE);
-        let page = self.page(
-            &input.bucket,
-            &input.prefix,
-            &input.delimiter,
-            from,
-            max_keys,
-        )?;
+        let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsOutput {
             contents: Some(contents),
             common_prefixes: Some(common_prefixes),
             is_truncated: Some(page.next.is_some()),
-            next_marker: page
-                .next
-                .map(|(Cursor::After(at) | Cursor::AfterPrefix(at))| at),
+            next_marker: page.next.map(|(Cursor::After(at) | Cursor::AfterPrefix(at))| at),
             marker: input.marker,
             max_keys: Some(max_keys),
             name: Some(input.bucket),
@@ -86,11 +64,8 @@ impl Store {
         from: Option<Cursor>,
         max_keys: i32,
     ) -> S3Result<Page> {
-        let max = usize::try_from(max_keys.min(PAGE))
-            .map_err(|_| s3_error!(InvalidArgument, "max-keys"))?;
-        let delimiter = delimiter
-            .as_deref()
-            .filter(|delimiter| !delimiter.is_empty());
+        let max = usize::try_from(max_keys.min(PAGE)).map_err(|_| s3_error!(InvalidArgument, "max-keys"))?;
+        let delimiter = delimiter.as_deref().filter(|delimiter| !delimiter.is_empty());
         self.with(bucket, |bucket| {
             Ok(bucket.list(prefix.as_deref().unwrap_or_default(), delimiter, from, max))
         })
@@ -105,36 +80,22 @@ impl Store {
         if !(1..=10_000).contains(&input.part_number) {
             return Err(s3_error!(InvalidArgument, "part numbers are 1 to 10000"));
         }
-        self.with(&input.bucket, |bucket| {
-            bucket.upload(&input.key, &input.upload_id).map(|_| ())
-        })?;
+        self.with(&input.bucket, |bucket| bucket.upload(&input.key, &input.upload_id).map(|_| ()))?;
         let part = Part::new(&Blob::receive(self.dir(), input.body, &claims).await?);
         let e_tag = Some(part.etag.clone());
         self.with(&input.bucket, |bucket| {
-            bucket
-                .upload(&input.key, &input.upload_id)?
-                .parts
-                .insert(input.part_number, part);
+            bucket.upload(&input.key, &input.upload_id)?.parts.insert(input.part_number, part);
             Ok(())
         })?;
-        Ok(UploadPartOutput {
-            e_tag,
-            ..UploadPartOutput::default()
-        })
+        Ok(UploadPartOutput { e_tag, ..UploadPartOutput::default() })
     }
 
     pub(super) fn complete_multipart(
         &self,
         input: CompleteMultipartUploadInput,
     ) -> S3Result<CompleteMultipartUploadOutput> {
-        let parts = input
-            .multipart_upload
-            .and_then(|upload| upload.parts)
-            .unwrap_or_default();
-        let condition = WriteCondition {
-            if_match: input.if_match,
-            if_none_match: input.if_none_match,
-        };
+        let parts = input.multipart_upload.and_then(|upload| upload.parts).unwrap_or_default();
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
         let etag = self.with(&input.bucket, |bucket| {
             bucket.complete_upload(&input.key, &input.upload_id, &parts, &condition)
         })?;
@@ -152,10 +113,7 @@ impl Store {
     ) -> S3Result<ListMultipartUploadsOutput> {
         let prefix = input.prefix.clone().unwrap_or_default();
         let mut uploads = self.with(&input.bucket, |bucket| {
-            let uploads = bucket
-                .uploads
-                .iter()
-                .filter(|(_, upload)| upload.key.starts_with(&prefix));
+            let uploads = bucket.uploads.iter().filter(|(_, upload)| upload.key.starts_with(&prefix));
             let uploads = uploads.map(|(id, upload)| MultipartUpload {
                 key: Some(upload.key.clone()),
                 upload_id: Some(id.clone()),
@@ -205,9 +163,7 @@ fn entries(page: &Page) -> (Vec<Object>, Vec<CommonPrefix>) {
         last_modified: Some(object.modified()),
         ..Object::default()
     });
-    let prefixes = page.prefixes.iter().map(|prefix| CommonPrefix {
-        prefix: Some(prefix.clone()),
-    });
+    let prefixes = page.prefixes.iter().map(|prefix| CommonPrefix { prefix: Some(prefix.clone()) });
     (objects.collect(), prefixes.collect())
 }
 
@@ -219,16 +175,10 @@ fn to_token(cursor: &Cursor) -> String {
 }
 
 fn from_token(token: &str) -> S3Result<Cursor> {
-    let text = hex::decode(token)
-        .ok()
-        .and_then(|bytes| String::from_utf8(bytes).ok())
-        .unwrap_or_default();
+    let text = hex::decode(token).ok().and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
     match (text.strip_prefix('k'), text.strip_prefix('p')) {
         (Some(key), _) => Ok(Cursor::After(key.to_owned())),
         (_, Some(prefix)) => Ok(Cursor::AfterPrefix(prefix.to_owned())),
-        _ => Err(s3_error!(
-            InvalidArgument,
-            "not a continuation token of this server"
-        )),
+        _ => Err(s3_error!(InvalidArgument, "not a continuation token of this server")),
     }
 }

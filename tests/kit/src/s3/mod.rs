@@ -71,9 +71,7 @@ impl S3Server {
         child::remove_with_us(blobs.path());
         let secret_key = uuid::Uuid::new_v4().simple().to_string();
         let store = Arc::new(Store::new(blobs.path()));
-        let mut service = S3ServiceBuilder::new(service::Service {
-            store: Arc::clone(&store),
-        });
+        let mut service = S3ServiceBuilder::new(service::Service { store: Arc::clone(&store) });
         service.set_auth(SimpleAuth::from_single(ACCESS_KEY, secret_key.clone()));
         let wire = Arc::new(Wire {
             service: service.build(),
@@ -82,13 +80,7 @@ impl S3Server {
         });
         let serving = Arc::clone(&wire);
         let gate = Gate::open(move |stream| Arc::clone(&serving).serve(stream))?;
-        Ok(Self {
-            gate,
-            wire,
-            store,
-            secret_key,
-            _blobs: blobs,
-        })
+        Ok(Self { gate, wire, store, secret_key, _blobs: blobs })
     }
 
     /// `http://127.0.0.1:<port>`.
@@ -127,13 +119,8 @@ impl S3Server {
 
     /// What is stored under keys that start with `prefix`, in order; nothing in a bucket that is not there.
     pub fn objects(&self, bucket: &str, prefix: &str) -> Vec<ObjectInfo> {
-        let list =
-            |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
-        let objects = self
-            .store
-            .with(bucket, list)
-            .unwrap_or_default()
-            .into_iter();
+        let list = |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
+        let objects = self.store.with(bucket, list).unwrap_or_default().into_iter();
         let info = |(key, object): (String, Arc<Object>)| ObjectInfo {
             key,
             size: object.body.len(),
@@ -145,10 +132,7 @@ impl S3Server {
 
     /// An object's content.
     pub fn read(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
-        let object = self
-            .store
-            .with(bucket, |bucket| Ok(bucket.get(key)))
-            .ok()??;
+        let object = self.store.with(bucket, |bucket| Ok(bucket.get(key))).ok()??;
         object.body.read().ok()
     }
 
@@ -157,37 +141,21 @@ impl S3Server {
         let content = content.into();
         let digest = ring::digest::digest(&ring::digest::SHA256, &content);
         let sha256 = digest.as_ref().try_into().expect("SHA-256 has 32 bytes");
-        let object = Object::simple(
-            Arc::new(Blob::in_memory(content)),
-            &sha256,
-            Attributes::default(),
-        );
+        let object = Object::simple(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
         self.store.create_bucket(bucket);
-        let put = |bucket: &mut store::Bucket| {
-            bucket.put(key, Arc::new(object), &WriteCondition::default())
-        };
-        self.store
-            .with(bucket, put)
-            .expect("without a condition, in a bucket that is there");
+        let put = |bucket: &mut store::Bucket| bucket.put(key, Arc::new(object), &WriteCondition::default());
+        self.store.with(bucket, put).expect("without a condition, in a bucket that is there");
     }
 
     /// Takes an object away; says whether it was there.
     pub fn remove(&self, bucket: &str, key: &str) -> bool {
-        self.store
-            .with(bucket, |bucket| {
-                bucket.remove(key, &WriteCondition::default())
-            })
-            .unwrap_or(false)
+        self.store.with(bucket, |bucket| bucket.remove(key, &WriteCondition::default())).unwrap_or(false)
     }
 
     /// The keys of multipart uploads that were neither completed nor aborted.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
-            Ok(bucket
-                .uploads
-                .values()
-                .map(|upload| upload.key.clone())
-                .collect())
+            Ok(bucket.uploads.values().map(|upload| upload.key.clone()).collect())
         };
         let mut keys: Vec<String> = self.store.with(bucket, keys).unwrap_or_default();
         keys.sort();
@@ -216,20 +184,12 @@ impl S3Server {
 
     /// All requests that were answered or cut so far, in the order of their ends; the first 100,000.
     pub fn requests(&self) -> Vec<Seen> {
-        self.wire
-            .log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.wire.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Forgets the requests so far, before a part of a test that counts.
     pub fn forget_requests(&self) {
-        self.wire
-            .log
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        self.wire.log.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 

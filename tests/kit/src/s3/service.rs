@@ -39,20 +39,12 @@ impl S3 for Service {
             content_language: input.content_language,
             metadata: input.metadata,
         };
-        let condition = WriteCondition {
-            if_match: input.if_match,
-            if_none_match: input.if_none_match,
-        };
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
         let received = Blob::receive(self.store.dir(), input.body, &claims).await?;
         let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
         let e_tag = Some(object.etag.clone());
-        self.store.with(&input.bucket, |bucket| {
-            bucket.put(&input.key, object, &condition)
-        })?;
-        answer(PutObjectOutput {
-            e_tag,
-            ..PutObjectOutput::default()
-        })
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
+        answer(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
     }
 
     async fn get_object(&self, request: S3Request<GetObjectInput>) -> Answer<GetObjectOutput> {
@@ -67,16 +59,11 @@ impl S3 for Service {
         .check(&object)?;
         let len = object.body.len();
         let range = input.range.map_or(Ok(0..len), |range| range.check(len))?;
-        let content_range = input.range.is_some().then(|| {
-            format!(
-                "bytes {}-{}/{len}",
-                range.start,
-                range.end.saturating_sub(1)
-            )
-        });
-        let status = content_range
-            .as_ref()
-            .map(|_| http::StatusCode::PARTIAL_CONTENT);
+        let content_range = input
+            .range
+            .is_some()
+            .then(|| format!("bytes {}-{}/{len}", range.start, range.end.saturating_sub(1)));
+        let status = content_range.as_ref().map(|_| http::StatusCode::PARTIAL_CONTENT);
         let attributes = object.attributes.clone();
         let output = GetObjectOutput {
             accept_ranges: Some("bytes".to_owned()),
@@ -124,34 +111,20 @@ impl S3 for Service {
         })
     }
 
-    async fn delete_object(
-        &self,
-        request: S3Request<DeleteObjectInput>,
-    ) -> Answer<DeleteObjectOutput> {
+    async fn delete_object(&self, request: S3Request<DeleteObjectInput>) -> Answer<DeleteObjectOutput> {
         let input = request.input;
-        let condition = WriteCondition {
-            if_match: input.if_match,
-            if_none_match: None,
-        };
-        self.store.with(&input.bucket, |bucket| {
-            bucket.remove(&input.key, &condition)
-        })?;
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: None };
+        self.store.with(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
         answer(DeleteObjectOutput::default())
     }
 
-    async fn delete_objects(
-        &self,
-        request: S3Request<DeleteObjectsInput>,
-    ) -> Answer<DeleteObjectsOutput> {
+    async fn delete_objects(&self, request: S3Request<DeleteObjectsInput>) -> Answer<DeleteObjectsOutput> {
         let input = request.input;
         let mut deleted = Vec::new();
         self.store.with(&input.bucket, |bucket| {
             for named in input.delete.objects {
                 bucket.remove(&named.key, &WriteCondition::default())?;
-                deleted.push(DeletedObject {
-                    key: Some(named.key),
-                    ..DeletedObject::default()
-                });
+                deleted.push(DeletedObject { key: Some(named.key), ..DeletedObject::default() });
             }
             Ok(())
         })?;
@@ -165,14 +138,9 @@ impl S3 for Service {
     async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> Answer<CopyObjectOutput> {
         let input = request.input;
         let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
-            return Err(s3_error!(
-                NotImplemented,
-                "copies are made from buckets only"
-            ));
+            return Err(s3_error!(NotImplemented, "copies are made from buckets only"));
         };
-        let source = self.store.with(bucket, |bucket| {
-            bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey))
-        })?;
+        let source = self.store.with(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
         let copy = Arc::new(Object {
             body: source.body.clone(),
             etag: source.etag.clone(),
@@ -184,29 +152,18 @@ impl S3 for Service {
             last_modified: Some(copy.modified()),
             ..CopyObjectResult::default()
         };
-        self.store.with(&input.bucket, |bucket| {
-            bucket.put(&input.key, copy, &WriteCondition::default())
-        })?;
-        answer(CopyObjectOutput {
-            copy_object_result: Some(result),
-            ..CopyObjectOutput::default()
-        })
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
+        answer(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
     }
 
-    async fn create_bucket(
-        &self,
-        request: S3Request<CreateBucketInput>,
-    ) -> Answer<CreateBucketOutput> {
+    async fn create_bucket(&self, request: S3Request<CreateBucketInput>) -> Answer<CreateBucketOutput> {
         if !self.store.create_bucket(&request.input.bucket) {
             return Err(s3_error!(BucketAlreadyOwnedByYou));
         }
         answer(CreateBucketOutput::default())
     }
 
-    async fn delete_bucket(
-        &self,
-        request: S3Request<DeleteBucketInput>,
-    ) -> Answer<DeleteBucketOutput> {
+    async fn delete_bucket(&self, request: S3Request<DeleteBucketInput>) -> Answer<DeleteBucketOutput> {
         self.store.delete_bucket(&request.input.bucket)?;
         answer(DeleteBucketOutput::default())
     }
@@ -224,33 +181,21 @@ impl S3 for Service {
         answer(GetBucketLocationOutput::default())
     }
 
-    async fn list_buckets(
-        &self,
-        _request: S3Request<ListBucketsInput>,
-    ) -> Answer<ListBucketsOutput> {
+    async fn list_buckets(&self, _request: S3Request<ListBucketsInput>) -> Answer<ListBucketsOutput> {
         let buckets = self.store.buckets().into_iter();
         let buckets = buckets.map(|(name, created)| Bucket {
             name: Some(name),
             creation_date: Some(created.into()),
             ..Bucket::default()
         });
-        answer(ListBucketsOutput {
-            buckets: Some(buckets.collect()),
-            ..ListBucketsOutput::default()
-        })
+        answer(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() })
     }
 
-    async fn list_objects(
-        &self,
-        request: S3Request<ListObjectsInput>,
-    ) -> Answer<ListObjectsOutput> {
+    async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> Answer<ListObjectsOutput> {
         answer(self.store.list_v1(request.input)?)
     }
 
-    async fn list_objects_v2(
-        &self,
-        request: S3Request<ListObjectsV2Input>,
-    ) -> Answer<ListObjectsV2Output> {
+    async fn list_objects_v2(&self, request: S3Request<ListObjectsV2Input>) -> Answer<ListObjectsV2Output> {
         answer(self.store.list_v2(request.input)?)
     }
 
@@ -267,9 +212,9 @@ impl S3 for Service {
             content_language: input.content_language,
             metadata: input.metadata,
         };
-        let id = self.store.with(&input.bucket, |bucket| {
-            Ok(bucket.create_upload(input.key.clone(), attributes))
-        })?;
+        let id = self
+            .store
+            .with(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
         answer(CreateMultipartUploadOutput {
             bucket: Some(input.bucket),
             key: Some(input.key),
@@ -294,9 +239,7 @@ impl S3 for Service {
         request: S3Request<AbortMultipartUploadInput>,
     ) -> Answer<AbortMultipartUploadOutput> {
         let input = request.input;
-        self.store.with(&input.bucket, |bucket| {
-            bucket.abort_upload(&input.key, &input.upload_id)
-        })?;
+        self.store.with(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
         answer(AbortMultipartUploadOutput::default())
     }
 
@@ -316,15 +259,9 @@ impl Service {
     fn find<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
         let is_stale = request.extensions.get::<StaleRead>().is_some();
         let look = |bucket: &mut super::store::Bucket| {
-            Ok(if is_stale {
-                bucket.get_stale(key)
-            } else {
-                bucket.get(key)
-            })
+            Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
         };
-        self.store
-            .with(bucket, look)?
-            .ok_or_else(|| s3_error!(NoSuchKey))
+        self.store.with(bucket, look)?.ok_or_else(|| s3_error!(NoSuchKey))
     }
 }
 
@@ -339,17 +276,11 @@ struct ReadCondition {
 impl ReadCondition {
     fn check(&self, object: &Object) -> S3Result<()> {
         // Headers carry whole seconds.
-        let since_epoch = object
-            .modified
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
-        let modified =
-            &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
+        let since_epoch = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let modified = &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
         match (&self.if_match, &self.if_unmodified_since) {
             (Some(condition), _)
-                if condition
-                    .as_etag()
-                    .is_some_and(|etag| !etag.strong_cmp(&object.etag)) =>
+                if condition.as_etag().is_some_and(|etag| !etag.strong_cmp(&object.etag)) =>
             {
                 return Err(s3_error!(PreconditionFailed));
             }
@@ -357,11 +288,7 @@ impl ReadCondition {
             _ => {}
         }
         match (&self.if_none_match, &self.if_modified_since) {
-            (Some(condition), _)
-                if condition
-                    .as_etag()
-                    .is_none_or(|etag| etag.weak_cmp(&object.etag)) =>
-            {
+            (Some(condition), _) if condition.as_etag().is_none_or(|etag| etag.weak_cmp(&object.etag)) => {
                 Err(s3_error!(NotModified))
             }
             (None, Some(since)) if modified <= since => Err(s3_error!(NotModified)),
@@ -373,10 +300,7 @@ impl ReadCondition {
 /// `aws-chunked` was the transfer's encoding, not the content's.
 fn plain(content_encoding: Option<String>) -> Option<String> {
     let encodings = content_encoding?;
-    let own: Vec<_> = encodings
-        .split(',')
-        .map(str::trim)
-        .filter(|e| !e.is_empty() && *e != "aws-chunked")
-        .collect();
+    let own: Vec<_> =
+        encodings.split(',').map(str::trim).filter(|e| !e.is_empty() && *e != "aws-chunked").collect();
     (!own.is_empty()).then(|| own.join(","))
 }

@@ -60,23 +60,13 @@ impl WriteCondition {
     /// As R2 and RFC 9110 have it: a missing object does not match, 412.
     fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
         let matches = |condition: &ETagCondition| {
-            current.is_some_and(|object| {
-                condition
-                    .as_etag()
-                    .is_none_or(|etag| etag.strong_cmp(&object.etag))
-            })
+            current.is_some_and(|object| condition.as_etag().is_none_or(|etag| etag.strong_cmp(&object.etag)))
         };
         if self.if_match.as_ref().is_some_and(|c| !matches(c)) {
-            return Err(s3_error!(
-                PreconditionFailed,
-                "the object is not the one that If-Match names"
-            ));
+            return Err(s3_error!(PreconditionFailed, "the object is not the one that If-Match names"));
         }
         if self.if_none_match.as_ref().is_some_and(matches) {
-            return Err(s3_error!(
-                PreconditionFailed,
-                "there is an object that If-None-Match names"
-            ));
+            return Err(s3_error!(PreconditionFailed, "there is an object that If-None-Match names"));
         }
         Ok(())
     }
@@ -121,10 +111,7 @@ pub(super) enum Cursor {
 
 impl Store {
     pub(super) fn new(dir: &Path) -> Self {
-        Self {
-            dir: dir.to_owned(),
-            buckets: Mutex::default(),
-        }
+        Self { dir: dir.to_owned(), buckets: Mutex::default() }
     }
 
     /// Where blobs lie.
@@ -146,35 +133,21 @@ impl Store {
 
     pub(super) fn buckets(&self) -> Vec<(String, SystemTime)> {
         let buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
-        buckets
-            .iter()
-            .map(|(name, bucket)| (name.clone(), bucket.created))
-            .collect()
+        buckets.iter().map(|(name, bucket)| (name.clone(), bucket.created)).collect()
     }
 
     pub(super) fn delete_bucket(&self, name: &str) -> S3Result<()> {
         if self.with(name, |bucket| Ok(!bucket.objects.is_empty()))? {
             return Err(s3_error!(BucketNotEmpty));
         }
-        self.buckets
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(name);
+        self.buckets.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
         Ok(())
     }
 
     /// Runs `work` on a bucket, alone.
-    pub(super) fn with<T>(
-        &self,
-        bucket: &str,
-        work: impl FnOnce(&mut Bucket) -> S3Result<T>,
-    ) -> S3Result<T> {
+    pub(super) fn with<T>(&self, bucket: &str, work: impl FnOnce(&mut Bucket) -> S3Result<T>) -> S3Result<T> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
-        work(
-            buckets
-                .get_mut(bucket)
-                .ok_or_else(|| s3_error!(NoSuchBucket))?,
-        )
+        work(buckets.get_mut(bucket).ok_or_else(|| s3_error!(NoSuchBucket))?)
     }
 }
 
@@ -188,12 +161,7 @@ impl Bucket {
         self.replaced.get(key).cloned()
     }
 
-    pub(super) fn put(
-        &mut self,
-        key: &str,
-        object: Arc<Object>,
-        condition: &WriteCondition,
-    ) -> S3Result<()> {
+    pub(super) fn put(&mut self, key: &str, object: Arc<Object>, condition: &WriteCondition) -> S3Result<()> {
         condition.check(self.objects.get(key))?;
         match self.objects.insert(key.to_owned(), object) {
             Some(old) => self.replaced.insert(key.to_owned(), old),
@@ -228,8 +196,7 @@ impl Bucket {
                 break;
             }
             let rest = &key[prefix.len()..];
-            let common =
-                delimiter.and_then(|d| rest.find(d).map(|at| &key[..prefix.len() + at + d.len()]));
+            let common = delimiter.and_then(|d| rest.find(d).map(|at| &key[..prefix.len() + at + d.len()]));
             if let Some(common) = common {
                 page.prefixes.push(common.to_owned());
                 cursor = Some(Cursor::AfterPrefix(common.to_owned()));
@@ -241,22 +208,13 @@ impl Bucket {
         page
     }
 
-    fn first_after(
-        &self,
-        prefix: &str,
-        cursor: Option<&Cursor>,
-    ) -> Option<(&String, &Arc<Object>)> {
+    fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
         let start = match cursor {
             Some(Cursor::After(key)) if key.as_str() >= prefix => Bound::Excluded(key.clone()),
             // No key that starts so is greater, short of one with this very character there.
-            Some(Cursor::AfterPrefix(p)) if p.as_str() >= prefix => {
-                Bound::Excluded(format!("{p}\u{10FFFF}"))
-            }
+            Some(Cursor::AfterPrefix(p)) if p.as_str() >= prefix => Bound::Excluded(format!("{p}\u{10FFFF}")),
             _ => Bound::Included(prefix.to_owned()),
         };
-        self.objects
-            .range((start, Bound::Unbounded))
-            .next()
-            .filter(|(key, _)| key.starts_with(prefix))
+        self.objects.range((start, Bound::Unbounded)).next().filter(|(key, _)| key.starts_with(prefix))
     }
 }

@@ -13,8 +13,8 @@ use object_store::aws::{
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
 use object_store::{
-    Attribute, Attributes, Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
-    PutPayload, RetryConfig, UpdateVersion,
+    Attribute, Attributes, Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
+    RetryConfig, UpdateVersion,
 };
 
 use s3s::crypto::{Checksum as _, Crc32c, Md5};
@@ -30,18 +30,11 @@ struct Rig {
 }
 
 fn rig() -> Result<Rig> {
-    rig_with(|builder| {
-        builder.with_retry(RetryConfig {
-            max_retries: 0,
-            ..RetryConfig::default()
-        })
-    })
+    rig_with(|builder| builder.with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() }))
 }
 
 fn rig_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Rig> {
-    rustls::crypto::ring::default_provider()
-        .install_default()
-        .ok();
+    rustls::crypto::ring::default_provider().install_default().ok();
     let dir = tempfile::tempdir()?;
     let server = Arc::new(S3Server::start(dir.path())?);
     server.create_bucket("fleet");
@@ -53,11 +46,7 @@ fn rig_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Ri
         .with_access_key_id(server.access_key())
         .with_secret_access_key(server.secret_key())
         .with_conditional_put(S3ConditionalPut::ETagMatch);
-    Ok(Rig {
-        client: adapt(builder).build()?,
-        server,
-        dir,
-    })
+    Ok(Rig { client: adapt(builder).build()?, server, dir })
 }
 
 impl Rig {
@@ -69,39 +58,24 @@ impl Rig {
     ) -> object_store::Result<UpdateVersion> {
         let result = self
             .client
-            .put_opts(
-                &Key::from(key),
-                PutPayload::from_static(content.as_bytes()),
-                mode.into(),
-            )
+            .put_opts(&Key::from(key), PutPayload::from_static(content.as_bytes()), mode.into())
             .await;
         result.map(UpdateVersion::from)
     }
 
     async fn get(&self, key: &str) -> object_store::Result<Vec<u8>> {
-        Ok(self
-            .client
-            .get(&Key::from(key))
-            .await?
-            .bytes()
-            .await?
-            .to_vec())
+        Ok(self.client.get(&Key::from(key)).await?.bytes().await?.to_vec())
     }
 
     fn blob_files(&self) -> usize {
-        let dirs = std::fs::read_dir(self.dir.path())
-            .expect("dir")
-            .map(|dir| dir.expect("entry").path());
-        dirs.map(|dir| std::fs::read_dir(dir).expect("blobs").count())
-            .sum()
+        let dirs = std::fs::read_dir(self.dir.path()).expect("dir").map(|dir| dir.expect("entry").path());
+        dirs.map(|dir| std::fs::read_dir(dir).expect("blobs").count()).sum()
     }
 }
 
 /// Bytes that differ everywhere, so that a wrong offset shows.
 fn pattern(len: usize) -> Vec<u8> {
-    (0..len as u64)
-        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
-        .collect()
+    (0..len as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
 }
 
 #[tokio::test]
@@ -109,28 +83,17 @@ async fn an_object_comes_back_as_it_was_put_whole_and_in_ranges() -> Result<()> 
     let rig = rig()?;
     for len in [0, 1, 64 * 1024, 64 * 1024 + 1, 3_000_000] {
         let content = pattern(len);
-        rig.client
-            .put(&Key::from("a/b"), content.clone().into())
-            .await?;
+        rig.client.put(&Key::from("a/b"), content.clone().into()).await?;
         assert!(rig.get("a/b").await? == content, "{len} bytes");
         assert_eq!(rig.client.head(&Key::from("a/b")).await?.size, len as u64);
-        assert!(
-            rig.server.read("fleet", "a/b") == Some(content.clone()),
-            "{len} bytes, read directly"
-        );
+        assert!(rig.server.read("fleet", "a/b") == Some(content.clone()), "{len} bytes, read directly");
         if len > 1000 {
             let (start, end) = (len / 3, len / 3 + 500);
-            let part = rig
-                .client
-                .get_range(&Key::from("a/b"), start as u64..end as u64)
-                .await?;
+            let part = rig.client.get_range(&Key::from("a/b"), start as u64..end as u64).await?;
             assert!(part == content[start..end], "a range of {len} bytes");
         }
     }
-    assert!(matches!(
-        rig.get("missing").await,
-        Err(Error::NotFound { .. })
-    ));
+    assert!(matches!(rig.get("missing").await, Err(Error::NotFound { .. })));
     rig.client.delete(&Key::from("a/b")).await?;
     assert!(matches!(rig.get("a/b").await, Err(Error::NotFound { .. })));
     Ok(())
@@ -142,17 +105,9 @@ async fn attributes_come_back() -> Result<()> {
     let mut attributes = Attributes::new();
     attributes.insert(Attribute::ContentType, "application/gzip".into());
     attributes.insert(Attribute::Metadata("epoch".into()), "7".into());
-    let options = PutOptions {
-        attributes: attributes.clone(),
-        ..PutOptions::default()
-    };
-    rig.client
-        .put_opts(&Key::from("a"), "x".into(), options)
-        .await?;
-    assert_eq!(
-        rig.client.get(&Key::from("a")).await?.attributes,
-        attributes
-    );
+    let options = PutOptions { attributes: attributes.clone(), ..PutOptions::default() };
+    rig.client.put_opts(&Key::from("a"), "x".into(), options).await?;
+    assert_eq!(rig.client.get(&Key::from("a")).await?.attributes, attributes);
     Ok(())
 }
 
@@ -165,21 +120,12 @@ async fn a_multipart_upload_is_its_parts_and_ranges_cross_them() -> Result<()> {
         upload.put_part(part.to_vec().into()).await?;
     }
     assert_eq!(rig.server.uploads("fleet"), ["big"]);
-    assert!(
-        rig.server.read("fleet", "big").is_none(),
-        "not there before it is completed"
-    );
+    assert!(rig.server.read("fleet", "big").is_none(), "not there before it is completed");
     upload.complete().await?;
     assert!(rig.get("big").await? == content);
     assert!(rig.server.uploads("fleet").is_empty());
-    let over = rig
-        .client
-        .get_range(&Key::from("big"), PART as u64 - 10..2 * PART as u64 + 10)
-        .await?;
-    assert!(
-        over == content[PART - 10..2 * PART + 10],
-        "a range over three parts"
-    );
+    let over = rig.client.get_range(&Key::from("big"), PART as u64 - 10..2 * PART as u64 + 10).await?;
+    assert!(over == content[PART - 10..2 * PART + 10], "a range over three parts");
 
     rig.client.delete(&Key::from("big")).await?;
     rig.server.write("fleet", "big", "x");
@@ -200,10 +146,7 @@ async fn a_multipart_upload_keeps_to_the_rules() -> Result<()> {
         assert!(upload.complete().await.is_err(), "{sizes:?}");
         upload.abort().await?;
     }
-    assert!(
-        rig.server.uploads("fleet").is_empty(),
-        "aborted uploads are gone"
-    );
+    assert!(rig.server.uploads("fleet").is_empty(), "aborted uploads are gone");
     assert!(rig.server.objects("fleet", "").is_empty());
     assert_eq!(rig.blob_files(), 0, "no file outlives its upload");
     Ok(())
@@ -213,13 +156,8 @@ async fn a_multipart_upload_keeps_to_the_rules() -> Result<()> {
 async fn conditional_writes_hold() -> Result<()> {
     let rig = rig()?;
     let first = rig.put_if("pointer", "one", PutMode::Create).await?;
-    assert!(matches!(
-        rig.put_if("pointer", "two", PutMode::Create).await,
-        Err(Error::AlreadyExists { .. })
-    ));
-    let second = rig
-        .put_if("pointer", "two", PutMode::Update(first.clone()))
-        .await?;
+    assert!(matches!(rig.put_if("pointer", "two", PutMode::Create).await, Err(Error::AlreadyExists { .. })));
+    let second = rig.put_if("pointer", "two", PutMode::Update(first.clone())).await?;
     assert_ne!(first.e_tag, second.e_tag);
     assert!(matches!(
         rig.put_if("pointer", "three", PutMode::Update(first)).await,
@@ -233,11 +171,7 @@ async fn conditional_writes_hold() -> Result<()> {
         rig.put_if("pointer", "x", PutMode::Update(second)).await,
         Err(Error::Precondition { .. })
     ));
-    assert_eq!(
-        rig.server.requests()[0].status,
-        Some(412),
-        "a missing object does not match"
-    );
+    assert_eq!(rig.server.requests()[0].status, Some(412), "a missing object does not match");
     Ok(())
 }
 
@@ -254,22 +188,10 @@ async fn conditional_reads_hold() -> Result<()> {
         };
         rig.client.get_opts(&key, options)
     };
-    assert!(
-        matches!(
-            get(None, etag.as_deref()).await,
-            Err(Error::NotModified { .. })
-        ),
-        "304"
-    );
+    assert!(matches!(get(None, etag.as_deref()).await, Err(Error::NotModified { .. })), "304");
     assert!(get(None, Some("\"other\"")).await.is_ok());
     assert!(get(etag.as_deref(), None).await.is_ok());
-    assert!(
-        matches!(
-            get(Some("\"other\""), None).await,
-            Err(Error::Precondition { .. })
-        ),
-        "412"
-    );
+    assert!(matches!(get(Some("\"other\""), None).await, Err(Error::Precondition { .. })), "412");
     Ok(())
 }
 
@@ -285,30 +207,18 @@ async fn of_racing_conditional_writes_exactly_one_wins() -> Result<()> {
             racers.spawn(async move {
                 let content = format!("{round}-{racer}");
                 let create = Key::from(format!("created-{round}"));
-                let created = rig
-                    .client
-                    .put_opts(&create, content.clone().into(), PutMode::Create.into())
-                    .await;
+                let created =
+                    rig.client.put_opts(&create, content.clone().into(), PutMode::Create.into()).await;
                 let update = PutMode::Update(current);
-                let updated = rig
-                    .client
-                    .put_opts(&Key::from("updated"), content.into(), update.into())
-                    .await;
+                let updated = rig.client.put_opts(&Key::from("updated"), content.into(), update.into()).await;
                 (created.is_ok(), updated.ok())
             });
         }
         let outcomes = racers.join_all().await;
-        assert_eq!(
-            outcomes.iter().filter(|(created, _)| *created).count(),
-            1,
-            "round {round}: created"
-        );
+        assert_eq!(outcomes.iter().filter(|(created, _)| *created).count(), 1, "round {round}: created");
         let mut updates = outcomes.into_iter().filter_map(|(_, updated)| updated);
         current = updates.next().expect("one wins").into();
-        assert!(
-            updates.next().is_none(),
-            "round {round}: more than one updated"
-        );
+        assert!(updates.next().is_none(), "round {round}: more than one updated");
     }
     Ok(())
 }
@@ -322,21 +232,9 @@ async fn of_racing_conditional_completions_exactly_one_wins() -> Result<()> {
             let rig = Arc::clone(&rig);
             racers.spawn(async move { complete_if_none(&rig, &format!("k{round}")).await });
         }
-        let statuses = racers
-            .join_all()
-            .await
-            .into_iter()
-            .collect::<Result<Vec<_>>>()?;
-        assert_eq!(
-            statuses.iter().filter(|status| **status == 200).count(),
-            1,
-            "{statuses:?}"
-        );
-        assert_eq!(
-            statuses.iter().filter(|status| **status == 412).count(),
-            7,
-            "{statuses:?}"
-        );
+        let statuses = racers.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
+        assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 1, "{statuses:?}");
+        assert_eq!(statuses.iter().filter(|status| **status == 412).count(), 7, "{statuses:?}");
     }
     Ok(())
 }
@@ -345,20 +243,13 @@ async fn of_racing_conditional_completions_exactly_one_wins() -> Result<()> {
 async fn complete_if_none(rig: &Rig, key: &str) -> Result<u16> {
     let path = Key::from(key);
     let id = rig.client.create_multipart(&path).await?;
-    let etag = rig
-        .client
-        .put_part(&path, &id, 0, "content".into())
-        .await?
-        .content_id;
+    let etag = rig.client.put_part(&path, &id, 0, "content".into()).await?.content_id;
     let body = format!(
         "<CompleteMultipartUpload><Part><ETag>{etag}</ETag><PartNumber>1</PartNumber></Part></CompleteMultipartUpload>"
     );
-    let mut request = http::Request::post(format!(
-        "{}/fleet/{key}?uploadId={id}",
-        rig.server.endpoint()
-    ))
-    .header("if-none-match", "*")
-    .body(body.clone().into())?;
+    let mut request = http::Request::post(format!("{}/fleet/{key}?uploadId={id}", rig.server.endpoint()))
+        .header("if-none-match", "*")
+        .body(body.clone().into())?;
     let credential = AwsCredential {
         key_id: rig.server.access_key().to_owned(),
         secret_key: rig.server.secret_key().to_owned(),
@@ -366,10 +257,7 @@ async fn complete_if_none(rig: &Rig, key: &str) -> Result<u16> {
     };
     AwsAuthorizer::new(&credential, "s3", rig.server.region()).try_authorize(&mut request, None)?;
     let (head, _) = request.into_parts();
-    let request = reqwest::Client::new()
-        .post(head.uri.to_string())
-        .headers(head.headers)
-        .body(body);
+    let request = reqwest::Client::new().post(head.uri.to_string()).headers(head.headers).body(body);
     Ok(request.send().await?.status().as_u16())
 }
 
@@ -386,39 +274,20 @@ async fn listings_are_sorted_paged_and_folded() -> Result<()> {
     rig.server.write("fleet", "z", "");
     expected.sort();
     rig.server.forget_requests();
-    let listed: Vec<_> = rig
-        .client
-        .list(Some(&Key::from("user/primary")))
-        .try_collect()
-        .await?;
-    let keys: Vec<_> = listed
-        .into_iter()
-        .map(|meta| meta.location.to_string())
-        .collect();
+    let listed: Vec<_> = rig.client.list(Some(&Key::from("user/primary"))).try_collect().await?;
+    let keys: Vec<_> = listed.into_iter().map(|meta| meta.location.to_string()).collect();
     assert_eq!(keys, expected);
     assert_eq!(rig.server.requests().len(), 2, "1,203 keys are two pages");
 
-    let folded = rig
-        .client
-        .list_with_delimiter(Some(&Key::from("user")))
-        .await?;
+    let folded = rig.client.list_with_delimiter(Some(&Key::from("user"))).await?;
     assert_eq!(folded.common_prefixes, [Key::from("user/primary")]);
-    assert_eq!(
-        folded.objects.iter().map(|o| o.size).collect::<Vec<_>>(),
-        [2]
-    );
-    let folded = rig
-        .client
-        .list_with_delimiter(Some(&Key::from("user/primary")))
-        .await?;
+    assert_eq!(folded.objects.iter().map(|o| o.size).collect::<Vec<_>>(), [2]);
+    let folded = rig.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?;
     assert_eq!(folded.common_prefixes.len(), 7);
 
     let offset = Key::from(expected[1200].as_str());
-    let rest: Vec<_> = rig
-        .client
-        .list_with_offset(Some(&Key::from("user/primary")), &offset)
-        .try_collect()
-        .await?;
+    let rest: Vec<_> =
+        rig.client.list_with_offset(Some(&Key::from("user/primary")), &offset).try_collect().await?;
     assert_eq!(rest.len(), 2);
     Ok(())
 }
@@ -433,9 +302,7 @@ async fn many_objects_are_deleted_in_one_request() -> Result<()> {
     let keys = (0..19).map(|i| Ok(Key::from(format!("k{i:02}"))));
     let deleted: Vec<_> = rig
         .client
-        .delete_stream(Box::pin(futures_util::stream::iter(
-            keys.collect::<Vec<_>>(),
-        )))
+        .delete_stream(Box::pin(futures_util::stream::iter(keys.collect::<Vec<_>>())))
         .try_collect()
         .await?;
     assert_eq!(deleted.len(), 19);
@@ -447,15 +314,8 @@ async fn many_objects_are_deleted_in_one_request() -> Result<()> {
 #[tokio::test]
 async fn a_wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     let rig = rig_with(|builder| builder.with_secret_access_key("wrong"))?;
-    let refused = rig
-        .client
-        .put(&Key::from("a"), "x".into())
-        .await
-        .expect_err("a wrong secret");
-    assert!(
-        format!("{refused:?}").contains("SignatureDoesNotMatch"),
-        "{refused:?}"
-    );
+    let refused = rig.client.put(&Key::from("a"), "x".into()).await.expect_err("a wrong secret");
+    assert!(format!("{refused:?}").contains("SignatureDoesNotMatch"), "{refused:?}");
 
     let rig = rig_with(|builder| builder.with_checksum_algorithm(Checksum::SHA256))?;
     rig.client.put(&Key::from("a"), "x".into()).await?;
@@ -473,18 +333,13 @@ async fn a_wrong_signature_or_checksum_writes_nothing() -> Result<()> {
     )
     .await?;
     let put = |name: &'static str, value: String| {
-        reqwest::Client::new()
-            .put(url.clone())
-            .header(name, value)
-            .body("x")
-            .send()
+        reqwest::Client::new().put(url.clone()).header(name, value).body("x").send()
     };
     let crc32c = STANDARD.encode(Crc32c::checksum(b"x"));
     let md5 = STANDARD.encode(Md5::checksum(b"x"));
-    for (name, right, wrong) in [
-        ("x-amz-checksum-crc32c", crc32c, "AAAAAA=="),
-        ("content-md5", md5, "AAAAAAAAAAAAAAAAAAAAAA=="),
-    ] {
+    for (name, right, wrong) in
+        [("x-amz-checksum-crc32c", crc32c, "AAAAAA=="), ("content-md5", md5, "AAAAAAAAAAAAAAAAAAAAAA==")]
+    {
         let response = put(name, wrong.to_owned()).await?;
         assert_eq!(response.status(), 400, "{name}");
         assert!(response.text().await?.contains("BadDigest"), "{name}");
@@ -498,9 +353,7 @@ async fn a_wrong_signature_or_checksum_writes_nothing() -> Result<()> {
 #[tokio::test]
 async fn a_lost_reply_is_a_write_that_was_done() -> Result<()> {
     let rig = rig()?;
-    let lost = rig
-        .server
-        .fault(Rule::new(Fault::LostReply).method("PUT").key("pointer"));
+    let lost = rig.server.fault(Rule::new(Fault::LostReply).method("PUT").key("pointer"));
     assert!(rig.put_if("pointer", "one", PutMode::Create).await.is_err());
     assert_eq!(lost.hits(), 1);
     assert_eq!(rig.get("pointer").await?, b"one");
@@ -508,24 +361,11 @@ async fn a_lost_reply_is_a_write_that_was_done() -> Result<()> {
 
     // A client that tries again finds its own write in its way.
     let rig = rig_with(|builder| builder)?;
-    let late = rig
-        .server
-        .fault(Rule::new(Fault::StatusAfterCommit(503)).method("PUT"));
+    let late = rig.server.fault(Rule::new(Fault::StatusAfterCommit(503)).method("PUT"));
     let result = rig.put_if("pointer", "two", PutMode::Create).await;
-    assert!(
-        matches!(result, Err(Error::AlreadyExists { .. })),
-        "{result:?}"
-    );
-    assert_eq!(
-        (late.hits(), rig.get("pointer").await?.as_slice()),
-        (1, &b"two"[..])
-    );
-    let statuses: Vec<_> = rig
-        .server
-        .requests()
-        .iter()
-        .map(|request| request.status)
-        .collect();
+    assert!(matches!(result, Err(Error::AlreadyExists { .. })), "{result:?}");
+    assert_eq!((late.hits(), rig.get("pointer").await?.as_slice()), (1, &b"two"[..]));
+    let statuses: Vec<_> = rig.server.requests().iter().map(|request| request.status).collect();
     assert_eq!(statuses, [Some(503), Some(412), Some(200)]);
     Ok(())
 }
@@ -535,32 +375,21 @@ async fn faults_happen_to_whom_and_as_often_as_said() -> Result<()> {
     let rig = rig()?;
     rig.server.write("fleet", "one", "content of one");
     rig.server.write("fleet", "two", "content of two");
-    let unavailable = rig.server.fault(
-        Rule::new(Fault::Status(503))
-            .method("GET")
-            .key("one")
-            .after(1)
-            .times(2),
-    );
-    let outcomes = [
-        rig.get("one").await.is_ok(),
-        rig.get("one").await.is_ok(),
-        rig.get("two").await.is_ok(),
-    ];
+    let unavailable =
+        rig.server.fault(Rule::new(Fault::Status(503)).method("GET").key("one").after(1).times(2));
+    let outcomes = [rig.get("one").await.is_ok(), rig.get("one").await.is_ok(), rig.get("two").await.is_ok()];
     assert_eq!(outcomes, [true, false, true]);
     assert!(rig.get("one").await.is_err());
     assert!(rig.get("one").await.is_ok(), "twice, and no more");
     assert_eq!(unavailable.hits(), 2);
 
-    rig.server
-        .fault(Rule::new(Fault::Refuse).method("PUT").always());
+    rig.server.fault(Rule::new(Fault::Refuse).method("PUT").always());
     assert!(rig.put_if("three", "x", PutMode::Overwrite).await.is_err());
     assert!(rig.server.read("fleet", "three").is_none());
     rig.server.heal();
     rig.put_if("three", "x", PutMode::Overwrite).await?;
 
-    rig.server
-        .fault(Rule::new(Fault::Delay(Duration::from_millis(80))));
+    rig.server.fault(Rule::new(Fault::Delay(Duration::from_millis(80))));
     let start = Instant::now();
     rig.get("one").await?;
     assert!(start.elapsed() >= Duration::from_millis(80));
@@ -574,17 +403,11 @@ async fn bodies_break_off_and_rot() -> Result<()> {
         let content = pattern(len);
         rig.server.write("fleet", "a", content.clone());
         for after in [0, 10, len as u64 / 2, len as u64] {
-            rig.server
-                .fault(Rule::new(Fault::TruncateBody(after)).method("GET"));
+            rig.server.fault(Rule::new(Fault::TruncateBody(after)).method("GET"));
             // All of it and then a cut: to the client, that is all of it.
-            assert_eq!(
-                rig.get("a").await.is_ok(),
-                after == len as u64,
-                "{after} of {len}"
-            );
+            assert_eq!(rig.get("a").await.is_ok(), after == len as u64, "{after} of {len}");
         }
-        rig.server
-            .fault(Rule::new(Fault::CorruptBody).method("GET"));
+        rig.server.fault(Rule::new(Fault::CorruptBody).method("GET"));
         let rotten = rig.get("a").await?;
         let different = rotten.iter().zip(&content).filter(|(a, b)| a != b).count();
         assert_eq!((rotten.len(), different), (len, 1));
@@ -596,8 +419,7 @@ async fn bodies_break_off_and_rot() -> Result<()> {
 #[tokio::test]
 async fn a_stale_read_sees_what_was_before() -> Result<()> {
     let rig = rig()?;
-    rig.server
-        .fault(Rule::new(Fault::StaleRead).method("GET").always());
+    rig.server.fault(Rule::new(Fault::StaleRead).method("GET").always());
     rig.put_if("a", "one", PutMode::Create).await?;
     assert!(matches!(rig.get("a").await, Err(Error::NotFound { .. })));
     rig.put_if("a", "two", PutMode::Overwrite).await?;

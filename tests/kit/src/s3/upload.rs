@@ -46,21 +46,13 @@ impl Part {
 impl Bucket {
     pub(super) fn create_upload(&mut self, key: String, attributes: Attributes) -> String {
         let id = uuid::Uuid::new_v4().simple().to_string();
-        let upload = Upload {
-            key,
-            initiated: SystemTime::now(),
-            attributes,
-            parts: BTreeMap::new(),
-        };
+        let upload = Upload { key, initiated: SystemTime::now(), attributes, parts: BTreeMap::new() };
         self.uploads.insert(id.clone(), upload);
         id
     }
 
     pub(super) fn upload(&mut self, key: &str, id: &str) -> S3Result<&mut Upload> {
-        self.uploads
-            .get_mut(id)
-            .filter(|upload| upload.key == key)
-            .ok_or_else(|| s3_error!(NoSuchUpload))
+        self.uploads.get_mut(id).filter(|upload| upload.key == key).ok_or_else(|| s3_error!(NoSuchUpload))
     }
 
     pub(super) fn abort_upload(&mut self, key: &str, id: &str) -> S3Result<()> {
@@ -84,18 +76,9 @@ impl Bucket {
         for part in &parts {
             digests.update(&part.sha256);
         }
-        let etag = ETag::Strong(format!(
-            "{}-{}",
-            hex::encode(&digests.finish().as_ref()[..16]),
-            parts.len()
-        ));
+        let etag = ETag::Strong(format!("{}-{}", hex::encode(&digests.finish().as_ref()[..16]), parts.len()));
         let body = Body::new(parts.into_iter().map(|part| part.blob).collect());
-        let object = Object {
-            body,
-            etag: etag.clone(),
-            modified: SystemTime::now(),
-            attributes,
-        };
+        let object = Object { body, etag: etag.clone(), modified: SystemTime::now(), attributes };
         self.put(key, Arc::new(object), condition)?;
         self.uploads.remove(id);
         Ok(etag)
@@ -112,22 +95,13 @@ fn chosen(upload: &Upload, named: &[CompletedPart]) -> S3Result<Vec<Part>> {
         }
         last_number = number;
         let part = upload.parts.get(&number);
-        let same = |part: &&Part| {
-            named
-                .e_tag
-                .as_ref()
-                .is_some_and(|etag| etag.strong_cmp(&part.etag))
-        };
-        let part = part
-            .filter(same)
-            .ok_or_else(|| s3_error!(InvalidPart, "part {number} was not uploaded so"))?;
+        let same = |part: &&Part| named.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
+        let part =
+            part.filter(same).ok_or_else(|| s3_error!(InvalidPart, "part {number} was not uploaded so"))?;
         parts.push(part.clone());
     }
     let Some((_, but_last)) = parts.split_last() else {
-        return Err(s3_error!(
-            MalformedXML,
-            "an upload is completed with at least one part"
-        ));
+        return Err(s3_error!(MalformedXML, "an upload is completed with at least one part"));
     };
     let first = but_last.first().map_or(MIN_PART, |part| part.body.len());
     if first < MIN_PART {
@@ -137,14 +111,9 @@ fn chosen(upload: &Upload, named: &[CompletedPart]) -> S3Result<Vec<Part>> {
         ));
     }
     if but_last.iter().any(|part| part.body.len() != first)
-        || parts
-            .last()
-            .is_some_and(|l| l.body.len() > first && parts.len() > 1)
+        || parts.last().is_some_and(|l| l.body.len() > first && parts.len() > 1)
     {
-        return Err(s3_error!(
-            InvalidPart,
-            "all parts but the last must have one size"
-        ));
+        return Err(s3_error!(InvalidPart, "all parts but the last must have one size"));
     }
     Ok(parts)
 }

@@ -41,10 +41,7 @@ impl Wire {
     pub(super) async fn serve(self: Arc<Self>, stream: TcpStream) {
         let service = hyper::service::service_fn(|request| self.answer(request));
         // How a connection ends is the client's affair.
-        hyper::server::conn::http1::Builder::new()
-            .serve_connection(TokioIo::new(stream), service)
-            .await
-            .ok();
+        hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Result<Response<Body>, HttpError> {
@@ -58,10 +55,7 @@ impl Wire {
                 method,
                 path: uri.path().to_owned(),
                 query: uri.query().unwrap_or_default().to_owned(),
-                status: result
-                    .as_ref()
-                    .ok()
-                    .map(|response| response.status().as_u16()),
+                status: result.as_ref().ok().map(|response| response.status().as_u16()),
             });
         }
         result
@@ -88,9 +82,7 @@ impl Wire {
             Some(Fault::TruncateBody(after)) => Ok(response.map(|body| truncated(body, after))),
             Some(Fault::CorruptBody) => {
                 let length = response.headers().get(http::header::CONTENT_LENGTH);
-                let length = length
-                    .and_then(|l| l.to_str().ok()?.parse().ok())
-                    .unwrap_or(0u64);
+                let length = length.and_then(|l| l.to_str().ok()?.parse().ok()).unwrap_or(0u64);
                 Ok(response.map(|body| corrupted(body, length / 2)))
             }
             _ => Ok(response.map(BodyExt::boxed_unsync)),
@@ -114,9 +106,7 @@ fn trouble(status: u16) -> Result<Response<Body>, HttpError> {
     let xml = format!(
         "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>a fault of the test's</Message></Error>"
     );
-    let body = Full::new(Bytes::from(xml))
-        .map_err(|never| match never {})
-        .boxed_unsync();
+    let body = Full::new(Bytes::from(xml)).map_err(|never| match never {}).boxed_unsync();
     Response::builder()
         .status(status)
         .header("content-type", "application/xml")

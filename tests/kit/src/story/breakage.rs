@@ -96,6 +96,8 @@ pub fn put_fence_back(stack: &Stack, first: &Machine) {
         pointer["fenceEpoch"] = Value::from(first.epoch);
         stack.slot.write(&stack.store, "system/db/latest", &pointer);
     });
-    let said = end.context("no pointer").map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
+    let said = end
+        .context("no pointer")
+        .map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
     println!("      ({said}: the pointer's fence is back at epoch {})", first.epoch);
 }

@@ -93,7 +93,8 @@ fn release(svc: &Path, image_version: &str) -> Result<Vec<u8>> {
     let version = ask(svc, "--version")?;
     let version = version.split_whitespace().nth(1).unwrap_or("unknown").to_owned();
     let created_at = format!("{:.3}", jiff::Timestamp::from_second(source_date())?);
-    let component = |name: &str, version: &str, path: &str| json!({"name": name, "version": version, "path": path});
+    let component =
+        |name: &str, version: &str, path: &str| json!({"name": name, "version": version, "path": path});
     let release = json!({
         "version": 1,
         "imageVersion": image_version,

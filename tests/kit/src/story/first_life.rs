@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use reqwest::StatusCode;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::bundle;
@@ -48,12 +48,6 @@ impl Machine {
     }
 }
 
-/// What the backup left: the pointer as it was written, byte by byte.
-pub struct Backup {
-    pub pointer: Vec<u8>,
-    pub key: String,
-}
-
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
     let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
@@ -62,7 +56,10 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.good()?;
     let key = format!("system-bundles/{IMAGE_VERSION}/{}", bundle::ARCHIVE);
     let there = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
-    ensure!(hex::encode(Sha256::digest(&there)) == built.sha256, "the store has another bundle than was built");
+    ensure!(
+        hex::encode(Sha256::digest(&there)) == built.sha256,
+        "the store has another bundle than was built"
+    );
     let mib = built.size_bytes / (1 << 20);
     Ok(((), format!("slot {USER}/primary on starter; {key}, {mib} MiB")))
 }
@@ -79,7 +76,10 @@ pub async fn provision(stack: &Stack) -> Result<(Machine, String)> {
 pub async fn boot(stack: &Stack, machine: &Machine) -> Result<((), String)> {
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == machine.server, "at the provider: {servers:?}");
-    ensure!(machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(), "not registered: {machine:?}");
+    ensure!(
+        machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(),
+        "not registered: {machine:?}"
+    );
     ensure!(machine.image_version == IMAGE_VERSION, "it runs {}", machine.image_version);
     let disk = stack.provider.disk(&machine.server)?;
     ensure!(disk.join("opt/svc/restore-complete").exists(), "the gate has no marker");
@@ -106,7 +106,8 @@ async fn registered_once(stack: &Stack, machine: &Machine, disk: &Path) -> Resul
     let token = token.context("no REGISTRATION_TOKEN in boot.env")?.trim_matches('"');
     let body = json!({"machineId": machine.id, "imageVersion": IMAGE_VERSION, "bundleSha256": "0".repeat(64), "tlsSpkiSha256": "0".repeat(64)});
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
-    let again = client.post(format!("{}/vps/register", stack.api)).bearer_auth(token).json(&body).send().await?;
+    let again =
+        client.post(format!("{}/vps/register", stack.api)).bearer_auth(token).json(&body).send().await?;
     ensure!(again.status() == StatusCode::UNAUTHORIZED, "a second registration: {}", again.status());
     Ok(())
 }
@@ -132,26 +133,39 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
 
-pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(Backup, String)> {
+/// Gives the snapshot's key.
+pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)> {
     let run = stack.provider.run_unit(&machine.server, "svc-db-backup", &["run"]).await?;
-    ensure!(run.status.success(), "svc-db-backup: {}: {}", run.status, String::from_utf8_lossy(&run.stderr).trim());
-    let bytes = stack.slot.read(&stack.store, "system/db/latest")?;
-    let pointer: Value = serde_json::from_slice(&bytes).context("the pointer is not JSON")?;
+    ensure!(
+        run.status.success(),
+        "svc-db-backup: {}: {}",
+        run.status,
+        String::from_utf8_lossy(&run.stderr).trim()
+    );
+    let pointer = stack.slot.pointer(&stack.store)?;
     let named = &pointer["snapshot"];
     ensure!(pointer["fenceEpoch"] == 1 && named["epoch"] == 1, "the pointer is {pointer}");
     ensure!(named["machineId"] == machine.id.as_str(), "the pointer is of machine {}", named["machineId"]);
     let key = named["key"].as_str().context("the pointer names no key")?.to_owned();
     let dump = stack.slot.read(&stack.store, &key)?;
     let sha256 = hex::encode(Sha256::digest(&dump));
-    ensure!(named["sizeBytes"] == dump.len() && named["sha256"] == sha256.as_str(), "{key} is not what the pointer says");
+    ensure!(
+        named["sizeBytes"] == dump.len() && named["sha256"] == sha256.as_str(),
+        "{key} is not what the pointer says"
+    );
     let side = stack.slot.json(&stack.store, &format!("{key}.json"))?;
     ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the side record is {side}");
-    let notes = side["tables"].as_array().and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
+    let notes =
+        side["tables"].as_array().and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
     ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the side record counts {}", side["tables"]);
     let listed = list_dump(stack, &dump).await?;
-    ensure!(listed.contains("TABLE DATA app_notes notes"), "pg_restore -l does not show the notes:\n{listed}");
-    let detail = format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
-    Ok((Backup { pointer: bytes, key }, detail))
+    ensure!(
+        listed.contains("TABLE DATA app_notes notes"),
+        "pg_restore -l does not show the notes:\n{listed}"
+    );
+    let detail =
+        format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
+    Ok((key, detail))
 }
 
 /// The dump as PostgreSQL's own tool sees it.

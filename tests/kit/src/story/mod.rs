@@ -22,8 +22,8 @@ use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-pub use self::report::{Report, Step};
 use self::report::Stopped;
+pub use self::report::{Report, Step};
 use self::stack::Stack;
 
 #[derive(Debug, Clone)]
@@ -43,7 +43,8 @@ pub struct Options {
 /// When it cannot even begin, or the report cannot be written; a story that fails is a report.
 pub async fn play(options: Options) -> Result<Report> {
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
-    let dir = tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
+    let dir =
+        tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -55,7 +56,8 @@ pub async fn play(options: Options) -> Result<Report> {
         _ = terminate.recv() => true,
         _ = interrupt.recv() => true,
     };
-    let as_expected = options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
+    let as_expected =
+        options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
     if options.keep || (!interrupted && !report.ok && !as_expected) {
         println!("kept: {}", dir.keep().display());
     }

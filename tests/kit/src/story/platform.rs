@@ -37,7 +37,8 @@ impl Platform {
             let api = said.lines().any(|line| line.starts_with("listening api "));
             let router = said.lines().find_map(|line| line.strip_prefix("listening router https://"));
             if let (true, Some(router)) = (api, router) {
-                let router = router.trim().parse().with_context(|| format!("the router's address {router}"))?;
+                let router =
+                    router.trim().parse().with_context(|| format!("the router's address {router}"))?;
                 return Ok(Self { process, pid, router });
             }
             if let Some(status) = process.try_wait()? {

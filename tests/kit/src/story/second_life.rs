@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use reqwest::StatusCode;
 
-use super::first_life::{Backup, LATER, Machine, TITLES};
+use super::first_life::{LATER, Machine, TITLES};
 use super::stack::{Stack, USER, eventually};
 use super::web;
 
@@ -15,7 +15,11 @@ pub async fn lose(stack: &Stack, first: &Machine) -> Result<((), String)> {
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
     let owner = stack.owner();
     let answer = stack.web.get("/", Some(&owner), "text/html").await?;
-    ensure!(answer.status == StatusCode::BAD_GATEWAY, "with its machine dead, the owner gets {}", answer.status);
+    ensure!(
+        answer.status == StatusCode::BAD_GATEWAY,
+        "with its machine dead, the owner gets {}",
+        answer.status
+    );
     Ok(((), "killed and gone at the provider; the owner gets a 502 page".to_owned()))
 }
 
@@ -42,7 +46,7 @@ pub async fn rows_are_back(stack: &Stack) -> Result<((), String)> {
 }
 
 /// The old machine wakes with its disk, but only its database yet: a backup that was due runs at once.
-pub async fn old_machine_is_fenced(stack: &Stack, first: &Machine, backup: &Backup) -> Result<((), String)> {
+pub async fn old_machine_is_fenced(stack: &Stack, first: &Machine, backup: &str) -> Result<((), String)> {
     let before = stack.slot.read(&stack.store, "system/db/latest")?;
     stack.provider.start_database_only(&first.server).await?;
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
@@ -50,16 +54,16 @@ pub async fn old_machine_is_fenced(stack: &Stack, first: &Machine, backup: &Back
     ensure!(!run.status.success(), "the replaced machine's backup was not refused; it moved the pointer");
     ensure!(said.contains("fence"), "its backup failed, but not because it is fenced: {said}");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
-    ensure!(stack.slot.snapshots(&stack.store).contains(&backup.key), "the snapshot is gone");
+    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is gone");
     let last = said.lines().last().unwrap_or_default();
     Ok(((), format!("its backup ends with {}, the pointer stays: {last}", run.status)))
 }
 
 /// Now it starts in full, and is told.
-pub async fn old_machine_learns(stack: &Stack, first: &Machine, backup: &Backup) -> Result<((), String)> {
+pub async fn old_machine_learns(stack: &Stack, first: &Machine, backup: &str) -> Result<((), String)> {
     let before = stack.slot.read(&stack.store, "system/db/latest")?;
-    stack.provider.kill_server(&first.server).await?;
-    stack.provider.start_from_disk(&first.server).await?;
+    stack.provider.stop_unlisted(&first.server).await?;
+    stack.provider.start_from_disk(&first.server)?;
     let marker = stack.provider.disk(&first.server)?.join("var/lib/svc/superseded.json");
     eventually("the old machine learns that it is superseded", Duration::from_secs(60), || async {
         ensure!(marker.exists(), "no {}", marker.display());
@@ -75,8 +79,8 @@ pub async fn old_machine_learns(stack: &Stack, first: &Machine, backup: &Backup)
     let run = stack.provider.run_unit(&first.server, "svc-db-backup", &["run"]).await?;
     ensure!(!run.status.success(), "a superseded machine's backup was not refused");
     ensure!(stack.slot.read(&stack.store, "system/db/latest")? == before, "the pointer has moved");
-    ensure!(stack.slot.snapshots(&stack.store).contains(&backup.key), "the snapshot is gone");
-    stack.provider.kill_server(&first.server).await?;
+    ensure!(stack.slot.snapshots(&stack.store).iter().any(|key| key == backup), "the snapshot is gone");
+    stack.provider.stop_unlisted(&first.server).await?;
     Ok(((), "it is told that it is superseded; its gateway ends, its backups are refused".to_owned()))
 }
 

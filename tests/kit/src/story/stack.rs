@@ -87,7 +87,8 @@ impl Stack {
         let router: SocketAddr = platform.router;
         let web = Web::new(&ca.root_pem(), router)?;
 
-        let said = format!("platform {api}, router https://{router}, provider, store, database, identity provider");
+        let said =
+            format!("platform {api}, router https://{router}, provider, store, database, identity provider");
         let stack = Self {
             dir: dir.to_owned(),
             svc: svc.to_owned(),

@@ -52,7 +52,8 @@ impl Web {
 
     /// One call of the bridge, by the owner through the router; the answer's `data`.
     pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
-        let request = self.client.post(format!("{}/api/bridge/query", self.app)).bearer_auth(bearer).json(call);
+        let request =
+            self.client.post(format!("{}/api/bridge/query", self.app)).bearer_auth(bearer).json(call);
         let answer = read(request).await?;
         ensure!(
             answer.status.is_success(),
@@ -66,7 +67,8 @@ impl Web {
 
     pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
         let data = json!({"title": title, "body": "from the story", "pinned": false, "rank": 7});
-        self.bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data})).await
+        self.bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
+            .await
     }
 
     /// The titles of all notes, sorted.
