@@ -3,6 +3,7 @@
 pub mod client;
 pub mod problem;
 pub mod proof;
+pub mod proxy;
 pub mod request_id;
 pub mod resolve;
 pub mod server;
