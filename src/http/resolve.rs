@@ -39,7 +39,9 @@ pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
 fn resolver() -> Result<&'static TokioResolver, String> {
     static RESOLVER: OnceLock<Result<TokioResolver, String>> = OnceLock::new();
     let made = RESOLVER.get_or_init(|| {
-        TokioResolver::builder_tokio().and_then(|builder| builder.build()).map_err(|error| error.to_string())
+        TokioResolver::builder_tokio()
+            .and_then(hickory_resolver::ResolverBuilder::build)
+            .map_err(|error| error.to_string())
     });
     made.as_ref().map_err(Clone::clone)
 }
