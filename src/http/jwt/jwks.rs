@@ -93,6 +93,10 @@ impl Jwks {
         }
     }
 
+    pub(super) fn known_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
+        self.known(kid).0
+    }
+
     fn known(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         let freshness = match known.fetched {
