@@ -4,4 +4,5 @@ mod ctl;
 mod house;
 mod platform;
 mod provider;
+mod router;
 mod story;

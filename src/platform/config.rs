@@ -12,6 +12,7 @@ use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use url::Url;
 
 use super::db;
+use super::router::RouterConfig;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
@@ -21,6 +22,8 @@ use crate::store::key::BUNDLE_FILE;
 pub struct PlatformConfig {
     pub api: Listen,
     pub router: Listen,
+    /// `None` where no public name is set: then this process serves the API alone.
+    pub routing: Option<RouterConfig>,
     pub database: tokio_postgres::Config,
     /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
     pub key: SecretSlice<u8>,
@@ -114,6 +117,8 @@ impl PlatformConfig {
     fn build(env: &mut Env) -> Option<Self> {
         let api = listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)));
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
+        let routing =
+            if env.is_set("APP_HOST") || env.is_set("CODE_HOST") { RouterConfig::read(env) } else { None };
         let database = database(env);
         let key = platform_key(env);
         let secret = env.required_secret("PLATFORM_SECRET");
@@ -132,6 +137,7 @@ impl PlatformConfig {
         Some(Self {
             api,
             router,
+            routing,
             database: database?,
             key: key?,
             secret: secret?,

@@ -9,6 +9,7 @@ pub mod db;
 pub mod keys;
 pub mod lifecycle;
 pub mod operations;
+pub mod router;
 pub mod tokens;
 pub mod userdata;
 
@@ -21,11 +22,13 @@ use anyhow::Context;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
 use self::db::Db;
 use self::keys::{KeyError, Seal};
+use self::router::RouterContext;
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
@@ -62,6 +65,15 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     );
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
+    let public = match &config.routing {
+        Some(_) => Some(bind(&config.router).await.or_exit(Exit::Unavailable)?),
+        None => {
+            tracing::warn!(
+                "neither APP_HOST nor CODE_HOST is set: this process serves the API and routes nobody"
+            );
+            None
+        }
+    };
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
     let db = Db::new(&config.database).or_exit(Exit::Internal)?;
     let keys = keys::load(&db, &Seal::new(&config.key)).await.map_err(|error| match error {
@@ -88,9 +100,18 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(keys::refresh(db, seal, fresh, stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
-    println!("listening api {}", api.url);
     let router = api::router(platform.clone());
-    tasks.spawn(server::serve(api.listener, api.tls, router, Limits::default(), stop.clone()));
+    serve_on(&mut tasks, "api", api, router, &stop);
+    if let (Some(public), Some(config)) = (public, platform.config.routing.clone()) {
+        let context = RouterContext {
+            pool: platform.db.pool().clone(),
+            database: platform.config.database.clone(),
+            config,
+            proof: platform.keys.clone(),
+            stop: stop.clone(),
+        };
+        serve_on(&mut tasks, "router", public, router::router(context)?, &stop);
+    }
     // Without a supervisor there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
@@ -108,6 +129,17 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         tracing::warn!("not everything ended in time; the next process goes on with it");
     }
     Ok(())
+}
+
+fn serve_on(
+    tasks: &mut JoinSet<()>,
+    name: &str,
+    bound: Bound,
+    router: axum::Router,
+    stop: &CancellationToken,
+) {
+    println!("listening {name} {}", bound.url);
+    tasks.spawn(server::serve(bound.listener, bound.tls, router, Limits::default(), stop.clone()));
 }
 
 struct Bound {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::extract::Request;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Uri, header};
@@ -20,6 +21,8 @@ use crate::platform::tokens::{self, Purpose};
 /// The largest body of the platform's API.
 pub const LARGEST_BODY: usize = 64 << 10;
 const BODY_DEADLINE: Duration = Duration::from_secs(15);
+const LARGEST_DISCARD: usize = 1 << 20;
+const DISCARD_DEADLINE: Duration = Duration::from_secs(2);
 const LONGEST_WAIT_SECONDS: u64 = 60;
 
 pub struct Call {
@@ -32,17 +35,22 @@ pub struct Call {
 impl Call {
     /// Reads the body, within its bounds.
     pub async fn read(request: Request) -> Result<Self, Problem> {
-        let (parts, body) = request.into_parts();
+        let (parts, mut body) = request.into_parts();
         let too_large =
             || Problem::new(Code::RequestTooLarge, format!("A body has at most {LARGEST_BODY} bytes."));
         let stated = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
         if stated.and_then(|text| text.parse::<u64>().ok()).is_some_and(|size| size > LARGEST_BODY as u64) {
+            discard(&mut body).await;
             return Err(too_large());
         }
-        let collected = tokio::time::timeout(BODY_DEADLINE, Limited::new(body, LARGEST_BODY).collect()).await;
+        let bounded = Limited::new(&mut body, LARGEST_BODY).collect();
+        let collected = tokio::time::timeout(BODY_DEADLINE, bounded).await;
         let body = match collected {
             Ok(Ok(body)) => body.to_bytes(),
-            Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(too_large()),
+            Ok(Err(error)) if error.is::<LengthLimitError>() => {
+                discard(&mut body).await;
+                return Err(too_large());
+            }
             Ok(Err(_)) | Err(_) => {
                 return Err(Problem::field("", "the body did not arrive whole"));
             }
@@ -123,6 +131,22 @@ impl Call {
         let wait = preferences.find_map(|preference| preference.strip_prefix("wait="))?;
         wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(LONGEST_WAIT_SECONDS))
     }
+}
+
+/// Reads what is left of a refused body, within bounds: a connection closed on unread bytes can lose the answer.
+pub async fn discard(body: &mut Body) {
+    let read = async {
+        let mut left = LARGEST_DISCARD;
+        while let Some(Ok(frame)) = body.frame().await {
+            let size = frame.data_ref().map_or(0, Bytes::len);
+            if size > left {
+                return;
+            }
+            left -= size;
+        }
+    };
+    // What does not come in time is not waited for.
+    let _ = tokio::time::timeout(DISCARD_DEADLINE, read).await;
 }
 
 /// An id in the path; a request for what is no id is not valid.

@@ -51,11 +51,13 @@ pub fn router(platform: Arc<Platform>) -> Router {
         .with_state(platform)
 }
 
-async fn not_found() -> Problem {
+async fn not_found(request: Request) -> Problem {
+    call::discard(&mut request.into_body()).await;
     Problem::new(Code::NotFound, "There is no such route.")
 }
 
-async fn method_not_allowed() -> Problem {
+async fn method_not_allowed(request: Request) -> Problem {
+    call::discard(&mut request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not take that method.")
 }
 
