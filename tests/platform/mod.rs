@@ -8,6 +8,7 @@ mod create;
 mod deletion;
 mod idempotency;
 mod kills;
+mod last_backup;
 mod provisioning;
 mod recovery;
 mod registration;
