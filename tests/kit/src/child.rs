@@ -95,6 +95,13 @@ pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<
     }
 }
 
+/// Whether there is such a process; one that is dead and not yet waited for is not.
+pub fn is_running(pid: u32) -> bool {
+    // The state follows the program's name, which stands in brackets and may hold anything.
+    let state = |stat: String| stat.rsplit(')').next().map(|rest| rest.trim_start().starts_with('Z'));
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| state(stat) == Some(false))
+}
+
 fn read_back(file: &mut File) -> Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -215,10 +222,5 @@ mod tests {
         }
         assert!(!is_running(grandchild), "the child outlived its parent");
         assert!(!doomed.exists(), "the directory was left behind");
-    }
-
-    fn is_running(pid: u32) -> bool {
-        std::fs::read_to_string(format!("/proc/{pid}/stat"))
-            .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
     }
 }

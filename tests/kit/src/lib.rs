@@ -16,10 +16,10 @@
 pub mod ca;
 pub mod child;
 pub mod fetch;
-//pub mod idp;
+pub mod idp;
 pub mod net;
 pub mod pg;
 pub mod provider;
-//pub mod s3;
+pub mod s3;
 
 mod runtime;
