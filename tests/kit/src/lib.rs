@@ -9,6 +9,7 @@
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`fetch`] | tools fetched once into `target/tools` |
+//! | [`story`] | the whole main job, played on all of these |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
@@ -21,5 +22,6 @@ pub mod net;
 pub mod pg;
 pub mod provider;
 pub mod s3;
+pub mod story;
 
 mod runtime;
