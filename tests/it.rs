@@ -4,3 +4,4 @@ mod ctl;
 mod house;
 mod provider;
 mod story;
+mod vault;
