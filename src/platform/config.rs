@@ -12,6 +12,7 @@ use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use url::Url;
 
 use super::db;
+use super::router::RouterConfig;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
@@ -21,6 +22,7 @@ use crate::store::key::BUNDLE_FILE;
 pub struct PlatformConfig {
     pub api: Listen,
     pub router: Listen,
+    pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
     /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
     pub key: SecretSlice<u8>,
@@ -114,6 +116,7 @@ impl PlatformConfig {
     fn build(env: &mut Env) -> Option<Self> {
         let api = listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)));
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
+        let routing = RouterConfig::read(env);
         let database = database(env);
         let key = platform_key(env);
         let secret = env.required_secret("PLATFORM_SECRET");
@@ -132,6 +135,7 @@ impl PlatformConfig {
         Some(Self {
             api,
             router,
+            routing: routing?,
             database: database?,
             key: key?,
             secret: secret?,
@@ -278,6 +282,11 @@ mod tests {
             ("AWS_ACCESS_KEY_ID", "a"),
             ("AWS_SECRET_ACCESS_KEY", "s"),
             ("STORE_HOST_CREDENTIALS", "static"),
+            ("APP_HOST", "app.test"),
+            ("CODE_HOST", "code.test"),
+            ("IDP_ISSUER", "https://idp.test"),
+            ("IDP_AUDIENCE", "svc"),
+            ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
         ]
     }
 

@@ -9,6 +9,7 @@ pub mod db;
 pub mod keys;
 pub mod lifecycle;
 pub mod operations;
+pub mod router;
 pub mod tokens;
 pub mod userdata;
 
@@ -26,6 +27,7 @@ use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
 use self::db::Db;
 use self::keys::{KeyError, Seal};
+use self::router::RouterContext;
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
@@ -62,6 +64,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     );
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
+    let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
     let db = Db::new(&config.database).or_exit(Exit::Internal)?;
     let keys = keys::load(&db, &Seal::new(&config.key)).await.map_err(|error| match error {
@@ -71,6 +74,13 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     })?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);
+    let routes = RouterContext {
+        pool: db.pool().clone(),
+        database: config.database.clone(),
+        config: config.routing.clone(),
+        proof: keys.clone(),
+        stop: stop.clone(),
+    };
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let provider = Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token);
     let platform = Arc::new(Platform {
@@ -89,8 +99,11 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     println!("listening api {}", api.url);
-    let router = api::router(platform.clone());
-    tasks.spawn(server::serve(api.listener, api.tls, router, Limits::default(), stop.clone()));
+    let control = api::router(platform.clone());
+    tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
+    let routes = router::router(routes).or_exit(Exit::Internal)?;
+    println!("listening router {}", public.url);
+    tasks.spawn(server::serve(public.listener, public.tls, routes, Limits::default(), stop.clone()));
     // Without a supervisor there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
