@@ -12,18 +12,17 @@ use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use url::Url;
 
 use super::db;
+use super::host_settings::HostSettings;
 use super::router::RouterConfig;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
-use crate::store::key::BUNDLE_FILE;
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
     pub api: Listen,
     pub router: Listen,
-    /// `None` where no public name is set: then this process serves the API alone.
-    pub routing: Option<RouterConfig>,
+    pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
     /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
     pub key: SecretSlice<u8>,
@@ -58,34 +57,6 @@ pub struct Provisioning {
     pub preview_ttl: Duration,
 }
 
-/// What new hosts are told.
-pub struct HostSettings {
-    pub internal_url: Url,
-    pub bundle_url: BundleUrl,
-    pub https_port: u16,
-    pub tls_verify: Flag,
-    /// `IDP_*`, handed on as they are.
-    pub idp: Vec<(&'static str, String)>,
-}
-
-/// Where hosts fetch their bundle from.
-pub enum BundleUrl {
-    /// `SVC_HOST_BUNDLE_URL`, whatever the version.
-    Exact(Url),
-    Base(Url),
-}
-
-impl BundleUrl {
-    pub fn of(&self, version: &ImageVersion) -> String {
-        match self {
-            Self::Exact(url) => url.to_string(),
-            Self::Base(base) => {
-                format!("{}/system-bundles/{version}/{BUNDLE_FILE}", base.as_str().trim_end_matches('/'))
-            }
-        }
-    }
-}
-
 pub struct ProviderConfig {
     pub api_url: Url,
     pub token: SecretString,
@@ -117,16 +88,14 @@ impl PlatformConfig {
     fn build(env: &mut Env) -> Option<Self> {
         let api = listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)));
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
-        let routing =
-            if env.is_set("APP_HOST") || env.is_set("CODE_HOST") { RouterConfig::read(env) } else { None };
+        let routing = RouterConfig::read(env);
         let database = database(env);
         let key = platform_key(env);
         let secret = env.required_secret("PLATFORM_SECRET");
         let provisioning = provisioning(env);
-        let hosts = host_settings(env);
+        let hosts = HostSettings::read(env);
         let provider = provider(env);
         let store = StoreConfig::read(env);
-        host_credentials(env);
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
@@ -137,7 +106,7 @@ impl PlatformConfig {
         Some(Self {
             api,
             router,
-            routing,
+            routing: routing?,
             database: database?,
             key: key?,
             secret: secret?,
@@ -224,23 +193,7 @@ fn named<T: std::str::FromStr<Err: std::fmt::Display>>(
     if env.is_set(name) { env.optional(name) } else { default.parse().ok() }
 }
 
-fn host_settings(env: &mut Env) -> Option<HostSettings> {
-    let public = url(env, "PLATFORM_PUBLIC_URL");
-    if public.is_none() && !env.is_set("PLATFORM_PUBLIC_URL") {
-        env.mistake("PLATFORM_PUBLIC_URL", "is required and not set");
-    }
-    let internal = url(env, "PLATFORM_INTERNAL_URL").or_else(|| public.clone());
-    let exact = url(env, "SVC_HOST_BUNDLE_URL");
-    let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public);
-    let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
-    let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
-    let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
-    let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
-    let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
-    Some(HostSettings { internal_url: internal?, bundle_url: bundle_url?, https_port, tls_verify, idp })
-}
-
-fn url(env: &mut Env, name: &str) -> Option<Url> {
+pub(super) fn url(env: &mut Env, name: &str) -> Option<Url> {
     let url: Url = env.optional(name)?;
     if !matches!(url.scheme(), "http" | "https") {
         env.mistake(name, "must be an http or https URL");
@@ -256,16 +209,6 @@ fn provider(env: &mut Env) -> Option<ProviderConfig> {
     let image = env.or("PROVIDER_IMAGE", "debian-12".to_owned());
     let ambiguous_wait = seconds(env, "PROVIDER_AMBIGUOUS_WAIT_SECONDS", 60);
     Some(ProviderConfig { api_url: api_url?, token: token?, image, ambiguous_wait })
-}
-
-/// Hosts get the platform's own store credentials: the one way that is built, and it must be asked for by name.
-fn host_credentials(env: &mut Env) {
-    let name = "STORE_HOST_CREDENTIALS";
-    match env.text(name).as_deref() {
-        Some("static") => {}
-        None | Some("sts") => env.mistake(name, "sts (the default) is not built yet: set it to static"),
-        Some(_) => env.mistake(name, "must be static (sts is not built yet)"),
-    }
 }
 
 #[cfg(test)]
@@ -284,6 +227,11 @@ mod tests {
             ("AWS_ACCESS_KEY_ID", "a"),
             ("AWS_SECRET_ACCESS_KEY", "s"),
             ("STORE_HOST_CREDENTIALS", "static"),
+            ("APP_HOST", "app.test"),
+            ("CODE_HOST", "code.test"),
+            ("IDP_ISSUER", "https://idp.test"),
+            ("IDP_AUDIENCE", "svc"),
+            ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
         ]
     }
 

@@ -6,6 +6,7 @@ pub mod api;
 pub mod config;
 pub mod context;
 pub mod db;
+pub mod host_settings;
 pub mod keys;
 pub mod lifecycle;
 pub mod operations;
@@ -22,7 +23,6 @@ use anyhow::Context;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
@@ -65,15 +65,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     );
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
-    let public = match &config.routing {
-        Some(_) => Some(bind(&config.router).await.or_exit(Exit::Unavailable)?),
-        None => {
-            tracing::warn!(
-                "neither APP_HOST nor CODE_HOST is set: this process serves the API and routes nobody"
-            );
-            None
-        }
-    };
+    let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
     let db = Db::new(&config.database).or_exit(Exit::Internal)?;
     let keys = keys::load(&db, &Seal::new(&config.key)).await.map_err(|error| match error {
@@ -83,6 +75,13 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     })?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);
+    let routes = RouterContext {
+        pool: db.pool().clone(),
+        database: config.database.clone(),
+        config: config.routing.clone(),
+        proof: keys.clone(),
+        stop: stop.clone(),
+    };
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let provider = Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token);
     let platform = Arc::new(Platform {
@@ -100,18 +99,12 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(keys::refresh(db, seal, fresh, stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
-    let router = api::router(platform.clone());
-    serve_on(&mut tasks, "api", api, router, &stop);
-    if let (Some(public), Some(config)) = (public, platform.config.routing.clone()) {
-        let context = RouterContext {
-            pool: platform.db.pool().clone(),
-            database: platform.config.database.clone(),
-            config,
-            proof: platform.keys.clone(),
-            stop: stop.clone(),
-        };
-        serve_on(&mut tasks, "router", public, router::router(context)?, &stop);
-    }
+    println!("listening api {}", api.url);
+    let control = api::router(platform.clone());
+    tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
+    let routes = router::router(routes).or_exit(Exit::Internal)?;
+    println!("listening router {}", public.url);
+    tasks.spawn(server::serve(public.listener, public.tls, routes, Limits::default(), stop.clone()));
     // Without a supervisor there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
@@ -129,17 +122,6 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         tracing::warn!("not everything ended in time; the next process goes on with it");
     }
     Ok(())
-}
-
-fn serve_on(
-    tasks: &mut JoinSet<()>,
-    name: &str,
-    bound: Bound,
-    router: axum::Router,
-    stop: &CancellationToken,
-) {
-    println!("listening {name} {}", bound.url);
-    tasks.spawn(server::serve(bound.listener, bound.tls, router, Limits::default(), stop.clone()));
 }
 
 struct Bound {

@@ -6,8 +6,8 @@
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
 
-use super::config::HostSettings;
 use super::db::machine_row::MachineRow;
+use super::host_settings::HostSettings;
 use super::tokens::{Purpose, TokenMint};
 use crate::config::env_line;
 use crate::http::proof::ProofKeys;

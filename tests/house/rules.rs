@@ -149,6 +149,8 @@ mod tests {
         );
         let parent = File::sample("src/a/mod.rs", "#[cfg(test)]\nmod model;");
         assert_eq!(lines(&[parent, File::sample("src/a/model/deep.rs", bad)]), 0);
+        let parent = File::sample("src/a/b.rs", "#[cfg(test)]\n#[path = \"b_tests.rs\"]\nmod tests;");
+        assert_eq!(lines(&[parent, File::sample("src/a/b_tests.rs", bad)]), 0);
         let parent = File::sample("src/a/mod.rs", "mod model;");
         assert_eq!(lines(&[parent, File::sample("src/a/model.rs", bad)]), 1);
     }

@@ -185,8 +185,18 @@ pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
         for name in without_tests(&tokens(&code(&file.text))).1 {
             found.push(parent.iter().cloned().chain([name]).collect());
         }
+        found.extend(test_paths(file));
     }
     found
+}
+
+/// Files that stand under another name than their module's: `#[cfg(test)]`, then `#[path = "…"]` in the next line.
+fn test_paths(file: &File) -> Vec<Vec<String>> {
+    let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
+    let pairs = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
+    let names = pairs.filter_map(|pair| pair[1].strip_prefix("#[path = \"")?.strip_suffix("\"]"));
+    names.filter_map(|name| module(&format!("{folder}/{name}"))).collect()
 }
 
 /// A path that the code names, from the crate's root, and the line where it stands.

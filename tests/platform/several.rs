@@ -90,3 +90,31 @@ async fn told_to_stop_it_answers_what_is_under_way_and_gives_its_leases_back() {
     let operation = stack.ended(&next, answer.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], json!("succeeded"));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_slept_through_its_lease_writes_nothing_when_it_wakes() {
+    let stack = Stack::start().await;
+    let sleeper = stack.platform();
+    let pid = Pid::from_raw(i32::try_from(sleeper.pid()).unwrap());
+    stack.provider.fault(kit::provider::FaultRule::once(
+        "POST",
+        "/servers",
+        kit::provider::Fault::SlowReply { ms: 1500 },
+    ));
+    let made = stack.provision(&sleeper, "user_1").await;
+    let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
+    stack.eventually("the create is out", created).await;
+    kill(pid, Signal::SIGSTOP).unwrap();
+    let other = stack.platform();
+    let operation = stack.ended(&other, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+    let before = stack.get(&other, &path).await.body;
+    kill(pid, Signal::SIGCONT).unwrap();
+    // Awake, it serves again, and has seen that its step is no longer its own.
+    assert_eq!(stack.get(&sleeper, "/readyz").await.status, 200);
+    let idle = stack.provision(&sleeper, "user_2").await;
+    stack.ended(&sleeper, idle["operationId"].as_str().unwrap()).await;
+    assert_eq!(stack.get(&other, &path).await.body, before);
+    assert_eq!(stack.provider.creations().len(), 2);
+}

@@ -200,13 +200,8 @@ pub async fn read(request: RequestBuilder) -> Answer {
 }
 
 async fn database_with_schema() -> Result<TestDatabase> {
-    kit::pg::test_database_from("router", |url| async move {
-        let (client, connection) = tokio_postgres::connect(&url, NoTls).await?;
-        let served = tokio::spawn(connection);
-        client.batch_execute(include_str!("../../migrations/V1__machines.sql")).await?;
-        client.batch_execute(include_str!("../../migrations/V2__sessions.sql")).await?;
-        drop(client);
-        served.await??;
+    kit::pg::test_database_from("platform", |url| async move {
+        svc::platform::db::migrate::run(&url.parse()?).await?;
         Ok(())
     })
     .await

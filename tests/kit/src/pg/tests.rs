@@ -1,3 +1,5 @@
+//! The server as tests use it: databases, passwords, ends.
+
 use std::time::{Duration, Instant};
 
 use anyhow::Result;

@@ -1,0 +1,65 @@
+//! Settings that new hosts are told, or that the platform reaches them by.
+
+use url::Url;
+
+use super::config::url;
+use crate::config::{Env, Flag};
+use crate::machine::name::ImageVersion;
+use crate::store::key::BUNDLE_FILE;
+
+/// What new hosts are told.
+pub struct HostSettings {
+    pub internal_url: Url,
+    pub bundle_url: BundleUrl,
+    pub https_port: u16,
+    pub tls_verify: Flag,
+    /// `IDP_*`, handed on as they are.
+    pub idp: Vec<(&'static str, String)>,
+}
+
+/// Where hosts fetch their bundle from.
+pub enum BundleUrl {
+    /// `SVC_HOST_BUNDLE_URL`, whatever the version.
+    Exact(Url),
+    Base(Url),
+}
+
+impl BundleUrl {
+    pub fn of(&self, version: &ImageVersion) -> String {
+        match self {
+            Self::Exact(url) => url.to_string(),
+            Self::Base(base) => {
+                format!("{}/system-bundles/{version}/{BUNDLE_FILE}", base.as_str().trim_end_matches('/'))
+            }
+        }
+    }
+}
+
+impl HostSettings {
+    pub fn read(env: &mut Env) -> Option<Self> {
+        host_credentials(env);
+        let public = url(env, "PLATFORM_PUBLIC_URL");
+        if public.is_none() && !env.is_set("PLATFORM_PUBLIC_URL") {
+            env.mistake("PLATFORM_PUBLIC_URL", "is required and not set");
+        }
+        let internal = url(env, "PLATFORM_INTERNAL_URL").or_else(|| public.clone());
+        let exact = url(env, "SVC_HOST_BUNDLE_URL");
+        let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public);
+        let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
+        let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
+        let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
+        let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
+        let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
+        Some(Self { internal_url: internal?, bundle_url: bundle_url?, https_port, tls_verify, idp })
+    }
+}
+
+/// Hosts get the platform's own store credentials: the one way that is built, and it must be asked for by name.
+fn host_credentials(env: &mut Env) {
+    let name = "STORE_HOST_CREDENTIALS";
+    match env.text(name).as_deref() {
+        Some("static") => {}
+        None | Some("sts") => env.mistake(name, "sts (the default) is not built yet: set it to static"),
+        Some(_) => env.mistake(name, "must be static (sts is not built yet)"),
+    }
+}
