@@ -109,6 +109,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
     tokio::select! {
+        // Told to stop, tasks end at once as they should: that is no failure of theirs.
+        biased;
         () = stop.cancelled() => {}
         ended = tasks.join_next() => {
             stop.cancel();
