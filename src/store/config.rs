@@ -1,5 +1,6 @@
 //! Where the store is and with which credentials: `OBJECT_STORE_URL` or its short forms, and `AWS_*`.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,12 +10,20 @@ use object_store::{BackoffConfig, RetryConfig};
 use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
+use super::local::LocalStore;
 use crate::config::Env;
 use crate::http::client::{self, Deadlines};
 
-/// An S3 bucket: the scheme of `OBJECT_STORE_URL` is `s3://bucket`.
+/// Where objects are: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]
-pub struct StoreConfig {
+pub enum StoreConfig {
+    S3(S3Config),
+    Directory(PathBuf),
+}
+
+/// An S3 bucket and the credentials for it.
+#[derive(Debug, Clone)]
+pub struct S3Config {
     pub bucket: String,
     /// `None` for AWS itself.
     pub endpoint: Option<String>,
@@ -27,27 +36,44 @@ pub struct StoreConfig {
 impl StoreConfig {
     /// Reads `OBJECT_STORE_URL`, or `OBJECT_STORE_BUCKET`/`S3_BUCKET`; `OBJECT_STORE_ENDPOINT`; `AWS_*`.
     pub fn read(env: &mut Env) -> Option<Self> {
+        if let Some(dir) = env.text("OBJECT_STORE_URL").as_deref().and_then(|url| url.strip_prefix("file://"))
+        {
+            if !dir.starts_with('/') {
+                env.mistake("OBJECT_STORE_URL", "must be file:///<absolute directory> or s3://<bucket>");
+                return None;
+            }
+            return Some(Self::Directory(dir.into()));
+        }
         let bucket = bucket_name(env);
         let endpoint = env.optional::<url::Url>("OBJECT_STORE_ENDPOINT").map(|url| url.to_string());
         let region = env.or("AWS_REGION", "auto".to_owned());
         let access_key = env.required("AWS_ACCESS_KEY_ID");
         let secret_key = env.required_secret("AWS_SECRET_ACCESS_KEY");
         let session_token = env.secret("AWS_SESSION_TOKEN");
-        Some(Self {
+        Some(Self::S3(S3Config {
             bucket: bucket?,
             endpoint,
             region,
             access_key: access_key?,
             secret_key: secret_key?,
             session_token,
-        })
+        }))
     }
 
-    /// Opens the bucket; no call is made yet.
+    /// Opens the store; no call is made yet.
     ///
     /// # Errors
-    /// When the settings contradict each other.
+    /// When the settings contradict each other, or the directory cannot be made.
     pub fn open(&self) -> anyhow::Result<Bucket> {
+        match self {
+            Self::S3(config) => config.open(),
+            Self::Directory(dir) => Ok(Bucket::new(Arc::new(LocalStore::open(dir)?))),
+        }
+    }
+}
+
+impl S3Config {
+    fn open(&self) -> anyhow::Result<Bucket> {
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)
@@ -77,7 +103,7 @@ fn bucket_name(env: &mut Env) -> Option<String> {
     if let Some(url) = env.text("OBJECT_STORE_URL") {
         let name = url.strip_prefix("s3://").map(|name| name.trim_end_matches('/').to_owned());
         if name.as_deref().is_none_or(|name| name.is_empty() || name.contains('/')) {
-            env.mistake("OBJECT_STORE_URL", "must be s3://<bucket>");
+            env.mistake("OBJECT_STORE_URL", "must be s3://<bucket> or file:///<directory>");
             return None;
         }
         return name;

@@ -6,6 +6,7 @@ pub mod bucket;
 pub mod bundle;
 pub mod config;
 pub mod key;
+mod local;
 pub mod meta;
 pub mod pointer;
 pub mod pointer_io;

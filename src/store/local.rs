@@ -1,0 +1,131 @@
+//! A directory in place of a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
+//!
+//! The file system knows no conditional replace, so a lock per store makes one: every write takes it, across
+//! processes, and a replace compares the ETag under it.
+
+use std::fmt;
+use std::fs::File;
+use std::path::{Path as FilePath, PathBuf};
+
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+
+#[derive(Debug)]
+pub(super) struct LocalStore {
+    inner: LocalFileSystem,
+    lock: PathBuf,
+}
+
+impl LocalStore {
+    /// Opens `dir`, and makes it where it is missing.
+    pub(super) fn open(dir: &FilePath) -> anyhow::Result<Self> {
+        let objects = dir.join("objects");
+        std::fs::create_dir_all(&objects)?;
+        Ok(Self { inner: LocalFileSystem::new_with_prefix(objects)?, lock: dir.join("lock") })
+    }
+
+    /// Held until the file is dropped, or the process ends.
+    async fn lock(&self) -> Result<File> {
+        let path = self.lock.clone();
+        let locked = tokio::task::spawn_blocking(move || {
+            let file = File::options().create(true).append(true).open(path)?;
+            file.lock()?;
+            Ok::<_, std::io::Error>(file)
+        });
+        let failed = |source| Error::Generic { store: "directory", source };
+        locked.await?.map_err(|error| failed(Box::new(error)))
+    }
+}
+
+impl fmt::Display for LocalStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+#[async_trait]
+impl ObjectStore for LocalStore {
+    async fn put_opts(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        let _lock = self.lock().await?;
+        if let PutMode::Update(wanted) = &options.mode {
+            let changed = |why: &str| Error::Precondition { path: at.to_string(), source: why.into() };
+            match self.inner.head(at).await {
+                Ok(now) if now.e_tag == wanted.e_tag => options.mode = PutMode::Overwrite,
+                Ok(_) => return Err(changed("another version is there")),
+                Err(Error::NotFound { .. }) => return Err(changed("it is gone")),
+                Err(error) => return Err(error),
+            }
+        }
+        self.inner.put_opts(at, payload, options).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        at: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.inner.put_multipart_opts(at, options).await
+    }
+
+    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+        self.inner.get_opts(at, options).await
+    }
+
+    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.inner.delete_stream(at)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        let _lock = self.lock().await?;
+        self.inner.copy_opts(from, to, options).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::machine::epoch::Epoch;
+    use crate::machine::name::Slot;
+    use crate::store::key::SlotPrefix;
+    use crate::store::pointer::tests::snapshot;
+    use crate::store::{Bucket, pointer_io};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn writers_of_one_pointer_never_lose_a_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = || Bucket::new(Arc::new(LocalStore::open(dir.path()).unwrap()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        pointer_io::fence(&open(), &slot, Epoch(1)).await.unwrap();
+        let writers: Vec<_> = (0..8)
+            .map(|n| {
+                let (bucket, slot) = (open(), slot.clone());
+                tokio::spawn(async move {
+                    pointer_io::advance(&bucket, &slot, Epoch(1), &snapshot(n, Epoch(1))).await
+                })
+            })
+            .collect();
+        let mut moved = 0;
+        for writer in writers {
+            moved += u64::from(writer.await.unwrap().is_ok());
+        }
+        let pointer = pointer_io::read(&open(), &slot).await.unwrap().unwrap().value;
+        assert_eq!(pointer.seq, 1 + moved, "each writer that was told of success took one step");
+        assert!(moved > 0);
+    }
+}
