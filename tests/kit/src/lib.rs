@@ -1,1 +1,23 @@
+//! The test kit: the real parts that this software is tried against, each on loopback, each gone when the test is.
+//!
+//! | module | what it gives |
+//! |---|---|
+//! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
+//! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
+//! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
+//! | [`ca`] | a certificate authority |
+//! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
+//! | [`fetch`] | tools fetched once into `target/tools` |
+//! | [`child`] | bounded child processes that cannot outlive the test run |
+//!
+//! The kit never links the product: it speaks to it as its users do.
 
+pub mod ca;
+pub mod child;
+pub mod fetch;
+pub mod idp;
+pub mod net;
+pub mod pg;
+pub mod s3;
+
+mod runtime;

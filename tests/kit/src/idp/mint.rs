@@ -1,0 +1,138 @@
+//! Session tokens, and all that can be wrong with one.
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use ring::hmac;
+use serde_json::{Map, Value, json};
+
+use super::Idp;
+use super::keys::{Alg, KeySet};
+
+/// A token's content; the default is a good session for five minutes.
+#[derive(Clone, Debug)]
+pub struct MintOptions {
+    /// Seconds from now to `exp`; negative for a token that has expired.
+    pub ttl: i64,
+    /// Seconds from now to `nbf` and `iat`; positive for a token that is not yet valid.
+    pub nbf: i64,
+    /// Another issuer's name than ours.
+    pub iss: Option<String>,
+    /// No `aud` at all with `None`.
+    pub aud: Option<Value>,
+    pub azp: Option<String>,
+    pub alg: Alg,
+    /// Another key id in the header than the signing key's.
+    pub kid: Option<String>,
+    /// Further claims, or other values for the ones above; `null` leaves a claim out.
+    pub claims: Map<String, Value>,
+    pub flaw: Option<Flaw>,
+}
+
+impl Default for MintOptions {
+    fn default() -> Self {
+        Self {
+            ttl: 300,
+            nbf: -1,
+            iss: None,
+            aud: Some(Idp::AUDIENCE.into()),
+            azp: None,
+            alg: Alg::default(),
+            kid: None,
+            claims: Map::new(),
+            flaw: None,
+        }
+    }
+}
+
+/// What a verifier has to refuse whatever the claims say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flaw {
+    /// One bit of the signature is another.
+    BadSignature,
+    /// The claims are not those that were signed.
+    ChangedClaims,
+    /// `alg: none`, no signature.
+    AlgNone,
+    /// `alg: HS256`, with the public key as the secret.
+    HmacOfPublicKey,
+    /// No signature, though the header names an algorithm.
+    NoSignature,
+    /// The header says another algorithm than the key's.
+    WrongAlg,
+    /// No key id.
+    NoKid,
+    /// Two parts, not three.
+    TwoParts,
+}
+
+impl Flaw {
+    pub const ALL: [Self; 8] = [
+        Self::BadSignature,
+        Self::ChangedClaims,
+        Self::AlgNone,
+        Self::HmacOfPublicKey,
+        Self::NoSignature,
+        Self::WrongAlg,
+        Self::NoKid,
+        Self::TwoParts,
+    ];
+}
+
+pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions) -> String {
+    let key = keys.current(options.alg);
+    let alg = match options.flaw {
+        Some(Flaw::AlgNone) => "none",
+        Some(Flaw::HmacOfPublicKey) => "HS256",
+        Some(Flaw::WrongAlg) if options.alg == Alg::Es256 => "EdDSA",
+        Some(Flaw::WrongAlg) => "ES256",
+        _ => options.alg.name(),
+    };
+    let mut header = json!({ "alg": alg, "typ": "JWT", "kid": options.kid.as_ref().unwrap_or(&key.kid) });
+    if options.flaw == Some(Flaw::NoKid)
+        && let Some(header) = header.as_object_mut()
+    {
+        header.shift_remove("kid");
+    }
+    let claims = claims(issuer, sub, options);
+    let mut signed = format!("{}.{}", encoded(&header), encoded(&claims));
+    let mut signature = key.sign(signed.as_bytes());
+    match options.flaw {
+        Some(Flaw::BadSignature) => signature[10] ^= 1,
+        Some(Flaw::ChangedClaims) => {
+            let mut changed = claims;
+            changed["sub"] = format!("{sub}x").into();
+            signed = format!("{}.{}", encoded(&header), encoded(&changed));
+        }
+        Some(Flaw::AlgNone | Flaw::NoSignature) => signature.clear(),
+        Some(Flaw::HmacOfPublicKey) => {
+            let secret = hmac::Key::new(hmac::HMAC_SHA256, key.public_bytes());
+            signature = hmac::sign(&secret, signed.as_bytes()).as_ref().to_vec();
+        }
+        Some(Flaw::TwoParts) => return signed,
+        Some(Flaw::WrongAlg | Flaw::NoKid) | None => {}
+    }
+    format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
+}
+
+fn claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
+    let now = jiff::Timestamp::now().as_second();
+    let mut claims = json!({
+        "iss": options.iss.as_deref().unwrap_or(issuer),
+        "sub": sub,
+        "sid": format!("sess_{}", uuid::Uuid::new_v4().simple()),
+        "iat": now + options.nbf,
+        "nbf": now + options.nbf,
+        "exp": now + options.ttl,
+    });
+    if let Some(claims) = claims.as_object_mut() {
+        let optional = [("aud", options.aud.clone()), ("azp", options.azp.clone().map(Value::from))];
+        claims.extend(optional.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))));
+        claims.extend(options.claims.clone());
+        claims.retain(|_, value| !value.is_null());
+    }
+    claims
+}
+
+fn encoded(part: &Value) -> String {
+    URL_SAFE_NO_PAD.encode(part.to_string())
+}

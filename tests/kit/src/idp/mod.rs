@@ -1,0 +1,132 @@
+//! An identity provider on loopback: discovery, JWKS, rotation, and every kind of session token, good and bad.
+//!
+//! ```no_run
+//! # fn f() -> anyhow::Result<()> {
+//! use kit::idp::{Flaw, Idp, MintOptions};
+//! let idp = Idp::start()?;
+//! let environment = idp.env(); // IDP_ISSUER, IDP_AUDIENCE, IDP_JWKS_URL
+//! let session = idp.mint("user_1", &MintOptions::default());
+//! let expired = idp.mint("user_1", &MintOptions { ttl: -60, ..MintOptions::default() });
+//! let forged = idp.mint("user_1", &MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
+//! idp.rotate(kit::idp::Old::Withdrawn); // what was minted before no longer verifies
+//! # Ok(()) }
+//! ```
+//!
+//! Over HTTP: `/.well-known/openid-configuration`, `/.well-known/jwks.json`, and `/mint?sub=…&ttl=…&aud=…&azp=…&alg=…`,
+//! which answers a token as text.
+
+mod http;
+mod keys;
+mod mint;
+
+pub use keys::Alg;
+pub use mint::{Flaw, MintOptions};
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+
+use crate::net::Gate;
+use keys::KeySet;
+
+/// What becomes of the keys there were, when new ones come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Old {
+    /// They stay in the JWKS: tokens of theirs still verify.
+    Published,
+    Withdrawn,
+}
+
+/// The issuer; dropped, it answers no more.
+pub struct Idp {
+    gate: Gate,
+    state: Arc<State>,
+}
+
+struct State {
+    keys: Mutex<KeySet>,
+    jwks_fetches: AtomicUsize,
+    jwks_status: Mutex<u16>,
+}
+
+impl Idp {
+    /// The audience that tokens are for unless asked otherwise.
+    pub const AUDIENCE: &str = "svc-test";
+
+    pub fn start() -> Result<Self> {
+        let keys = Mutex::new(KeySet::generate()?);
+        let state = Arc::new(State { keys, jwks_fetches: AtomicUsize::new(0), jwks_status: Mutex::new(200) });
+        let serving = Arc::clone(&state);
+        let gate = Gate::open(move |stream| http::serve(Arc::clone(&serving), stream))?;
+        Ok(Self { gate, state })
+    }
+
+    /// The issuer's name and address, `http://127.0.0.1:<port>`.
+    pub fn issuer(&self) -> String {
+        format!("http://{}", self.gate.addr())
+    }
+
+    pub fn jwks_url(&self) -> String {
+        format!("{}{}", self.issuer(), http::JWKS_PATH)
+    }
+
+    /// The product's settings for this issuer.
+    pub fn env(&self) -> Vec<(String, String)> {
+        let pairs = [
+            ("IDP_ISSUER", self.issuer()),
+            ("IDP_AUDIENCE", Self::AUDIENCE.to_owned()),
+            ("IDP_JWKS_URL", self.jwks_url()),
+        ];
+        pairs.map(|(name, value)| (name.to_owned(), value)).into()
+    }
+
+    /// A token for a subject, signed with the newest key of the algorithm that the options name.
+    pub fn mint(&self, sub: &str, options: &MintOptions) -> String {
+        mint::mint(&self.state.keys(), &self.issuer(), sub, options)
+    }
+
+    /// New keys under new ids, which sign from now on. (The RSA key, which takes long to make, gets only a new id.)
+    pub fn rotate(&self, old: Old) -> Result<()> {
+        let new = KeySet::generate()?;
+        let mut keys = self.state.keys();
+        *keys = match old {
+            Old::Published => new.followed_by(std::mem::take(&mut *keys)),
+            Old::Withdrawn => new,
+        };
+        Ok(())
+    }
+
+    /// The id of the key that signs with this algorithm.
+    pub fn kid(&self, alg: Alg) -> String {
+        self.state.keys().current(alg).kid.clone()
+    }
+
+    /// How often the JWKS has been fetched, whatever the answer was.
+    pub fn jwks_fetches(&self) -> usize {
+        self.state.jwks_fetches.load(Ordering::SeqCst)
+    }
+
+    /// Answers JWKS requests with this status and no keys, until it is 200 again.
+    pub fn jwks_status(&self, status: u16) {
+        *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
+    }
+
+    /// Refuses connections until [`Idp::up`].
+    pub fn down(&self) {
+        self.gate.close();
+    }
+
+    pub fn up(&self) -> Result<()> {
+        Ok(self.gate.reopen()?)
+    }
+}
+
+impl State {
+    fn keys(&self) -> std::sync::MutexGuard<'_, KeySet> {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

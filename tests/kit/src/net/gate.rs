@@ -1,0 +1,140 @@
+//! A listener that can be closed, so that connections are refused, and opened again on the same port.
+//!
+//! When [`Gate::close`] or [`Gate::cut`] returns, what it ends has ended: no answer comes after it.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
+
+use super::free_port;
+use crate::runtime;
+
+type Serve = Arc<dyn Fn(TcpStream) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+
+/// Serves each connection by one future on the kit's runtime; dropped, it is closed.
+pub(crate) struct Gate {
+    addr: SocketAddr,
+    serve: Serve,
+    accepting: Mutex<Option<Tasks>>,
+    connections: Arc<Mutex<Tasks>>,
+}
+
+/// Tasks that are ended, and waited for, together.
+struct Tasks {
+    stop: CancellationToken,
+    /// Each task holds a clone: when all are gone, `ended` is disconnected.
+    alive: mpsc::Sender<()>,
+    ended: mpsc::Receiver<()>,
+}
+
+impl Gate {
+    /// Opens on a free loopback port.
+    pub(crate) fn open<F, Fut>(serve: F) -> io::Result<Self>
+    where
+        F: Fn(TcpStream) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = ()> + Send + 'static,
+    {
+        let gate = Self {
+            addr: (Ipv4Addr::LOCALHOST, free_port()?).into(),
+            serve: Arc::new(move |stream| Box::pin(serve(stream))),
+            accepting: Mutex::default(),
+            connections: Arc::default(),
+        };
+        gate.reopen()?;
+        Ok(gate)
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Refuses new connections and cuts those there are.
+    pub(crate) fn close(&self) {
+        let accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(accepting) = accepting {
+            accepting.end();
+        }
+        self.cut();
+    }
+
+    /// Cuts the connections there are; new ones are served.
+    pub(crate) fn cut(&self) {
+        let cut = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
+        cut.end();
+    }
+
+    /// Listens again on the same port; already listening is fine.
+    pub(crate) fn reopen(&self) -> io::Result<()> {
+        let mut accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner);
+        if accepting.is_none() {
+            let listener = self.bind()?;
+            let (serve, connections) = (Arc::clone(&self.serve), Arc::clone(&self.connections));
+            let tasks = Tasks::default();
+            tasks.spawn(accept(listener, serve, connections));
+            *accepting = Some(tasks);
+        }
+        Ok(())
+    }
+
+    fn bind(&self) -> io::Result<TcpListener> {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let listener = loop {
+            match std::net::TcpListener::bind(self.addr) {
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                result => break result?,
+            }
+        };
+        listener.set_nonblocking(true)?;
+        let _on_its_runtime = runtime::servers().enter();
+        TcpListener::from_std(listener)
+    }
+}
+
+async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Tasks>>) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                stream.set_nodelay(true).ok();
+                connections.lock().unwrap_or_else(PoisonError::into_inner).spawn(serve(stream));
+            }
+            // Out of file descriptors, say: the next attempt may go better.
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
+
+impl Tasks {
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let (stop, alive) = (self.stop.clone(), self.alive.clone());
+        runtime::servers().spawn(async move {
+            stop.run_until_cancelled_owned(task).await;
+            drop(alive);
+        });
+    }
+
+    fn end(self) {
+        self.stop.cancel();
+        drop(self.alive);
+        self.ended.recv_timeout(Duration::from_secs(10)).ok();
+    }
+}
+
+impl Default for Tasks {
+    fn default() -> Self {
+        let (alive, ended) = mpsc::channel();
+        Self { stop: CancellationToken::new(), alive, ended }
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

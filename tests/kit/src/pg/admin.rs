@@ -1,0 +1,59 @@
+//! What is done on a running server by SQL: connecting, and making databases.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{Client, NoTls};
+
+use super::PgServer;
+
+impl PgServer {
+    /// `postgres://postgres:<password>@127.0.0.1:<port>/<database>`.
+    pub fn url(&self, database: &str) -> String {
+        format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password(), self.port())
+    }
+
+    /// A connection as superuser; it ends with the client.
+    pub async fn connect(&self, database: &str) -> Result<Client> {
+        let mut config: tokio_postgres::Config = self.url(database).parse()?;
+        config.connect_timeout(Duration::from_secs(10));
+        let (client, connection) = config.connect(NoTls).await?;
+        tokio::spawn(connection);
+        Ok(client)
+    }
+
+    /// A new, empty database.
+    pub async fn create_database(&self, name: &str) -> Result<()> {
+        self.database_from_template("template1", name).await
+    }
+
+    /// A new database that starts as a copy of `template`, which nobody may be connected to.
+    pub async fn database_from_template(&self, template: &str, name: &str) -> Result<()> {
+        let client = self.connect("postgres").await?;
+        let sql = format!("CREATE DATABASE {} TEMPLATE {}", quoted(name), quoted(template));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match client.batch_execute(&sql).await {
+                // Whoever prepared the template may not have quite hung up.
+                Err(error) if error.code() == Some(&SqlState::OBJECT_IN_USE) && Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                result => {
+                    return result.with_context(|| format!("create database {name} from {template}"));
+                }
+            }
+        }
+    }
+
+    /// Drops a database; whoever is connected to it is cut off.
+    pub async fn drop_database(&self, name: &str) -> Result<()> {
+        let client = self.connect("postgres").await?;
+        let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quoted(name));
+        client.batch_execute(&sql).await.with_context(|| format!("drop database {name}"))
+    }
+}
+
+fn quoted(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}

@@ -1,0 +1,280 @@
+//! One PostgreSQL server: its data, its process, its end.
+//!
+//! Passwords are asked for on every way in, as on a customer's host; nothing is `trust`.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+use super::{PgBinaries, binaries};
+use crate::child::{self, AtExit};
+use crate::net;
+
+const START_DEADLINE: Duration = Duration::from_secs(60);
+const STOP_DEADLINE: Duration = Duration::from_secs(20);
+
+/// What differs from server to server; the default is a throw-away server on a free port.
+#[derive(Clone, Debug, Default)]
+pub struct PgOptions {
+    /// Where the data lives and stays; without it, in a directory that goes with the server.
+    pub data_dir: Option<PathBuf>,
+    /// The loopback port; without it a free one, kept for the server's life.
+    pub port: Option<u16>,
+    /// The superuser's password; without it a random one.
+    pub password: Option<String>,
+    pub durability: Durability,
+    /// Further `postgresql.conf` settings, which win over the kit's.
+    pub settings: Vec<(String, String)>,
+}
+
+/// Whether a commit waits for the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// Survives a killed server, not a machine without power: right for tests.
+    #[default]
+    FsyncOff,
+    /// As in production: right for measurements.
+    FsyncOn,
+}
+
+/// A PostgreSQL 16 on `127.0.0.1` and on a unix socket. Dropped, it is shut down at once and, if the directory was the
+/// kit's, its data is gone.
+#[derive(Debug)]
+pub struct PgServer {
+    binaries: PgBinaries,
+    data_dir: PathBuf,
+    port: u16,
+    password: String,
+    settings: Vec<(String, String)>,
+    process: Mutex<Option<Child>>,
+    /// Log, socket, and the data unless it was given a place: removed last.
+    own: TempDir,
+}
+
+impl PgServer {
+    /// Makes a new cluster and starts it. A given `data_dir` has to be missing or empty.
+    pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
+        let server = Self::prepare(binaries, options)?;
+        let (initdb, data_dir, password) =
+            (server.initdb(), server.data_dir.clone(), server.password.clone());
+        tokio::task::spawn_blocking(move || -> Result<()> {
+            binaries::check_not_root_works()?;
+            let password_file = tempfile::NamedTempFile::new()?;
+            fs::write(&password_file, password)?;
+            fs::create_dir_all(&data_dir)?;
+            let mut initdb = initdb;
+            initdb.arg("--pwfile").arg(password_file.path());
+            child::run(initdb, START_DEADLINE).context("make a PostgreSQL cluster")?;
+            Ok(())
+        })
+        .await??;
+        server.start_again().await?;
+        Ok(server)
+    }
+
+    /// Starts a server on data that an earlier one left, with that one's port and password.
+    pub async fn open(binaries: &PgBinaries, data_dir: &Path, port: u16, password: &str) -> Result<Self> {
+        ensure!(data_dir.join("PG_VERSION").exists(), "{} holds no PostgreSQL cluster", data_dir.display());
+        let options = PgOptions {
+            data_dir: Some(data_dir.to_owned()),
+            port: Some(port),
+            password: Some(password.to_owned()),
+            ..PgOptions::default()
+        };
+        let server = Self::prepare(binaries, options)?;
+        server.start_again().await?;
+        Ok(server)
+    }
+
+    fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
+        // In /tmp and not below a long TMPDIR: a unix socket's path has room for 107 bytes.
+        let own = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
+        child::remove_with_us(own.path());
+        let mut settings = vec![
+            ("shared_buffers".to_owned(), "32MB".to_owned()),
+            ("max_connections".to_owned(), "200".to_owned()),
+            ("jit".to_owned(), "off".to_owned()),
+        ];
+        if options.durability == Durability::FsyncOff {
+            // Not `synchronous_commit` too: a killed server would then lose what it had said was committed.
+            settings.extend(["fsync", "full_page_writes"].map(|s| (s.to_owned(), "off".to_owned())));
+        }
+        settings.extend(options.settings);
+        Ok(Self {
+            binaries: binaries.clone(),
+            data_dir: options.data_dir.unwrap_or_else(|| own.path().join("data")),
+            port: options.port.map_or_else(net::free_port, Ok)?,
+            password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
+            settings,
+            process: Mutex::new(None),
+            own,
+        })
+    }
+
+    fn initdb(&self) -> std::process::Command {
+        let mut initdb = self.binaries.server("initdb");
+        initdb.args(["--username=postgres", "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C"]);
+        initdb.args(["--no-sync", "--no-instructions"]).arg("--pgdata").arg(&self.data_dir);
+        initdb
+    }
+
+    /// Starts a stopped or killed server on the same data and port, and waits until it answers.
+    pub async fn start_again(&self) -> Result<()> {
+        let deadline = Instant::now() + START_DEADLINE;
+        self.spawn()?;
+        loop {
+            match self.connect("postgres").await {
+                Ok(_) => return Ok(()),
+                Err(error) if Instant::now() >= deadline => {
+                    self.end(Signal::SIGKILL, STOP_DEADLINE)?;
+                    bail!("no answer within {START_DEADLINE:?}: {error:#}\n{}", self.log());
+                }
+                Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+            if self.take_exited() {
+                // A killed predecessor's last processes may still hold its shared memory.
+                ensure!(
+                    self.log().contains("is still in use") && Instant::now() < deadline,
+                    "PostgreSQL did not start:\n{}",
+                    self.log()
+                );
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                self.spawn()?;
+            }
+        }
+    }
+
+    /// A fast shutdown as by systemd: open connections are cut, what is committed is on disk.
+    pub async fn stop(&self) -> Result<()> {
+        self.end(Signal::SIGINT, STOP_DEADLINE)
+    }
+
+    /// `kill -9` of the server and all its processes at once, as when the machine dies.
+    pub async fn kill9(&self) -> Result<()> {
+        if let Some(postmaster) = self.pid() {
+            // Stopped first, so that it can neither start a process nor see one die.
+            kill(postmaster, Signal::SIGSTOP).ok();
+            for process in children_of(postmaster) {
+                kill(process, Signal::SIGKILL).ok();
+            }
+        }
+        self.end(Signal::SIGKILL, STOP_DEADLINE)
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.pid().is_some()
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The password of the superuser `postgres`.
+    pub fn password(&self) -> &str {
+        &self.password
+    }
+
+    pub fn data_dir(&self) -> &Path {
+        &self.data_dir
+    }
+
+    /// The directory of the unix socket, as `host` in a connection string.
+    pub fn socket_dir(&self) -> &Path {
+        self.own.path()
+    }
+
+    pub fn binaries(&self) -> &PgBinaries {
+        &self.binaries
+    }
+
+    /// What the server has logged so far.
+    pub fn log(&self) -> String {
+        fs::read(self.log_file()).map(|log| String::from_utf8_lossy(&log).into_owned()).unwrap_or_default()
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.own.path().join("postgres.log")
+    }
+
+    fn spawn(&self) -> Result<()> {
+        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(process.is_none(), "the server on port {} is already running", self.port);
+        let log = File::create(self.log_file())?;
+        let mut command = self.binaries.server("postgres");
+        command.arg("-D").arg(&self.data_dir);
+        command.arg("-c").arg("listen_addresses=127.0.0.1").arg("-c").arg(format!("port={}", self.port));
+        command.arg("-c").arg(format!("unix_socket_directories={}", self.own.path().display()));
+        for (name, value) in &self.settings {
+            command.arg("-c").arg(format!("{name}={value}"));
+        }
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let child = command.spawn().context("start postgres")?;
+        child::end_with_us(child.id(), AtExit::Quit);
+        *process = Some(child);
+        Ok(())
+    }
+
+    fn pid(&self) -> Option<Pid> {
+        let process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        process.as_ref().and_then(|child| i32::try_from(child.id()).ok()).map(Pid::from_raw)
+    }
+
+    /// Whether the process ended by itself; if so, it is reaped and forgotten.
+    fn take_exited(&self) -> bool {
+        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
+        if exited && let Some(child) = process.take() {
+            child::ended(child.id());
+        }
+        exited
+    }
+
+    /// A killed server leaves a segment of System V shared memory, which only its next start would return.
+    fn return_shared_memory(&self) {
+        let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
+        let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));
+        if let Some(segment) = segment {
+            let mut ipcrm = std::process::Command::new("ipcrm");
+            ipcrm.args(["-m", segment]);
+            child::run(ipcrm, Duration::from_secs(5)).ok();
+        }
+    }
+
+    fn end(&self, signal: Signal, patience: Duration) -> Result<()> {
+        let pid = self.pid();
+        let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let (Some(mut child), Some(pid)) = (process.take(), pid) else {
+            return Ok(());
+        };
+        kill(pid, signal).ok();
+        let in_time = child::wait_until(&mut child, Instant::now() + patience).is_some();
+        if !in_time {
+            child.kill().ok();
+            child.wait().ok();
+        }
+        child::ended(child.id());
+        ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {patience:?} after {signal}");
+        Ok(())
+    }
+}
+
+impl Drop for PgServer {
+    fn drop(&mut self) {
+        self.end(Signal::SIGQUIT, Duration::from_secs(3)).ok();
+        if self.data_dir.starts_with(self.own.path()) {
+            self.return_shared_memory();
+        }
+    }
+}
+
+fn children_of(pid: Pid) -> Vec<Pid> {
+    let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    list.split_whitespace().filter_map(|child| child.parse().ok()).map(Pid::from_raw).collect()
+}

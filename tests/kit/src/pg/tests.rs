@@ -1,0 +1,164 @@
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use super::*;
+
+async fn server(options: PgOptions) -> Result<PgServer> {
+    let binaries = PgBinaries::locate_or_fetch(&crate::fetch::target_dir())?;
+    PgServer::start(&binaries, options).await
+}
+
+async fn count(server: &PgServer, database: &str) -> Result<i64> {
+    Ok(server.connect(database).await?.query_one("SELECT count(*) FROM kept", &[]).await?.get(0))
+}
+
+#[tokio::test]
+async fn it_is_a_16_and_asks_for_the_password_on_every_way_in() -> Result<()> {
+    let server = server(PgOptions::default()).await?;
+    let version: String =
+        server.connect("postgres").await?.query_one("SHOW server_version", &[]).await?.get(0);
+    assert!(version.starts_with("16."), "{version}");
+
+    let socket = server.socket_dir().to_str().expect("ascii");
+    for host in ["127.0.0.1", socket] {
+        let with = |password: &str| {
+            let mut psql = server.binaries().client("psql");
+            psql.args(["-h", host, "-p", &server.port().to_string(), "-U", "postgres", "-Atc", "SELECT 1"]);
+            psql.arg("-w").env("PGPASSWORD", password);
+            crate::child::run(psql, Duration::from_secs(30))
+        };
+        assert_eq!(with(server.password())?, "1\n");
+        assert!(
+            format!("{:#}", with("wrong").expect_err("wrong password"))
+                .contains("password authentication failed")
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn committed_rows_survive_a_stop_and_a_kill() -> Result<()> {
+    let server = server(PgOptions::default()).await?;
+    server.create_database("svc").await?;
+    let client = server.connect("svc").await?;
+    client.batch_execute("CREATE TABLE kept (id int); INSERT INTO kept VALUES (1)").await?;
+    let port = server.port();
+
+    server.stop().await?;
+    assert!(!server.is_running());
+    assert!(server.connect("svc").await.is_err());
+    server.start_again().await?;
+    assert_eq!((server.port(), count(&server, "svc").await?), (port, 1));
+
+    for round in 2..5 {
+        let client = server.connect("svc").await?;
+        client.batch_execute(&format!("INSERT INTO kept VALUES ({round})")).await?;
+        server.kill9().await?;
+        server.start_again().await?;
+        assert_eq!(count(&server, "svc").await?, round);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn kill9_leaves_no_process_of_it() -> Result<()> {
+    let server = server(PgOptions::default()).await?;
+    let client = server.connect("postgres").await?;
+    let backend: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await?.get(0);
+    // A backend that computes does not look up to see its postmaster dead.
+    tokio::spawn(
+        async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 100000000)").await },
+    );
+    server.kill9().await?;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while nix::sys::signal::kill(nix::unistd::Pid::from_raw(backend), None).is_ok() {
+        assert!(Instant::now() < deadline, "backend {backend} outlived kill -9");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_kept_data_directory_opens_again_under_its_port_and_password() -> Result<()> {
+    let place = tempfile::tempdir()?;
+    let data_dir = place.path().join("var/lib/postgresql");
+    let first = server(PgOptions { data_dir: Some(data_dir.clone()), ..PgOptions::default() }).await?;
+    first.create_database("svc").await?;
+    first.connect("svc").await?.batch_execute("CREATE TABLE kept (id int)").await?;
+    let (binaries, port, password) = (first.binaries().clone(), first.port(), first.password().to_owned());
+    drop(first);
+
+    let again = PgServer::open(&binaries, &data_dir, port, &password).await?;
+    assert_eq!(count(&again, "svc").await?, 0);
+    drop(again);
+    assert!(data_dir.join("PG_VERSION").exists(), "a given data directory is kept");
+    assert!(PgServer::open(&binaries, place.path(), port, &password).await.is_err(), "not a cluster");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_dropped_server_leaves_neither_process_nor_files() -> Result<()> {
+    let server = server(PgOptions::default()).await?;
+    let (port, dir) = (server.port(), server.socket_dir().to_owned());
+    drop(server);
+    assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "still listening");
+    assert!(!dir.exists(), "files left in {}", dir.display());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_server_that_cannot_start_says_why() -> Result<()> {
+    let options =
+        PgOptions { settings: vec![("shared_buffers".into(), "lots".into())], ..PgOptions::default() };
+    let error = format!("{:#}", server(options).await.expect_err("a bad setting"));
+    assert!(error.contains("shared_buffers"), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn each_test_has_a_database_of_its_own() -> Result<()> {
+    let (one, two) = tokio::try_join!(test_database(), test_database())?;
+    one.connect().await?.batch_execute("CREATE TABLE mine (id int)").await?;
+    assert!(two.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
+    assert_eq!(one.server().port(), two.server().port(), "the server is shared");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_template_is_prepared_once_and_copied_for_each() -> Result<()> {
+    static PREPARED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    let make = || {
+        test_database_from("counted", |url| async move {
+            PREPARED.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            let (client, connection) = tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
+            let connection = tokio::spawn(connection);
+            client.batch_execute("CREATE TABLE kept (id int)").await?;
+            drop(client);
+            Ok(connection.await??)
+        })
+    };
+    let (one, two) = tokio::try_join!(make(), make())?;
+    one.connect().await?.batch_execute("INSERT INTO kept VALUES (1)").await?;
+    assert_eq!(two.connect().await?.query("SELECT * FROM kept", &[]).await?.len(), 0);
+    assert_eq!(PREPARED.load(std::sync::atomic::Ordering::SeqCst), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_forsaken_database_is_dropped_by_the_next() -> Result<()> {
+    let forsaken = test_database().await?;
+    let (server, name) = (forsaken.server(), forsaken.name().to_owned());
+    let _still_connected = forsaken.connect().await?;
+    drop(forsaken);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        // Another test may have taken the list and not be done with it.
+        let next = test_database().await?;
+        let client = next.connect().await?;
+        if client.query("SELECT 1 FROM pg_database WHERE datname = $1", &[&name]).await?.is_empty() {
+            return Ok(());
+        }
+        assert!(Instant::now() < deadline, "{name} is still on the server on port {}", server.port());
+    }
+}

@@ -1,0 +1,58 @@
+//! What travels with an object's content and is given back as it came.
+//!
+//! The protocol's inputs and outputs share these fields but no type, so macros carry them over.
+
+/// What an upload says about its content and gets back with it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Attributes {
+    pub(super) content_type: Option<String>,
+    pub(super) cache_control: Option<String>,
+    pub(super) content_disposition: Option<String>,
+    pub(super) content_encoding: Option<String>,
+    pub(super) content_language: Option<String>,
+    pub(super) metadata: Option<s3s::dto::Metadata>,
+}
+
+/// The attributes in a `PutObject` or `CreateMultipartUpload`.
+macro_rules! attributes_of {
+    ($input:expr) => {
+        $crate::s3::attributes::Attributes {
+            content_type: $input.content_type,
+            cache_control: $input.cache_control,
+            content_disposition: $input.content_disposition,
+            content_encoding: $crate::s3::attributes::plain($input.content_encoding),
+            content_language: $input.content_language,
+            metadata: $input.metadata,
+        }
+    };
+}
+
+/// The answer to a `GetObject` or `HeadObject`, with what both say of an object.
+macro_rules! described {
+    ($output:ident, $object:expr) => {{
+        let attributes = $object.attributes.clone();
+        $output {
+            accept_ranges: Some("bytes".to_owned()),
+            content_length: i64::try_from($object.body.len()).ok(),
+            e_tag: Some($object.etag.clone()),
+            last_modified: Some($object.modified()),
+            content_type: attributes.content_type,
+            cache_control: attributes.cache_control,
+            content_disposition: attributes.content_disposition,
+            content_encoding: attributes.content_encoding,
+            content_language: attributes.content_language,
+            metadata: attributes.metadata,
+            ..$output::default()
+        }
+    }};
+}
+
+pub(super) use {attributes_of, described};
+
+/// `aws-chunked` was the transfer's encoding, not the content's.
+pub(super) fn plain(content_encoding: Option<String>) -> Option<String> {
+    let encodings = content_encoding?;
+    let own: Vec<_> =
+        encodings.split(',').map(str::trim).filter(|e| !e.is_empty() && *e != "aws-chunked").collect();
+    (!own.is_empty()).then(|| own.join(","))
+}

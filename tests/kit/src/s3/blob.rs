@@ -1,0 +1,179 @@
+//! The bytes of objects: immutable once written, small ones in memory, others in files that go with their last user.
+
+use std::io::{self, Read};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use futures_util::{Stream, StreamExt, TryStreamExt, stream};
+use s3s::dto::StreamingBlob;
+use s3s::{S3Result, s3_error};
+use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt};
+use tokio_util::io::ReaderStream;
+
+use super::checksum::Claims;
+
+const IN_MEMORY: usize = 64 * 1024;
+const READ_SIZE: usize = 256 * 1024;
+
+#[derive(Debug)]
+pub(super) struct Blob {
+    len: u64,
+    content: Content,
+}
+
+#[derive(Debug)]
+enum Content {
+    Memory(Bytes),
+    File(PathBuf),
+}
+
+impl Drop for Blob {
+    fn drop(&mut self) {
+        if let Content::File(path) = &self.content {
+            std::fs::remove_file(path).ok();
+        }
+    }
+}
+
+/// What one upload brought.
+pub(super) struct Received {
+    pub(super) blob: Arc<Blob>,
+    pub(super) sha256: [u8; 32],
+}
+
+impl Blob {
+    pub(super) fn in_memory(bytes: impl Into<Bytes>) -> Self {
+        let bytes = bytes.into();
+        Self { len: bytes.len() as u64, content: Content::Memory(bytes) }
+    }
+
+    /// Takes an upload in, with never more than [`IN_MEMORY`] and a few chunks of it in memory.
+    pub(super) async fn receive(
+        dir: &Path,
+        body: Option<StreamingBlob>,
+        claims: &Claims,
+    ) -> S3Result<Received> {
+        let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
+        let mut hasher = claims.hasher();
+        let mut small = BytesMut::new();
+        let mut large: Option<Spill> = None;
+        let mut body = body.unwrap_or_else(|| s3s::Body::empty().into());
+        while let Some(chunk) = body.next().await {
+            let chunk = chunk.map_err(|e| broken_upload(&e))?;
+            sha256.update(&chunk);
+            hasher.update(&chunk);
+            if large.is_none() && small.len() + chunk.len() > IN_MEMORY {
+                let mut spill = Spill::new(dir).await.map_err(|e| s3_error!(e, InternalError))?;
+                spill.write(&small).await.map_err(|e| s3_error!(e, InternalError))?;
+                large = Some(spill);
+            }
+            match &mut large {
+                Some(spill) => spill.write(&chunk).await.map_err(|e| s3_error!(e, InternalError))?,
+                None => small.extend_from_slice(&chunk),
+            }
+        }
+        let blob = match large {
+            Some(spill) => spill.finish().await.map_err(|e| s3_error!(e, InternalError))?,
+            None => Self::in_memory(small),
+        };
+        claims.verify(hasher)?;
+        let mut digest = [0; 32];
+        digest.copy_from_slice(sha256.finish().as_ref());
+        Ok(Received { blob: Arc::new(blob), sha256: digest })
+    }
+}
+
+// The signature covers the length and the hash of what was to come, and s3s compares both as it reads.
+fn broken_upload(error: &s3s::StdError) -> s3s::S3Error {
+    let text = error.to_string();
+    if text.contains("Sha256Mismatch") {
+        return s3_error!(BadDigest, "the body does not have the signed SHA-256");
+    }
+    s3_error!(IncompleteBody, "the body broke off: {text}")
+}
+
+/// A blob on its way into a file, which is removed unless it gets there.
+struct Spill {
+    blob: Blob,
+    file: tokio::io::BufWriter<tokio::fs::File>,
+}
+
+impl Spill {
+    async fn new(dir: &Path) -> io::Result<Self> {
+        let path = dir.join(uuid::Uuid::new_v4().simple().to_string());
+        let file = tokio::io::BufWriter::with_capacity(READ_SIZE, tokio::fs::File::create_new(&path).await?);
+        Ok(Self { blob: Blob { len: 0, content: Content::File(path) }, file })
+    }
+
+    async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.blob.len += bytes.len() as u64;
+        self.file.write_all(bytes).await
+    }
+
+    async fn finish(mut self) -> io::Result<Blob> {
+        self.file.flush().await?;
+        Ok(self.blob)
+    }
+}
+
+/// An object's content: its parts one after another, as they were uploaded.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Body(Vec<Arc<Blob>>);
+
+impl Body {
+    pub(super) fn new(parts: Vec<Arc<Blob>>) -> Self {
+        Self(parts)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.0.iter().map(|blob| blob.len).sum()
+    }
+
+    pub(super) fn stream(&self, range: Range<u64>) -> StreamingBlob {
+        let mut start = 0;
+        let mut pieces = Vec::new();
+        for blob in &self.0 {
+            let end = start + blob.len;
+            let piece = range.start.clamp(start, end) - start..range.end.clamp(start, end) - start;
+            if !piece.is_empty() {
+                pieces.push((Arc::clone(blob), piece));
+            }
+            start = end;
+        }
+        StreamingBlob::wrap(
+            stream::iter(pieces).map(Ok).and_then(|(blob, piece)| open(blob, piece)).try_flatten(),
+        )
+    }
+
+    pub(super) fn read(&self) -> io::Result<Vec<u8>> {
+        let mut all = Vec::new();
+        for blob in &self.0 {
+            match &blob.content {
+                Content::Memory(bytes) => all.extend_from_slice(bytes),
+                Content::File(path) => {
+                    std::fs::File::open(path)?.read_to_end(&mut all)?;
+                }
+            }
+        }
+        Ok(all)
+    }
+}
+
+type ByteStream = std::pin::Pin<Box<dyn Stream<Item = io::Result<Bytes>> + Send + Sync>>;
+
+async fn open(blob: Arc<Blob>, range: Range<u64>) -> io::Result<ByteStream> {
+    match &blob.content {
+        Content::Memory(bytes) => {
+            let index = |at: u64| usize::try_from(at).map_err(io::Error::other);
+            let piece = bytes.slice(index(range.start)?..index(range.end)?);
+            Ok(Box::pin(stream::iter([Ok(piece)])))
+        }
+        Content::File(path) => {
+            let mut file = tokio::fs::File::open(path).await?;
+            file.seek(io::SeekFrom::Start(range.start)).await?;
+            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), READ_SIZE)))
+        }
+    }
+}

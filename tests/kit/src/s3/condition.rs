@@ -1,0 +1,78 @@
+//! The conditions that a request puts on the object it reads or writes.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use s3s::dto::{ETagCondition, IfMatch, IfModifiedSince, IfNoneMatch, IfUnmodifiedSince, Timestamp};
+use s3s::{S3Result, s3_error};
+
+use super::store::Object;
+
+/// `If-Match` and `If-None-Match` of a write.
+#[derive(Clone, Debug, Default)]
+pub(super) struct WriteCondition {
+    pub(super) if_match: Option<ETagCondition>,
+    pub(super) if_none_match: Option<ETagCondition>,
+}
+
+impl WriteCondition {
+    /// As R2 and RFC 9110 have it: a missing object does not match, 412.
+    pub(super) fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
+        let matches = |condition: &ETagCondition| {
+            current.is_some_and(|object| condition.as_etag().is_none_or(|etag| etag.strong_cmp(&object.etag)))
+        };
+        if self.if_match.as_ref().is_some_and(|c| !matches(c)) {
+            return Err(s3_error!(PreconditionFailed, "the object is not the one that If-Match names"));
+        }
+        if self.if_none_match.as_ref().is_some_and(matches) {
+            return Err(s3_error!(PreconditionFailed, "there is an object that If-None-Match names"));
+        }
+        Ok(())
+    }
+}
+
+/// The conditional headers of a read, in the order of precedence of RFC 9110.
+pub(super) struct ReadCondition {
+    pub(super) if_match: Option<IfMatch>,
+    pub(super) if_none_match: Option<IfNoneMatch>,
+    pub(super) if_modified_since: Option<IfModifiedSince>,
+    pub(super) if_unmodified_since: Option<IfUnmodifiedSince>,
+}
+
+impl ReadCondition {
+    pub(super) fn check(&self, object: &Object) -> S3Result<()> {
+        // Headers carry whole seconds.
+        let since_epoch = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let modified = &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
+        match (&self.if_match, &self.if_unmodified_since) {
+            (Some(condition), _)
+                if condition.as_etag().is_some_and(|etag| !etag.strong_cmp(&object.etag)) =>
+            {
+                return Err(s3_error!(PreconditionFailed));
+            }
+            (None, Some(since)) if modified > since => return Err(s3_error!(PreconditionFailed)),
+            _ => {}
+        }
+        match (&self.if_none_match, &self.if_modified_since) {
+            (Some(condition), _) if condition.as_etag().is_none_or(|etag| etag.weak_cmp(&object.etag)) => {
+                Err(s3_error!(NotModified))
+            }
+            (None, Some(since)) if modified <= since => Err(s3_error!(NotModified)),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The conditions of a `GetObject` or `HeadObject`.
+macro_rules! read_condition {
+    ($input:expr) => {
+        $crate::s3::condition::ReadCondition {
+            if_match: $input.if_match,
+            if_none_match: $input.if_none_match,
+            if_modified_since: $input.if_modified_since,
+            if_unmodified_since: $input.if_unmodified_since,
+        }
+    };
+}
+
+pub(super) use read_condition;

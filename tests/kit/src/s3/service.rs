@@ -1,0 +1,219 @@
+//! The S3 operations on one object or bucket, and the index of both traits' methods; s3s does the protocol.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use s3s::dto::*;
+use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
+
+use super::attributes::{attributes_of, described};
+use super::blob::Blob;
+use super::checksum::Claims;
+use super::condition::{WriteCondition, read_condition};
+use super::store::{Object, Store};
+
+pub(super) struct Service {
+    pub(super) store: Arc<Store>,
+}
+
+/// Set on a request that is to see what was there before the last write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StaleRead;
+
+type Answer<T> = S3Result<S3Response<T>>;
+
+fn answer<T>(output: T) -> Answer<T> {
+    Ok(S3Response::new(output))
+}
+
+#[async_trait::async_trait]
+impl S3 for Service {
+    async fn put_object(&self, request: S3Request<PutObjectInput>) -> Answer<PutObjectOutput> {
+        let claims = Claims::of(&request);
+        let input = request.input;
+        // Known before the body is: a bucket that is not there takes no gigabyte to refuse.
+        self.store.with(&input.bucket, |_| Ok(()))?;
+        let attributes = attributes_of!(input);
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
+        let received = Blob::receive(self.store.dir(), input.body, &claims).await?;
+        let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
+        let e_tag = Some(object.etag.clone());
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
+        answer(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
+    }
+
+    async fn get_object(&self, request: S3Request<GetObjectInput>) -> Answer<GetObjectOutput> {
+        let object = self.find(&request, &request.input.bucket, &request.input.key)?;
+        let input = request.input;
+        read_condition!(input).check(&object)?;
+        let len = object.body.len();
+        let range = input.range.map_or(Ok(0..len), |range| range.check(len))?;
+        let content_range = input
+            .range
+            .is_some()
+            .then(|| format!("bytes {}-{}/{len}", range.start, range.end.saturating_sub(1)));
+        let status = content_range.as_ref().map(|_| http::StatusCode::PARTIAL_CONTENT);
+        let output = GetObjectOutput {
+            content_length: i64::try_from(range.end - range.start).ok(),
+            body: Some(object.body.stream(range)),
+            content_range,
+            ..described!(GetObjectOutput, object)
+        };
+        let mut response = S3Response::new(output);
+        response.status = status;
+        Ok(response)
+    }
+
+    async fn head_object(&self, request: S3Request<HeadObjectInput>) -> Answer<HeadObjectOutput> {
+        let object = self.find(&request, &request.input.bucket, &request.input.key)?;
+        let input = request.input;
+        read_condition!(input).check(&object)?;
+        answer(described!(HeadObjectOutput, object))
+    }
+
+    async fn delete_object(&self, request: S3Request<DeleteObjectInput>) -> Answer<DeleteObjectOutput> {
+        let input = request.input;
+        let condition = WriteCondition { if_match: input.if_match, if_none_match: None };
+        self.store.with(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
+        answer(DeleteObjectOutput::default())
+    }
+
+    async fn delete_objects(&self, request: S3Request<DeleteObjectsInput>) -> Answer<DeleteObjectsOutput> {
+        let input = request.input;
+        let mut deleted = Vec::new();
+        self.store.with(&input.bucket, |bucket| {
+            for named in input.delete.objects {
+                bucket.remove(&named.key, &WriteCondition::default())?;
+                deleted.push(DeletedObject { key: Some(named.key), ..DeletedObject::default() });
+            }
+            Ok(())
+        })?;
+        let is_quiet = input.delete.quiet.unwrap_or_default();
+        answer(DeleteObjectsOutput {
+            deleted: (!is_quiet).then_some(deleted),
+            ..DeleteObjectsOutput::default()
+        })
+    }
+
+    async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> Answer<CopyObjectOutput> {
+        let input = request.input;
+        let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
+            return Err(s3_error!(NotImplemented, "copies are made from buckets only"));
+        };
+        let source = self.store.with(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
+        let copy = Arc::new(Object {
+            body: source.body.clone(),
+            etag: source.etag.clone(),
+            modified: SystemTime::now(),
+            attributes: source.attributes.clone(),
+        });
+        let result = CopyObjectResult {
+            e_tag: Some(copy.etag.clone()),
+            last_modified: Some(copy.modified()),
+            ..CopyObjectResult::default()
+        };
+        self.store.with(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
+        answer(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
+    }
+
+    async fn create_bucket(&self, request: S3Request<CreateBucketInput>) -> Answer<CreateBucketOutput> {
+        if !self.store.create_bucket(&request.input.bucket) {
+            return Err(s3_error!(BucketAlreadyOwnedByYou));
+        }
+        answer(CreateBucketOutput::default())
+    }
+
+    async fn delete_bucket(&self, request: S3Request<DeleteBucketInput>) -> Answer<DeleteBucketOutput> {
+        self.store.delete_bucket(&request.input.bucket)?;
+        answer(DeleteBucketOutput::default())
+    }
+
+    async fn head_bucket(&self, request: S3Request<HeadBucketInput>) -> Answer<HeadBucketOutput> {
+        self.store.with(&request.input.bucket, |_| Ok(()))?;
+        answer(HeadBucketOutput::default())
+    }
+
+    async fn get_bucket_location(
+        &self,
+        request: S3Request<GetBucketLocationInput>,
+    ) -> Answer<GetBucketLocationOutput> {
+        self.store.with(&request.input.bucket, |_| Ok(()))?;
+        answer(GetBucketLocationOutput::default())
+    }
+
+    async fn list_buckets(&self, _request: S3Request<ListBucketsInput>) -> Answer<ListBucketsOutput> {
+        let buckets = self.store.buckets().into_iter();
+        let buckets = buckets.map(|(name, created)| Bucket {
+            name: Some(name),
+            creation_date: Some(created.into()),
+            ..Bucket::default()
+        });
+        answer(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() })
+    }
+
+    async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> Answer<ListObjectsOutput> {
+        answer(self.store.list_v1(request.input)?)
+    }
+
+    async fn list_objects_v2(&self, request: S3Request<ListObjectsV2Input>) -> Answer<ListObjectsV2Output> {
+        answer(self.store.list_v2(request.input)?)
+    }
+
+    async fn create_multipart_upload(
+        &self,
+        request: S3Request<CreateMultipartUploadInput>,
+    ) -> Answer<CreateMultipartUploadOutput> {
+        let input = request.input;
+        let attributes = attributes_of!(input);
+        let id = self
+            .store
+            .with(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
+        answer(CreateMultipartUploadOutput {
+            bucket: Some(input.bucket),
+            key: Some(input.key),
+            upload_id: Some(id),
+            ..CreateMultipartUploadOutput::default()
+        })
+    }
+
+    async fn upload_part(&self, request: S3Request<UploadPartInput>) -> Answer<UploadPartOutput> {
+        answer(self.store.upload_part(request).await?)
+    }
+
+    async fn complete_multipart_upload(
+        &self,
+        request: S3Request<CompleteMultipartUploadInput>,
+    ) -> Answer<CompleteMultipartUploadOutput> {
+        answer(self.store.complete_multipart(request.input)?)
+    }
+
+    async fn abort_multipart_upload(
+        &self,
+        request: S3Request<AbortMultipartUploadInput>,
+    ) -> Answer<AbortMultipartUploadOutput> {
+        let input = request.input;
+        self.store.with(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
+        answer(AbortMultipartUploadOutput::default())
+    }
+
+    async fn list_multipart_uploads(
+        &self,
+        request: S3Request<ListMultipartUploadsInput>,
+    ) -> Answer<ListMultipartUploadsOutput> {
+        answer(self.store.list_uploads(request.input)?)
+    }
+
+    async fn list_parts(&self, request: S3Request<ListPartsInput>) -> Answer<ListPartsOutput> {
+        answer(self.store.list_parts(request.input)?)
+    }
+}
+
+impl Service {
+    fn find<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
+        let is_stale = request.extensions.get::<StaleRead>().is_some();
+        let look = |bucket: &mut super::store::Bucket| {
+            Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
+        };
+        self.store.with(bucket, look)?.ok_or_else(|| s3_error!(NoSuchKey))
+    }
+}

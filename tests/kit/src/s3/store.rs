@@ -1,0 +1,188 @@
+//! What the server holds: buckets, and in each a sorted index of objects and the uploads under way.
+//!
+//! Content is written before, and outside of, any lock; what decides about a write is one short critical section that
+//! compares and replaces. So of any number of racing conditional writes exactly one wins, on every key.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use s3s::dto::{ETag, Timestamp};
+use s3s::{S3Result, s3_error};
+
+use super::attributes::Attributes;
+use super::blob::{Blob, Body};
+use super::condition::WriteCondition;
+use super::upload::Upload;
+
+#[derive(Debug)]
+pub(super) struct Store {
+    dir: PathBuf,
+    buckets: Mutex<BTreeMap<String, Bucket>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Bucket {
+    created: SystemTime,
+    objects: BTreeMap<String, Arc<Object>>,
+    /// What each key held before its last change, for stale reads.
+    replaced: BTreeMap<String, Arc<Object>>,
+    pub(super) uploads: BTreeMap<String, Upload>,
+}
+
+#[derive(Debug)]
+pub(super) struct Object {
+    pub(super) body: Body,
+    pub(super) etag: ETag,
+    pub(super) modified: SystemTime,
+    pub(super) attributes: Attributes,
+}
+
+impl Object {
+    /// An object of one blob; its tag is that of its content.
+    pub(super) fn simple(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
+        Self {
+            body: Body::new(vec![blob]),
+            etag: content_tag(sha256),
+            modified: SystemTime::now(),
+            attributes,
+        }
+    }
+
+    pub(super) fn modified(&self) -> Timestamp {
+        self.modified.into()
+    }
+}
+
+/// Looks like the MD5 that S3 has there: 32 hexadecimal digits that say which content this is.
+pub(super) fn content_tag(sha256: &[u8; 32]) -> ETag {
+    ETag::Strong(hex::encode(&sha256[..16]))
+}
+
+/// One page of a listing.
+#[derive(Debug, Default)]
+pub(super) struct Page {
+    pub(super) objects: Vec<(String, Arc<Object>)>,
+    pub(super) prefixes: Vec<String>,
+    pub(super) next: Option<Cursor>,
+}
+
+/// Where a listing goes on.
+#[derive(Clone, Debug)]
+pub(super) enum Cursor {
+    After(String),
+    /// After all keys that start so.
+    AfterPrefix(String),
+}
+
+impl Store {
+    pub(super) fn new(dir: &Path) -> Self {
+        Self { dir: dir.to_owned(), buckets: Mutex::default() }
+    }
+
+    /// Where blobs lie.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub(super) fn create_bucket(&self, name: &str) -> bool {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = !buckets.contains_key(name);
+        buckets.entry(name.to_owned()).or_insert_with(|| Bucket {
+            created: SystemTime::now(),
+            objects: BTreeMap::new(),
+            replaced: BTreeMap::new(),
+            uploads: BTreeMap::new(),
+        });
+        is_new
+    }
+
+    pub(super) fn buckets(&self) -> Vec<(String, SystemTime)> {
+        let buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        buckets.iter().map(|(name, bucket)| (name.clone(), bucket.created)).collect()
+    }
+
+    pub(super) fn delete_bucket(&self, name: &str) -> S3Result<()> {
+        if self.with(name, |bucket| Ok(!bucket.objects.is_empty()))? {
+            return Err(s3_error!(BucketNotEmpty));
+        }
+        self.buckets.lock().unwrap_or_else(PoisonError::into_inner).remove(name);
+        Ok(())
+    }
+
+    /// Runs `work` on a bucket, alone.
+    pub(super) fn with<T>(&self, bucket: &str, work: impl FnOnce(&mut Bucket) -> S3Result<T>) -> S3Result<T> {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        work(buckets.get_mut(bucket).ok_or_else(|| s3_error!(NoSuchBucket))?)
+    }
+}
+
+impl Bucket {
+    pub(super) fn get(&self, key: &str) -> Option<Arc<Object>> {
+        self.objects.get(key).cloned()
+    }
+
+    /// What the key held before its last change.
+    pub(super) fn get_stale(&self, key: &str) -> Option<Arc<Object>> {
+        self.replaced.get(key).cloned()
+    }
+
+    pub(super) fn put(&mut self, key: &str, object: Arc<Object>, condition: &WriteCondition) -> S3Result<()> {
+        condition.check(self.objects.get(key))?;
+        match self.objects.insert(key.to_owned(), object) {
+            Some(old) => self.replaced.insert(key.to_owned(), old),
+            None => self.replaced.remove(key),
+        };
+        Ok(())
+    }
+
+    /// Whether there was something to remove.
+    pub(super) fn remove(&mut self, key: &str, condition: &WriteCondition) -> S3Result<bool> {
+        condition.check(self.objects.get(key))?;
+        let Some(old) = self.objects.remove(key) else {
+            return Ok(false);
+        };
+        self.replaced.insert(key.to_owned(), old);
+        Ok(true)
+    }
+
+    /// Up to `max` keys and, with a delimiter, common prefixes, in order; costs what it gives, not what the bucket holds.
+    pub(super) fn list(
+        &self,
+        prefix: &str,
+        delimiter: Option<&str>,
+        from: Option<Cursor>,
+        max: usize,
+    ) -> Page {
+        let mut page = Page::default();
+        let mut cursor = from;
+        while let Some((key, object)) = self.first_after(prefix, cursor.as_ref()) {
+            if page.objects.len() + page.prefixes.len() == max {
+                page.next = cursor;
+                break;
+            }
+            let rest = &key[prefix.len()..];
+            let common = delimiter.and_then(|d| rest.find(d).map(|at| &key[..prefix.len() + at + d.len()]));
+            if let Some(common) = common {
+                page.prefixes.push(common.to_owned());
+                cursor = Some(Cursor::AfterPrefix(common.to_owned()));
+            } else {
+                page.objects.push((key.clone(), Arc::clone(object)));
+                cursor = Some(Cursor::After(key.clone()));
+            }
+        }
+        page
+    }
+
+    fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
+        let start = match cursor {
+            Some(Cursor::After(key)) if key.as_str() >= prefix => Bound::Excluded(key.clone()),
+            // No key that starts so is greater, short of one with this very character there.
+            Some(Cursor::AfterPrefix(p)) if p.as_str() >= prefix => Bound::Excluded(format!("{p}\u{10FFFF}")),
+            _ => Bound::Included(prefix.to_owned()),
+        };
+        self.objects.range((start, Bound::Unbounded)).next().filter(|(key, _)| key.starts_with(prefix))
+    }
+}

@@ -1,0 +1,121 @@
+//! Multipart uploads. A finished one is the list of its parts' blobs: nothing is copied.
+//!
+//! The rules are those of R2, the stricter of the two: all parts but the last of one size, and at least 5 MiB.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use s3s::dto::{CompletedPart, ETag};
+use s3s::{S3Result, s3_error};
+
+use super::attributes::Attributes;
+use super::blob::{Blob, Body, Received};
+use super::condition::WriteCondition;
+use super::store::{Bucket, Object, content_tag};
+
+const MIN_PART: u64 = 5 * 1024 * 1024;
+
+#[derive(Debug)]
+pub(super) struct Upload {
+    pub(super) key: String,
+    pub(super) initiated: SystemTime,
+    attributes: Attributes,
+    pub(super) parts: BTreeMap<i32, Part>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) body: Body,
+    pub(super) etag: ETag,
+    blob: Arc<Blob>,
+    sha256: [u8; 32],
+    pub(super) modified: SystemTime,
+}
+
+impl Part {
+    pub(super) fn new(received: &Received) -> Self {
+        Self {
+            body: Body::new(vec![Arc::clone(&received.blob)]),
+            etag: content_tag(&received.sha256),
+            blob: Arc::clone(&received.blob),
+            sha256: received.sha256,
+            modified: SystemTime::now(),
+        }
+    }
+}
+
+impl Bucket {
+    pub(super) fn create_upload(&mut self, key: String, attributes: Attributes) -> String {
+        let id = uuid::Uuid::new_v4().simple().to_string();
+        let upload = Upload { key, initiated: SystemTime::now(), attributes, parts: BTreeMap::new() };
+        self.uploads.insert(id.clone(), upload);
+        id
+    }
+
+    pub(super) fn upload(&mut self, key: &str, id: &str) -> S3Result<&mut Upload> {
+        self.uploads.get_mut(id).filter(|upload| upload.key == key).ok_or_else(|| s3_error!(NoSuchUpload))
+    }
+
+    pub(super) fn abort_upload(&mut self, key: &str, id: &str) -> S3Result<()> {
+        self.upload(key, id)?;
+        self.uploads.remove(id);
+        Ok(())
+    }
+
+    /// Makes the object of the named parts. Refused, the upload stays as it is, to be aborted or completed otherwise.
+    pub(super) fn complete_upload(
+        &mut self,
+        key: &str,
+        id: &str,
+        named: &[CompletedPart],
+        condition: &WriteCondition,
+    ) -> S3Result<ETag> {
+        let upload = self.upload(key, id)?;
+        let parts = chosen(upload, named)?;
+        let attributes = upload.attributes.clone();
+        let mut digests = ring::digest::Context::new(&ring::digest::SHA256);
+        for part in &parts {
+            digests.update(&part.sha256);
+        }
+        let etag = ETag::Strong(format!("{}-{}", hex::encode(&digests.finish().as_ref()[..16]), parts.len()));
+        let body = Body::new(parts.into_iter().map(|part| part.blob).collect());
+        let object = Object { body, etag: etag.clone(), modified: SystemTime::now(), attributes };
+        self.put(key, Arc::new(object), condition)?;
+        self.uploads.remove(id);
+        Ok(etag)
+    }
+}
+
+fn chosen(upload: &Upload, named: &[CompletedPart]) -> S3Result<Vec<Part>> {
+    let mut parts: Vec<Part> = Vec::with_capacity(named.len());
+    let mut last_number = 0;
+    for named in named {
+        let number = named.part_number.unwrap_or_default();
+        if number <= last_number {
+            return Err(s3_error!(InvalidPartOrder));
+        }
+        last_number = number;
+        let part = upload.parts.get(&number);
+        let same = |part: &&Part| named.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
+        let part =
+            part.filter(same).ok_or_else(|| s3_error!(InvalidPart, "part {number} was not uploaded so"))?;
+        parts.push(part.clone());
+    }
+    let Some((_, but_last)) = parts.split_last() else {
+        return Err(s3_error!(MalformedXML, "an upload is completed with at least one part"));
+    };
+    let first = but_last.first().map_or(MIN_PART, |part| part.body.len());
+    if first < MIN_PART {
+        return Err(s3_error!(
+            EntityTooSmall,
+            "a part that is not the last has {first} bytes, at least {MIN_PART} are due"
+        ));
+    }
+    if but_last.iter().any(|part| part.body.len() != first)
+        || parts.last().is_some_and(|l| l.body.len() > first && parts.len() > 1)
+    {
+        return Err(s3_error!(InvalidPart, "all parts but the last must have one size"));
+    }
+    Ok(parts)
+}
