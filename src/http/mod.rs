@@ -1,8 +1,10 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod client;
+pub mod jwt;
 pub mod problem;
 pub mod proof;
+pub mod proxy;
 pub mod request_id;
 pub mod resolve;
 pub mod server;

@@ -1,0 +1,197 @@
+//! The issuer's keys (RFC 7517), fetched when they are needed, kept while the issuer is down.
+
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, KeyAlgorithm, KeyOperations, PublicKeyUse};
+use jsonwebtoken::{Algorithm, DecodingKey, Validation};
+use serde::Deserialize;
+use serde_json::Value;
+use url::Url;
+
+use super::JwtError;
+use crate::http::problem::chain;
+
+/// An unknown `kid` asks the issuer again at most this often.
+const ASK_AGAIN: Duration = Duration::from_secs(30);
+/// Without any key nobody is let in, so the issuer is asked sooner.
+const ASK_AGAIN_WITHOUT_KEYS: Duration = Duration::from_secs(2);
+/// A key that the issuer has withdrawn is believed no longer than this, as far as the issuer answers.
+const STALE: Duration = Duration::from_secs(600);
+const LARGEST_BYTES: usize = 256 * 1024;
+
+/// One of the issuer's keys with the one algorithm that it is for.
+pub(super) struct VerifyingKey {
+    pub(super) key: DecodingKey,
+    pub(super) validation: Validation,
+}
+
+type Keys = HashMap<String, Arc<VerifyingKey>>;
+
+pub(super) struct Jwks {
+    url: Url,
+    client: reqwest::Client,
+    known: RwLock<Known>,
+    /// Held while the issuer is asked, so that it is asked once; holds when that was.
+    asked: tokio::sync::Mutex<Option<Instant>>,
+}
+
+#[derive(Default)]
+struct Known {
+    keys: Arc<Keys>,
+    fetched: Option<Instant>,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum FetchError {
+    #[error("ask for the issuer's keys")]
+    Http(#[from] reqwest::Error),
+    #[error("the issuer's keys are too large")]
+    TooLarge,
+    #[error("the issuer's keys are not a JWK set")]
+    Malformed(#[from] serde_json::Error),
+    #[error("the issuer has no key that we can use")]
+    Empty,
+}
+
+impl Jwks {
+    pub(super) fn new(url: Url, client: reqwest::Client) -> Self {
+        Self { url, client, known: RwLock::default(), asked: tokio::sync::Mutex::default() }
+    }
+
+    /// The key of this id; the issuer is asked where it is unknown, or what we know is old.
+    pub(super) async fn find(&self, kid: &str) -> Result<Arc<VerifyingKey>, JwtError> {
+        let mut asked = match (self.known(kid), self.asked.try_lock()) {
+            ((Some(key), Freshness::Fresh), _) => return Ok(key),
+            (_, Ok(asked)) => asked,
+            // An old key will do while the issuer is being asked.
+            ((Some(key), _), Err(_)) => return Ok(key),
+            ((None, _), Err(_)) => self.asked.lock().await,
+        };
+        // Another request may have asked while this one waited.
+        let (key, freshness) = self.known(kid);
+        let pause = if freshness == Freshness::Never { ASK_AGAIN_WITHOUT_KEYS } else { ASK_AGAIN };
+        let due = asked.is_none_or(|at| at.elapsed() >= pause);
+        if due && (key.is_none() || freshness != Freshness::Fresh) {
+            *asked = Some(Instant::now());
+            match self.fetch().await {
+                Ok(keys) => {
+                    let known = Known { keys: Arc::new(keys), fetched: Some(Instant::now()) };
+                    *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
+                }
+                Err(error) => {
+                    tracing::warn!(url = %self.url, error = %chain(&error), "no new keys of the issuer");
+                }
+            }
+        }
+        drop(asked);
+        match self.known(kid) {
+            (Some(key), _) => Ok(key),
+            (None, Freshness::Never) => Err(JwtError::NoKeys),
+            (None, _) => Err(JwtError::UnknownKey),
+        }
+    }
+
+    fn known(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {
+        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
+        let freshness = match known.fetched {
+            None => Freshness::Never,
+            Some(at) if at.elapsed() >= STALE => Freshness::Stale,
+            Some(_) => Freshness::Fresh,
+        };
+        (known.keys.get(kid).cloned(), freshness)
+    }
+
+    async fn fetch(&self) -> Result<Keys, FetchError> {
+        let mut answer = self.client.get(self.url.clone()).send().await?.error_for_status()?;
+        let mut body = Vec::new();
+        while let Some(chunk) = answer.chunk().await? {
+            body.extend_from_slice(&chunk);
+            if body.len() > LARGEST_BYTES {
+                return Err(FetchError::TooLarge);
+            }
+        }
+        let keys = parse(&body)?;
+        if keys.is_empty() { Err(FetchError::Empty) } else { Ok(keys) }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Freshness {
+    Never,
+    Stale,
+    Fresh,
+}
+
+/// Keys that are not for us are passed over (RFC 7517, section 5).
+fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
+    #[derive(Deserialize)]
+    struct Set {
+        keys: Vec<Value>,
+    }
+    let set: Set = serde_json::from_slice(body)?;
+    Ok(set.keys.into_iter().filter_map(usable).collect())
+}
+
+fn usable(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
+    let jwk: Jwk = serde_json::from_value(jwk).ok()?;
+    let common = &jwk.common;
+    let (algorithm, named) = match &jwk.algorithm {
+        AlgorithmParameters::RSA(_) => (Algorithm::RS256, KeyAlgorithm::RS256),
+        AlgorithmParameters::EllipticCurve(key) if key.curve == EllipticCurve::P256 => {
+            (Algorithm::ES256, KeyAlgorithm::ES256)
+        }
+        AlgorithmParameters::OctetKeyPair(key) if key.curve == EllipticCurve::Ed25519 => {
+            (Algorithm::EdDSA, KeyAlgorithm::EdDSA)
+        }
+        _ => return None,
+    };
+    let signs = common.public_key_use.as_ref().is_none_or(|named| *named == PublicKeyUse::Signature);
+    let verifies = common.key_operations.as_ref().is_none_or(|all| all.contains(&KeyOperations::Verify));
+    if !signs || !verifies || common.key_algorithm.is_some_and(|algorithm| algorithm != named) {
+        return None;
+    }
+    let mut validation = Validation::new(algorithm);
+    // Claims are checked by `Trust`, with a clock that is an argument.
+    validation.required_spec_claims.clear();
+    validation.validate_exp = false;
+    validation.validate_aud = false;
+    let key = DecodingKey::from_jwk(&jwk).ok()?;
+    Some((common.key_id.clone()?, Arc::new(VerifyingKey { key, validation })))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn only_keys_that_verify_our_algorithms_are_taken() {
+        let ed = json!({"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"});
+        let with = |name: &str, more: Value| {
+            let mut key = ed.clone();
+            key["kid"] = name.into();
+            for (member, value) in more.as_object().unwrap() {
+                key[member] = value.clone();
+            }
+            key
+        };
+        let set = json!({"keys": [
+            with("plain", json!({})),
+            with("full", json!({"alg": "EdDSA", "use": "sig", "key_ops": ["verify"]})),
+            with("encrypts", json!({"use": "enc"})),
+            with("signs", json!({"key_ops": ["sign"]})),
+            with("other-alg", json!({"alg": "ES256"})),
+            ed,
+            {"kty": "oct", "kid": "secret", "k": "AAAA"},
+            {"kty": "EC", "crv": "P-384", "kid": "p384", "x": "AA", "y": "AA"},
+            {"kty": "new", "kid": "unknown"},
+            "not a key",
+        ]});
+        let mut kids: Vec<_> = parse(set.to_string().as_bytes()).unwrap().into_keys().collect();
+        kids.sort();
+        assert_eq!(kids, ["full", "plain"]);
+    }
+}

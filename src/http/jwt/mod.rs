@@ -1,0 +1,145 @@
+//! The identity provider's tokens: JWTs (RFC 7519) checked against its published keys.
+//!
+//! Owns which tokens are believed: RS256, ES256 and EdDSA alone, by a key of the configured JWKS whose own algorithm
+//! the header must name; issuer, audience and times. It keeps no sessions. Invariant: nothing of a token but its `kid`
+//! is used before its signature holds.
+
+mod crypto;
+mod jwks;
+
+use jiff::Timestamp;
+use jsonwebtoken::{TokenData, decode, decode_header};
+use serde::Deserialize;
+use url::Url;
+
+use crate::machine::name::IdpUserId;
+use jwks::{Jwks, VerifyingKey};
+
+/// How far the two clocks may be apart, in seconds.
+pub const LEEWAY_SECONDS: i64 = 30;
+/// Longer ones are not looked at.
+const LONGEST: usize = 8 * 1024;
+
+/// Whose tokens are believed, and for whom they must be made.
+#[derive(Debug, Clone)]
+pub struct Trust {
+    pub issuer: String,
+    /// Each is one of ours; a token names at least one, in `aud`, or in `azp` where it has no `aud`.
+    pub audiences: Vec<String>,
+    pub jwks_url: Url,
+}
+
+/// What a believed token says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Subject {
+    pub user: IdpUserId,
+    /// Unix seconds; the token is not believed after this and the leeway.
+    pub expires_at: i64,
+}
+
+/// Why a token is not believed.
+#[derive(Debug, thiserror::Error)]
+pub enum JwtError {
+    #[error("the token is malformed")]
+    Malformed,
+    #[error("the token's algorithm is not its key's")]
+    Algorithm,
+    #[error("the token's key is not one of the issuer's")]
+    UnknownKey,
+    #[error("the token's signature is wrong")]
+    Signature,
+    #[error("the token is from another issuer")]
+    Issuer,
+    #[error("the token is for somebody else")]
+    Audience,
+    #[error("the token is expired or not yet valid")]
+    Stale,
+    /// The only one that is not about the token.
+    #[error("the issuer's keys cannot be fetched")]
+    NoKeys,
+}
+
+/// Checks tokens of one issuer.
+pub struct Verifier {
+    trust: Trust,
+    keys: Jwks,
+}
+
+impl Verifier {
+    /// Fetches nothing yet; `client`'s deadlines bound each fetch.
+    pub fn new(trust: Trust, client: reqwest::Client) -> Self {
+        crypto::install();
+        let keys = Jwks::new(trust.jwks_url.clone(), client);
+        Self { trust, keys }
+    }
+
+    /// # Errors
+    /// See [`JwtError`].
+    pub async fn verify(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
+        if token.len() > LONGEST {
+            return Err(JwtError::Malformed);
+        }
+        let header = decode_header(token).map_err(|_| JwtError::Malformed)?;
+        let kid = header.kid.as_deref().ok_or(JwtError::UnknownKey)?;
+        let key = self.keys.find(kid).await?;
+        let claims = open(token, &key)?;
+        self.trust.accept(claims, now)
+    }
+}
+
+/// The claims of a token that this key signed.
+fn open(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
+    use jsonwebtoken::errors::ErrorKind;
+    let TokenData { header, claims } =
+        decode(token, &key.key, &key.validation).map_err(|error| match error.kind() {
+            ErrorKind::InvalidSignature => JwtError::Signature,
+            ErrorKind::InvalidAlgorithm | ErrorKind::UnsupportedAlgorithm => JwtError::Algorithm,
+            _ => JwtError::Malformed,
+        })?;
+    // An extension that must be understood, and is not (RFC 7515, section 4.1.11).
+    if header.crit.is_some() { Err(JwtError::Malformed) } else { Ok(claims) }
+}
+
+#[derive(Deserialize)]
+struct Claims {
+    iss: String,
+    sub: IdpUserId,
+    exp: f64,
+    nbf: Option<f64>,
+    aud: Option<OneOrMany>,
+    azp: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl Trust {
+    fn accept(&self, claims: Claims, now: Timestamp) -> Result<Subject, JwtError> {
+        if claims.iss != self.issuer {
+            return Err(JwtError::Issuer);
+        }
+        let ours = |name: &String| self.audiences.contains(name);
+        let for_us = match (&claims.aud, &claims.azp) {
+            (Some(OneOrMany::One(one)), _) => ours(one),
+            (Some(OneOrMany::Many(many)), _) => many.iter().any(ours),
+            (None, Some(party)) => ours(party),
+            (None, None) => false,
+        };
+        if !for_us {
+            return Err(JwtError::Audience);
+        }
+        // Seconds of any year that a clock can show are exact in an f64.
+        let (now, leeway) = (now.as_second() as f64, LEEWAY_SECONDS as f64);
+        if !claims.exp.is_finite() || now >= claims.exp + leeway {
+            return Err(JwtError::Stale);
+        }
+        if claims.nbf.is_some_and(|nbf| nbf.is_nan() || now + leeway < nbf) {
+            return Err(JwtError::Stale);
+        }
+        Ok(Subject { user: claims.sub, expires_at: claims.exp as i64 })
+    }
+}

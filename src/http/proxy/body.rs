@@ -1,0 +1,185 @@
+//! The two bodies of an exchange: what goes to the upstream, and what comes back and drives its connection.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+
+use axum::body::Body;
+use bytes::Bytes;
+use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
+use tokio_util::sync::WaitForCancellationFutureOwned;
+
+use super::pool::{Pool, Wire};
+
+type Boxed = Box<dyn std::error::Error + Send + Sync>;
+
+/// How far a request's body is.
+#[derive(Default)]
+pub(super) struct Upload {
+    done: AtomicBool,
+    frames: AtomicU64,
+}
+
+impl Upload {
+    pub(super) fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    pub(super) fn moved(&self) -> u64 {
+        self.frames.load(Ordering::Relaxed)
+    }
+}
+
+/// A request's body on its way to the upstream; dropped as soon as the last byte is handed over.
+pub(super) struct Outgoing {
+    body: Body,
+    upload: Option<Arc<Upload>>,
+}
+
+impl Outgoing {
+    /// The progress is told where there is a body at all.
+    pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
+        let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
+        (Self { body, upload: upload.clone() }, upload)
+    }
+
+    pub(super) fn empty() -> Self {
+        Self { body: Body::empty(), upload: None }
+    }
+}
+
+impl HttpBody for Outgoing {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if let Some(upload) = &self.upload {
+            upload.frames.fetch_add(1, Ordering::Relaxed);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        if let Some(upload) = &self.upload {
+            upload.done.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// An answer's body. Read to its end, it gives the connection back; dropped before, it ends the connection.
+pub(super) struct Relayed {
+    body: Incoming,
+    /// Absent where the connection is driven by a task of its own, or has ended.
+    wire: Option<Box<Wire>>,
+    pool: Arc<Pool>,
+    /// Made when the body first has to be waited for: most bodies are there at once.
+    closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
+}
+
+impl Relayed {
+    /// The body of an exchange whose request is fully sent.
+    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
+        let mut relayed = Self { body, wire: Some(wire), pool, closed: None };
+        if relayed.body.is_end_stream() {
+            relayed.release();
+            return Body::empty();
+        }
+        Body::new(relayed)
+    }
+
+    /// The body of an exchange whose request is still being sent.
+    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
+        let closed = pool.closed.clone();
+        tokio::spawn(async move {
+            let Wire { sender: _sender, connection, place: _place } = *wire;
+            tokio::select! {
+                () = closed.cancelled() => {}
+                ended = connection => if let Err(error) = ended {
+                    tracing::debug!(%error, "upstream connection ended");
+                }
+            }
+        });
+        Self::alone(body, pool)
+    }
+
+    /// The body of an answer whose connection is driven elsewhere.
+    pub(super) fn alone(body: Incoming, pool: Arc<Pool>) -> Body {
+        if body.is_end_stream() {
+            return Body::empty();
+        }
+        Body::new(Self { body, wire: None, pool, closed: None })
+    }
+
+    fn release(&mut self) {
+        if let Some(wire) = self.wire.take() {
+            self.pool.keep(wire);
+        }
+    }
+
+    fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        match &frame {
+            Some(Err(_)) => self.wire = None,
+            Some(Ok(_)) if !self.body.is_end_stream() => {}
+            _ => self.release(),
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn poll_closed(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let token = &self.pool.closed;
+        let closed = self.closed.get_or_insert_with(|| Box::pin(token.clone().cancelled_owned()));
+        closed.as_mut().poll(cx)
+    }
+}
+
+impl HttpBody for Relayed {
+    type Data = Bytes;
+    type Error = Boxed;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
+        let this = &mut *self;
+        // Asking the body first tells the connection to read on; then the body may have something.
+        if let Poll::Ready(frame) = this.poll_body(cx) {
+            return Poll::Ready(frame);
+        }
+        if let Some(wire) = &mut this.wire {
+            if Pin::new(&mut wire.connection).poll(cx).is_ready() {
+                // What it had read, and its end, are in the body.
+                this.wire = None;
+            }
+            if let Poll::Ready(frame) = this.poll_body(cx) {
+                return Poll::Ready(frame);
+            }
+        }
+        ready!(this.poll_closed(cx));
+        this.wire = None;
+        Poll::Ready(Some(Err("the way to the upstream was closed".into())))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,97 @@
+//! Hop-by-hop headers (RFC 9110, section 7.6.1): those of the standard, and those that `Connection` names.
+
+use http::header::{
+    CONNECTION, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
+};
+
+static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+
+/// Drops them all. An upgrade that may be tunnelled stays, as exactly `Connection: upgrade` and one `Upgrade`;
+/// the answer says whether there is one. Doing it twice changes nothing more.
+pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
+    let mut upgrade = None;
+    if headers.contains_key(CONNECTION) {
+        let named: Vec<HeaderName> = headers.get_all(CONNECTION).iter().flat_map(names).collect();
+        if named.contains(&UPGRADE) {
+            upgrade = headers.remove(UPGRADE).filter(tunnels);
+        }
+        for name in named {
+            headers.remove(name);
+        }
+        headers.remove(CONNECTION);
+    }
+    for name in [&KEEP_ALIVE, &PROXY_CONNECTION] {
+        headers.remove(name);
+    }
+    for name in [PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE] {
+        headers.remove(name);
+    }
+    let Some(upgrade) = upgrade else { return false };
+    headers.insert(UPGRADE, upgrade);
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    true
+}
+
+fn names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
+    value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
+}
+
+/// HTTP itself is not tunnelled: requests inside would pass around the rules for headers.
+fn tunnels(protocol: &HeaderValue) -> bool {
+    let http = |name: &[u8]| {
+        let name = name.trim_ascii().to_ascii_lowercase();
+        name.is_empty() || name.starts_with(b"h2c") || name.starts_with(b"http") || name.starts_with(b"tls")
+    };
+    !protocol.as_bytes().split(|b| *b == b',').any(http)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stripped(lines: &[(&'static str, &'static str)]) -> (bool, HeaderMap) {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(*name, HeaderValue::from_static(value));
+        }
+        let upgrade = strip_hop_by_hop(&mut headers);
+        let once = headers.clone();
+        assert_eq!(strip_hop_by_hop(&mut headers), upgrade);
+        assert_eq!(headers, once, "idempotent");
+        (upgrade, headers)
+    }
+
+    #[test]
+    fn standard_and_named_headers_go() {
+        let (upgrade, left) = stripped(&[
+            ("connection", "close, X-Svc-Proof"),
+            ("connection", "x-other"),
+            ("x-svc-proof", "forged"),
+            ("x-other", "1"),
+            ("keep-alive", "timeout=5"),
+            ("te", "trailers"),
+            ("transfer-encoding", "chunked"),
+            ("upgrade", "websocket"),
+            ("proxy-authorization", "Basic eA=="),
+            ("accept", "*/*"),
+        ]);
+        assert!(!upgrade);
+        assert_eq!(left.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["accept"]);
+    }
+
+    #[test]
+    fn an_upgrade_stays_unless_it_is_http_again() {
+        let (upgrade, left) = stripped(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
+        assert!(upgrade);
+        assert_eq!(
+            (left["connection"].as_bytes(), left["upgrade"].as_bytes()),
+            (&b"upgrade"[..], &b"websocket"[..])
+        );
+        for http in ["h2c", "websocket, H2C", "HTTP/2.0", "TLS/1.0", ""] {
+            let (upgrade, left) = stripped(&[("connection", "upgrade"), ("upgrade", http)]);
+            assert!(!upgrade && left.is_empty(), "{http}");
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, upgrades
+//! tunnelled, bodies streamed both ways and never held whole.
+//!
+//! A request and its upstream connection run in one task, without a hand-over between threads: the connection is
+//! driven while the answer's head is awaited and while its body is read. It owns no policy: who may pass and which
+//! headers are added is the caller's. Invariant: no hop-by-hop header crosses, in either direction.
+
+mod body;
+mod headers;
+mod pool;
+mod tunnel;
+
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use axum::body::Body;
+use http::{Method, Request, Response, StatusCode, Uri, Version, request};
+use hyper::body::Incoming;
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use body::{Outgoing, Relayed, Upload};
+pub use headers::strip_hop_by_hop;
+use pool::{Pool, Wire};
+
+/// A connected byte stream to the upstream.
+pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
+
+/// How a new connection to the upstream is made, with all that must be checked before a byte is sent on it.
+#[async_trait]
+pub trait Dial: Send + Sync + 'static {
+    async fn dial(&self) -> std::io::Result<Box<dyn Io>>;
+}
+
+/// Bounds of one upstream.
+#[derive(Debug, Clone, Copy)]
+pub struct ProxyLimits {
+    /// Open connections, upgraded ones included.
+    pub connections: usize,
+    /// Connections that are kept while no request uses them.
+    pub idle_connections: usize,
+    /// Shorter than the upstream's own, so that it is seldom the upstream that closes.
+    pub idle: Duration,
+    pub connect: Duration,
+    /// The longest wait for the answer's head in which no byte of the request's body moved.
+    pub response_head: Duration,
+}
+
+impl Default for ProxyLimits {
+    fn default() -> Self {
+        Self {
+            connections: 4096,
+            idle_connections: 128,
+            idle: Duration::from_secs(20),
+            connect: Duration::from_secs(5),
+            response_head: Duration::from_secs(300),
+        }
+    }
+}
+
+/// Why a request got no answer from the upstream.
+#[derive(Debug, thiserror::Error)]
+pub enum ProxyError {
+    #[error("connect to the upstream")]
+    Connect(#[source] std::io::Error),
+    #[error("the upstream did not accept a connection in time")]
+    ConnectTimeout,
+    #[error("send the request to the upstream")]
+    Exchange(#[source] hyper::Error),
+    #[error("the upstream did not answer in time")]
+    HeadTimeout,
+    #[error("the upstream has as many connections as it may")]
+    Full,
+    #[error("the upstream switched protocols without being asked")]
+    UnaskedUpgrade,
+    #[error("a proxy does not tunnel CONNECT")]
+    Tunnel,
+    #[error("the way to this upstream is closed")]
+    Closed,
+}
+
+/// The way to one upstream.
+pub struct Proxy {
+    pool: Arc<Pool>,
+}
+
+impl Proxy {
+    pub fn new(dial: impl Dial, limits: ProxyLimits) -> Self {
+        Self { pool: Arc::new(Pool::new(Box::new(dial), limits)) }
+    }
+
+    /// Forwards a request and gives the answer as soon as its head is there.
+    ///
+    /// # Errors
+    /// See [`ProxyError`]; nothing of the answer has been seen then.
+    pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
+        if request.method() == Method::CONNECT {
+            return Err(ProxyError::Tunnel);
+        }
+        let asked_upgrade = strip_hop_by_hop(request.headers_mut());
+        let client = asked_upgrade.then(|| hyper::upgrade::on(&mut request));
+        let (mut parts, body) = request.into_parts();
+        origin_form(&mut parts.uri);
+        parts.version = Version::HTTP_11;
+        let (body, upload) = Outgoing::new(body);
+        // Only what may be sent twice is kept for a second try on a fresh connection.
+        let replayable = upload.is_none() && parts.method.is_idempotent();
+        let request = Request::from_parts(parts, body);
+        let exchange = Exchange { pool: &self.pool, upload, client };
+        let Some(wire) = self.pool.reuse() else {
+            let wire = self.pool.connect().await?;
+            return exchange.run(wire, request).await.map_err(|failed| failed.error);
+        };
+        let spare = replayable.then(|| again(&request));
+        let failed = match exchange.run(wire, request).await {
+            Ok(answer) => return Ok(answer),
+            Err(failed) => failed,
+        };
+        match (failed.retry, failed.unsent.or(spare)) {
+            (Some(exchange), Some(request)) => {
+                let wire = self.pool.connect().await?;
+                exchange.run(wire, request).await.map_err(|failed| failed.error)
+            }
+            _ => Err(failed.error),
+        }
+    }
+
+    /// Ends pooled and upgraded connections and answers under way; later requests fail with [`ProxyError::Closed`].
+    pub fn close(&self) {
+        self.pool.close();
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        // Without its owner nobody could close what is still open.
+        self.pool.close();
+    }
+}
+
+/// One request on its way, apart from its connection and its message.
+struct Exchange<'a> {
+    pool: &'a Arc<Pool>,
+    upload: Option<Arc<Upload>>,
+    /// The client's side of the upgrade that it asked for.
+    client: Option<hyper::upgrade::OnUpgrade>,
+}
+
+struct Failed<'a> {
+    error: ProxyError,
+    /// The request, where no byte of it was sent.
+    unsent: Option<Request<Outgoing>>,
+    /// Present where the connection ended before any byte of an answer.
+    retry: Option<Exchange<'a>>,
+}
+
+impl<'a> Exchange<'a> {
+    async fn run(
+        self,
+        wire: Box<Wire>,
+        request: Request<Outgoing>,
+    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        if self.client.is_some() {
+            self.upgrade(wire, request).await
+        } else {
+            self.plain(wire, request).await
+        }
+    }
+
+    async fn plain(
+        self,
+        mut wire: Box<Wire>,
+        request: Request<Outgoing>,
+    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        let sent = wire.sender.try_send_request(request);
+        let answered = self.head(sent, Some(&mut wire)).await;
+        let (parts, body) = match answered {
+            Ok(answer) => answer.into_parts(),
+            Err(failed) => return Err(self.failed(failed)),
+        };
+        if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+            return Err(self.failed((ProxyError::UnaskedUpgrade, None)));
+        }
+        let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
+            // The answer came before the request's end: both go on by themselves.
+            Relayed::detached(body, Arc::clone(self.pool), wire)
+        } else {
+            Relayed::driving(body, Arc::clone(self.pool), wire)
+        };
+        Ok(answer(parts, body))
+    }
+
+    async fn upgrade(
+        mut self,
+        wire: Box<Wire>,
+        request: Request<Outgoing>,
+    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        let Wire { mut sender, connection, place } = *wire;
+        let closed = self.pool.closed.clone();
+        tokio::spawn(async move {
+            let _place = place;
+            tokio::select! {
+                () = closed.cancelled() => {}
+                ended = connection.with_upgrades() => if let Err(error) = ended {
+                    tracing::debug!(%error, "upstream connection ended");
+                }
+            }
+        });
+        let sent = sender.try_send_request(request);
+        let mut answered = match self.head(sent, None).await {
+            Ok(answer) => answer,
+            Err(failed) => return Err(self.failed(failed)),
+        };
+        match self.client.take() {
+            Some(client) if answered.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                tunnel::open(client, hyper::upgrade::on(&mut answered), self.pool.closed.clone());
+                let (parts, _) = answered.into_parts();
+                Ok(answer(parts, Body::empty()))
+            }
+            _ => {
+                let (parts, body) = answered.into_parts();
+                Ok(answer(parts, Relayed::alone(body, Arc::clone(self.pool))))
+            }
+        }
+    }
+
+    /// Awaits the answer's head and drives the connection meanwhile, where it is not driven elsewhere.
+    async fn head(
+        &self,
+        sent: impl Future<
+            Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<Outgoing>>>,
+        >,
+        mut wire: Option<&mut Box<Wire>>,
+    ) -> Result<Response<Incoming>, (ProxyError, Option<Request<Outgoing>>)> {
+        let mut sent = pin!(sent);
+        let mut deadline = pin!(tokio::time::sleep(self.pool.limits.response_head));
+        let mut closed = pin!(self.pool.closed.cancelled());
+        let mut moved = 0;
+        poll_fn(|cx| {
+            if let Some(driven) = &mut wire
+                && Pin::new(&mut driven.connection).poll(cx).is_ready()
+            {
+                // Its error, if any, is the answer.
+                wire = None;
+            }
+            if let Poll::Ready(answer) = sent.as_mut().poll(cx) {
+                return Poll::Ready(answer.map_err(|mut failed| {
+                    let unsent = failed.take_message();
+                    (ProxyError::Exchange(failed.into_error()), unsent)
+                }));
+            }
+            if closed.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err((ProxyError::Closed, None)));
+            }
+            while deadline.as_mut().poll(cx).is_ready() {
+                let now = self.upload.as_ref().map_or(0, |upload| upload.moved());
+                if now == moved {
+                    return Poll::Ready(Err((ProxyError::HeadTimeout, None)));
+                }
+                moved = now;
+                deadline.as_mut().reset(tokio::time::Instant::now() + self.pool.limits.response_head);
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    fn failed(self, (error, unsent): (ProxyError, Option<Request<Outgoing>>)) -> Box<Failed<'a>> {
+        let ended = matches!(&error, ProxyError::Exchange(error)
+            if error.is_canceled() || error.is_closed() || error.is_incomplete_message() || is_io(error));
+        Box::new(Failed { retry: ended.then_some(self), error, unsent })
+    }
+}
+
+/// Whether the transport failed.
+fn is_io(error: &hyper::Error) -> bool {
+    std::error::Error::source(error).is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
+}
+
+fn answer(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
+    let upgraded = strip_hop_by_hop(&mut parts.headers);
+    if upgraded && parts.status != StatusCode::SWITCHING_PROTOCOLS {
+        parts.headers.remove(http::header::UPGRADE);
+        parts.headers.remove(http::header::CONNECTION);
+    }
+    // What the server writes to its client is the server's; extensions are the upstream connection's own.
+    parts.version = Version::HTTP_11;
+    parts.extensions.clear();
+    Response::from_parts(parts, body.into())
+}
+
+/// The same request once more; its body is known to be empty.
+fn again(request: &Request<Outgoing>) -> Request<Outgoing> {
+    let (mut parts, ()) = Request::new(()).into_parts();
+    let request::Parts { method, uri, version, headers, .. } = &mut parts;
+    request.method().clone_into(method);
+    request.uri().clone_into(uri);
+    *version = request.version();
+    request.headers().clone_into(headers);
+    Request::from_parts(parts, Outgoing::empty())
+}
+
+/// An origin server expects the path alone (RFC 9112, section 3.2.1).
+fn origin_form(uri: &mut Uri) {
+    if uri.authority().is_none() {
+        return;
+    }
+    let path = uri.path_and_query().cloned().unwrap_or_else(|| http::uri::PathAndQuery::from_static("/"));
+    *uri = Uri::from(path);
+}

@@ -1,0 +1,127 @@
+//! The connections to one upstream: how they are made, kept while idle, counted, and ended.
+//!
+//! An idle connection is driven by nobody; it is polled once before it is used again, which shows whether the
+//! upstream closed it meanwhile.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::task::{Context, Waker};
+use std::time::Instant;
+
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper_util::rt::TokioIo;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+
+use super::body::Outgoing;
+use super::{Dial, Io, ProxyError, ProxyLimits};
+
+/// One connection: where requests go in, and what must be polled for anything to happen.
+pub(super) struct Wire {
+    pub(super) sender: SendRequest<Outgoing>,
+    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, Outgoing>,
+    pub(super) place: OwnedSemaphorePermit,
+}
+
+impl Wire {
+    /// Lets the connection settle after an answer, or notice its end; says whether it takes another request.
+    /// Nobody is woken for it afterwards.
+    fn settled(&mut self) -> bool {
+        let mut cx = Context::from_waker(Waker::noop());
+        Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
+    }
+}
+
+pub(super) struct Pool {
+    dial: Box<dyn Dial>,
+    pub(super) limits: ProxyLimits,
+    places: Arc<Semaphore>,
+    idle: Mutex<Idle>,
+    pub(super) closed: CancellationToken,
+}
+
+#[derive(Default)]
+struct Idle {
+    /// The one used last is taken first, so that what is not needed grows old.
+    wires: Vec<(Box<Wire>, Instant)>,
+    reaped: bool,
+}
+
+impl Pool {
+    pub(super) fn new(dial: Box<dyn Dial>, limits: ProxyLimits) -> Self {
+        Self {
+            dial,
+            places: Arc::new(Semaphore::new(limits.connections)),
+            limits,
+            idle: Mutex::default(),
+            closed: CancellationToken::new(),
+        }
+    }
+
+    pub(super) fn close(&self) {
+        self.closed.cancel();
+        self.idle().wires.clear();
+    }
+
+    /// A kept connection that still lives.
+    pub(super) fn reuse(&self) -> Option<Box<Wire>> {
+        loop {
+            let (mut wire, _) = self.idle().wires.pop()?;
+            if wire.settled() {
+                return Some(wire);
+            }
+        }
+    }
+
+    pub(super) async fn connect(&self) -> Result<Box<Wire>, ProxyError> {
+        if self.closed.is_cancelled() {
+            return Err(ProxyError::Closed);
+        }
+        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| ProxyError::Full)?;
+        let dialled = tokio::select! {
+            () = self.closed.cancelled() => return Err(ProxyError::Closed),
+            dialled = tokio::time::timeout(self.limits.connect, self.dial.dial()) => dialled,
+        };
+        let io = dialled.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
+        let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
+        Ok(Box::new(Wire { sender, connection, place }))
+    }
+
+    /// Keeps a connection whose answer has been read to its end, if it can be used again.
+    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<Wire>) {
+        if !wire.settled() {
+            return;
+        }
+        let mut idle = self.idle();
+        // `close` cancels before it clears: what is put here after the clearing sees the token.
+        if self.closed.is_cancelled() || idle.wires.len() >= self.limits.idle_connections {
+            return;
+        }
+        idle.wires.push((wire, Instant::now()));
+        if !std::mem::replace(&mut idle.reaped, true) {
+            tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
+        }
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Idle> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Drops what was idle for too long; ends with the last one, or with the pool.
+async fn reap(pool: Weak<Pool>, limit: std::time::Duration) {
+    loop {
+        tokio::time::sleep(limit / 4).await;
+        let Some(pool) = pool.upgrade() else { return };
+        let mut idle = pool.idle();
+        let old = idle.wires.iter().take_while(|(_, since)| since.elapsed() >= limit).count();
+        let dropped: Vec<_> = idle.wires.drain(..old).collect();
+        let done = idle.wires.is_empty();
+        idle.reaped = !done;
+        drop(idle);
+        drop(dropped);
+        if done {
+            return;
+        }
+    }
+}
