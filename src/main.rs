@@ -5,7 +5,11 @@ use std::process::ExitCode;
 use svc::applet::{self, Applet};
 
 /// Applets that work. One that does not is not listed.
-static APPLETS: &[Applet] = &[];
+static APPLETS: &[Applet] = &[Applet {
+    name: "svc-gateway",
+    about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
+    run: svc::host::gateway::run,
+}];
 
 fn main() -> ExitCode {
     svc::failpoint::arm();

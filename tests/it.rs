@@ -1,1 +1,3 @@
+//! The one binary of integration tests; a module for each area.
 
+mod gateway;

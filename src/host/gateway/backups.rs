@@ -58,9 +58,8 @@ fn newest(path: &Path, limit: usize) -> Result<Vec<String>, FileError> {
     };
     let text = String::from_utf8_lossy(&text);
     let whole = text.lines().rev().map(str::trim);
-    let objects = whole.filter(|line| {
-        line.starts_with('{') && serde_json::from_str::<&RawValue>(line).is_ok()
-    });
+    let objects =
+        whole.filter(|line| line.starts_with('{') && serde_json::from_str::<&RawValue>(line).is_ok());
     Ok(objects.take(limit).map(str::to_owned).collect())
 }
 

@@ -10,6 +10,7 @@ use secrecy::SecretString;
 use crate::config::{ConfigError, Env, Flag};
 use crate::host::config::{DatabaseUrl, Identity, environment, first_proof_keys};
 use crate::host::layout::Layout;
+use crate::http::jwt::Trust;
 use crate::http::proof::ProofKeys;
 
 /// The gateway's configuration, whole and checked.
@@ -19,6 +20,8 @@ pub struct Config {
     pub listen: SocketAddr,
     pub owner: OwnerConfig,
     pub admin_token: Option<SecretString>,
+    /// Whose bearer tokens stand for the owner, where the machine was told.
+    pub issuer: Option<Trust>,
     pub database: DatabaseUrl,
     pub postgres: tokio_postgres::Config,
     /// The longest that one statement of an app may run.
@@ -53,6 +56,7 @@ impl Config {
         let listen = env.or("GATEWAY_LISTEN", SocketAddr::from((Ipv4Addr::UNSPECIFIED, 443)));
         let owner = owner(&mut env, listen);
         let admin_token = env.secret("ADMIN_TOKEN");
+        let issuer = issuer(&mut env);
         let timeout = env.or("BRIDGE_STATEMENT_TIMEOUT_MS", 10_000_u64);
         if timeout == 0 {
             env.mistake("BRIDGE_STATEMENT_TIMEOUT_MS", "must be at least 1");
@@ -71,6 +75,7 @@ impl Config {
                 listen,
                 owner: owner?,
                 admin_token,
+                issuer,
                 database: database?,
                 postgres: postgres?,
                 statement_timeout: Duration::from_millis(timeout),
@@ -78,6 +83,24 @@ impl Config {
         })();
         env.finish(built)
     }
+}
+
+/// All of `IDP_ISSUER` and `IDP_AUDIENCE`, or none.
+fn issuer(env: &mut Env) -> Option<Trust> {
+    if !["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"].iter().any(|name| env.is_set(name)) {
+        return None;
+    }
+    let issuer: Option<String> = env.required("IDP_ISSUER");
+    let audiences: Option<String> = env.required("IDP_AUDIENCE");
+    let derived =
+        issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
+    let jwks_url = match env.is_set("IDP_JWKS_URL") {
+        true => env.optional("IDP_JWKS_URL"),
+        false => derived?.parse().map_err(|why| env.mistake("IDP_ISSUER", why)).ok(),
+    };
+    let audiences =
+        audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
+    Some(Trust { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
 const IDENTITY: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];

@@ -19,7 +19,8 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
     let path = gateway.config.layout.request("backup");
     let requested_at = rfc3339_ms(Timestamp::now());
     let content = json!({ "requestedAt": requested_at, "by": "platform" }).to_string();
-    let written = tokio::task::spawn_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await;
+    let written =
+        tokio::task::spawn_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await;
     match written {
         Ok(Ok(())) => {
             let body = json!({ "request": "backup", "requestedAt": requested_at });

@@ -106,7 +106,7 @@ impl Registration {
         if kind != Some(column.kind) {
             let (table, name) = (&table.name, &column.name);
             let asked = column.kind.name();
-            let has = kind.map_or(typname, ColumnType::name);
+            let has = kind.map_or(typname, |kind| kind.name());
             self.not_done.push(format!("column {table}.{name} stays {has}; the manifest asks for {asked}"));
         }
         kind.map(|kind| Column { kind, ..column.clone() })
@@ -183,7 +183,7 @@ mod tests {
         CREATE TABLE "app_n"."t" ("id" uuid PRIMARY KEY DEFAULT gen_random_uuid(), "a" text, "j" jsonb, "created_at" timestamptz(3) NOT NULL DEFAULT now(), "updated_at" timestamptz(3) NOT NULL DEFAULT now());
         GRANT SELECT, INSERT, UPDATE, DELETE ON "app_n"."t" TO "app_n";
         CREATE INDEX "ix_t_a_ca978112" ON "app_n"."t" USING btree ("a");
-        CREATE INDEX "ix_t_j_189f40034" ON "app_n"."t" USING gin ("j");
+        CREATE INDEX "ix_t_j_189f4003" ON "app_n"."t" USING gin ("j");
         CREATE UNIQUE INDEX "uq_t_a_ca978112" ON "app_n"."t" ("a")
         "#);
         assert_eq!(planned.not_done, Vec::<String>::new());
@@ -205,11 +205,11 @@ mod tests {
 
     #[test]
     fn a_second_registration_only_grants() {
-        let wanted = tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
+        let wanted =
+            tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
         let mut there = found(&[("a", "text")]);
-        there.indexes = [("ix"), ("uq")]
-            .map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()]))
-            .into();
+        there.indexes =
+            [("ix"), ("uq")].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
         let planned = plan(&schema(), &wanted, &there);
         assert_eq!(planned.changes.len(), 1, "{}", sql(&planned));
         assert!(planned.not_done.is_empty());

@@ -126,9 +126,9 @@ impl Reader {
 
     fn manifest(&mut self, value: &Value) -> Option<Manifest> {
         let Some(root) = value.as_object() else { return self.wrong("svc.json", "must be an object") };
-        let slug = self.text(root, "slug").and_then(|slug| {
-            slug.parse().map_err(|why| self.wrong::<()>("slug", why)).ok()
-        });
+        let slug = self
+            .text(root, "slug")
+            .and_then(|slug| slug.parse().map_err(|why| self.wrong::<()>("slug", why)).ok());
         let runtime = self.text(root, "runtime").and_then(|runtime| match runtime.as_str() {
             "vite" => Some(Runtime::Vite),
             "static" => Some(Runtime::Static),
@@ -167,7 +167,9 @@ impl Reader {
 
     fn path(&mut self, place: &str, value: &Value) -> Option<String> {
         let inside = |path: &str| {
-            !path.is_empty() && path.split('/').all(|part| !["", ".", ".."].contains(&part)) && !path.contains('\0')
+            !path.is_empty()
+                && path.split('/').all(|part| !["", ".", ".."].contains(&part))
+                && !path.contains('\0')
         };
         match value.as_str().map(|path| path.trim_start_matches("./").trim_end_matches('/')) {
             Some(path) if inside(path) => Some(path.to_owned()),
@@ -189,7 +191,9 @@ impl Reader {
             return self.wrong("storage.tables", "must be an object").unwrap_or_default();
         };
         if tables.len() > MOST_TABLES {
-            return self.wrong("storage.tables", format!("more than {MOST_TABLES} tables")).unwrap_or_default();
+            return self
+                .wrong("storage.tables", format!("more than {MOST_TABLES} tables"))
+                .unwrap_or_default();
         }
         tables.iter().filter_map(|(name, table)| self.table(name, table)).collect()
     }
@@ -200,12 +204,7 @@ impl Reader {
         let Some(table) = value.as_object() else { return self.wrong(&place, "must be an object") };
         self.only(table, &place, &["columns", "indexes", "unique"]);
         let columns = self.columns(&place, table.get("columns"))?;
-        let mut table = Table {
-            name: name?,
-            columns,
-            indexes: Vec::new(),
-            unique: Vec::new(),
-        };
+        let mut table = Table { name: name?, columns, indexes: Vec::new(), unique: Vec::new() };
         let lists = value.as_object()?;
         table.indexes = self.lists(&table, &format!("{place}.indexes"), lists.get("indexes"));
         table.unique = self.lists(&table, &format!("{place}.unique"), lists.get("unique"));

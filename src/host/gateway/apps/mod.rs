@@ -17,7 +17,9 @@ mod watch;
 pub use column::{Column, ColumnType, Origin};
 pub use icon::icon;
 pub use list::list;
-pub use manifest::{Manifest, Table};
+#[cfg(test)]
+pub use manifest::Manifest;
+pub use manifest::Table;
 pub use name::{Name, Slug};
 pub use pages::page;
 pub use registry::{App, Registry};

@@ -23,9 +23,8 @@ impl FromStr for Slug {
 
     fn from_str(text: &str) -> Result<Self, BadName> {
         let rest = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        let fits = text.len() <= 41
-            && text.starts_with(|c: char| c.is_ascii_lowercase())
-            && text.chars().all(rest);
+        let fits =
+            text.len() <= 41 && text.starts_with(|c: char| c.is_ascii_lowercase()) && text.chars().all(rest);
         if fits {
             Ok(Self(text.to_owned()))
         } else {

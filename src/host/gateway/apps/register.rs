@@ -162,12 +162,7 @@ async fn keep(
              ON CONFLICT (slug) DO UPDATE
                 SET manifest = excluded.manifest, not_done = excluded.not_done, updated_at = now()
               WHERE (apps.manifest, apps.not_done) IS DISTINCT FROM (excluded.manifest, excluded.not_done)",
-            &[
-                &slug.as_str(),
-                &slug.schema().as_str(),
-                &manifest.to_value(),
-                &serde_json::json!(not_done),
-            ],
+            &[&slug.as_str(), &slug.schema().as_str(), &manifest.to_value(), &serde_json::json!(not_done)],
         )
         .await?;
     Ok(())

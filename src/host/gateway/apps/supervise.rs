@@ -66,7 +66,9 @@ async fn install_bundled(gateway: &Gateway) {
     let layout = gateway.config.layout.clone();
     match tokio::task::spawn_blocking(move || bundled::install(&layout)).await {
         Ok(Ok(kept)) => kept.iter().for_each(|kept| match kept {
-            Kept::Changed(app) => tracing::info!(%app, "the owner's version stays; the release's is not copied"),
+            Kept::Changed(app) => {
+                tracing::info!(%app, "the owner's version stays; the release's is not copied")
+            }
             Kept::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
         }),
         Ok(Err(error)) => tracing::warn!(error = %chain(&error), "bundled apps not copied"),

@@ -30,7 +30,8 @@ impl Watch {
                 told.notify_one();
             }
         });
-        let watcher = made.map_err(|error| tracing::warn!(%error, "no file watch; apps are rescanned only")).ok();
+        let watcher =
+            made.map_err(|error| tracing::warn!(%error, "no file watch; apps are rescanned only")).ok();
         Self { watcher, watched: BTreeSet::new(), changed }
     }
 
@@ -54,9 +55,7 @@ impl Watch {
     /// Returns once something changed and then stayed quiet for a moment.
     pub async fn changed(&self) {
         self.changed.notified().await;
-        let gathered = async {
-            while tokio::time::timeout(QUIET, self.changed.notified()).await.is_ok() {}
-        };
+        let gathered = async { while tokio::time::timeout(QUIET, self.changed.notified()).await.is_ok() {} };
         // A folder that never rests is looked at anyway.
         let _ = tokio::time::timeout(LONGEST, gathered).await;
     }

@@ -26,7 +26,7 @@ pub async fn identify(
     next: Next,
 ) -> Response {
     let (head, body) = request.into_parts();
-    let outcome = gateway.seam.resolve(&head, ingress, Timestamp::now());
+    let outcome = gateway.seam.resolve(&head, ingress, Timestamp::now()).await;
     let mut request = Request::from_parts(head, body);
     if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
         return proxy::to_code(&gateway, request).await;
@@ -71,6 +71,9 @@ impl IntoResponse for Denied {
             Self::AnotherUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
             Self::AnotherRequest => Problem::new(Code::Forbidden, "The proof is for another request."),
             Self::Busy => Problem::new(Code::Unavailable, "Too many internal calls at once.").retry_after(30),
+            Self::Unverifiable => {
+                Problem::new(Code::Unavailable, "The token cannot be checked now.").retry_after(5)
+            }
         };
         problem.into_response()
     }

@@ -58,4 +58,6 @@ pub enum Denied {
     Used,
     #[error("too many internal calls at once")]
     Busy,
+    #[error("the issuer's keys cannot be fetched")]
+    Unverifiable,
 }

@@ -15,6 +15,8 @@ use super::{Denied, Identified, Ingress, Principal};
 use crate::host::config::Identity;
 use crate::host::gateway::apps::Slug;
 use crate::host::gateway::config::{Config, OwnerConfig};
+use crate::http::client::{self, Deadlines};
+use crate::http::jwt::{JwtError, Verifier};
 use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use crate::machine::name::IdpUserId;
 
@@ -25,6 +27,7 @@ const REMEMBERED: usize = 4096;
 pub struct Seam {
     owner: Owner,
     admin_token: Option<SecretString>,
+    issuer: Option<Verifier>,
     used: Mutex<UsedIds>,
     verified: Mutex<Verified>,
 }
@@ -42,7 +45,9 @@ struct Verified {
 }
 
 impl Seam {
-    pub fn new(config: &Config) -> Self {
+    /// # Errors
+    /// When the client for the identity provider's keys cannot be made.
+    pub fn new(config: &Config) -> anyhow::Result<Self> {
         let owner = match &config.owner {
             OwnerConfig::Provisioned { identity, first_keys } => Owner::Provisioned {
                 identity: identity.clone(),
@@ -52,21 +57,30 @@ impl Seam {
                 Owner::DevDefault { sub: "dev".parse().expect("the dev user's name is well formed") }
             }
         };
+        let issuer = match &config.issuer {
+            Some(trust) => Some(Verifier::new(trust.clone(), client::build(Deadlines::CALL)?)),
+            None => None,
+        };
         let admin_token = config.admin_token.clone();
-        Self { owner, admin_token, used: Mutex::default(), verified: Mutex::default() }
+        Ok(Self { owner, admin_token, issuer, used: Mutex::default(), verified: Mutex::default() })
     }
 
     /// The principal of a request.
     ///
     /// # Errors
     /// [`Denied`]; a present token that is bad is always one of them.
-    pub fn resolve(&self, head: &Parts, ingress: Ingress, now: Timestamp) -> Result<Identified, Denied> {
+    pub async fn resolve(
+        &self,
+        head: &Parts,
+        ingress: Ingress,
+        now: Timestamp,
+    ) -> Result<Identified, Denied> {
         let proved = match single(&head.headers, proof::HEADER)? {
             Some(token) => Some(self.proved(token, head, now)?),
             None => None,
         };
         match single(&head.headers, header::AUTHORIZATION.as_str())? {
-            Some(credential) => self.bearer(credential, ingress, proved.as_ref()),
+            Some(credential) => self.bearer(credential, ingress, proved, now).await,
             None => proved.map_or_else(|| self.without_token(ingress), Ok),
         }
     }
@@ -80,9 +94,7 @@ impl Seam {
         let route = claims.route;
         let principal = match (route, claims.app.as_deref()) {
             (Route::Shell | Route::Code, None) => Principal::Owner { sub: claims.sub },
-            (Route::App, Some(app)) if app.parse::<Slug>().is_ok() => {
-                Principal::App { slug: app.to_owned() }
-            }
+            (Route::App, Some(app)) if app.parse::<Slug>().is_ok() => Principal::App { slug: app.to_owned() },
             (Route::Internal, None) => {
                 self.once(&claims, head, now)?;
                 Principal::Platform
@@ -148,21 +160,42 @@ impl Seam {
         }
     }
 
-    /// On the public port the admin token is no way in by itself: it needs a proof beside it.
-    fn bearer(
+    /// A bearer is the admin token or a token of the issuer; anything else is refused, whatever came beside it. On the
+    /// public port the admin token is no way in by itself: it needs a proof beside it.
+    async fn bearer(
         &self,
         credential: &str,
         ingress: Ingress,
-        proved: Option<&Identified>,
+        proved: Option<Identified>,
+        now: Timestamp,
     ) -> Result<Identified, Denied> {
         let token = strip_bearer(credential).ok_or(Denied::Bad)?;
-        if self.is_admin(token) && (ingress == Ingress::Trusted || proved.is_some()) {
-            return Ok(Identified {
-                principal: Principal::Admin,
-                route: proved.and_then(|proved| proved.route),
-            });
+        if self.is_admin(token) {
+            if ingress == Ingress::Public && proved.is_none() {
+                return Err(Denied::Bad);
+            }
+            let route = proved.and_then(|proved| proved.route);
+            return Ok(Identified { principal: Principal::Admin, route });
         }
-        Err(Denied::Bad)
+        let owner = self.issued(token, now).await?;
+        Ok(proved.unwrap_or(owner))
+    }
+
+    async fn issued(&self, token: &str, now: Timestamp) -> Result<Identified, Denied> {
+        let (Some(issuer), Owner::Provisioned { identity, .. }) = (&self.issuer, &self.owner) else {
+            return Err(Denied::Bad);
+        };
+        let subject = issuer.verify(token, now).await.map_err(|why| match why {
+            JwtError::NoKeys => Denied::Unverifiable,
+            why => {
+                tracing::debug!(%why, "token refused");
+                Denied::Bad
+            }
+        })?;
+        if subject.user != identity.user {
+            return Err(Denied::AnotherUser);
+        }
+        Ok(Identified { principal: Principal::Owner { sub: subject.user }, route: None })
     }
 
     fn is_admin(&self, token: &str) -> bool {

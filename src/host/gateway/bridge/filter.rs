@@ -230,9 +230,8 @@ fn pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<T
 fn list(kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
     let values = elements(raw).filter(|values| values.len() <= MOST_IN);
     let values = values.ok_or("must be an array of at most 1000 values")?;
-    let as_text = |value: &RawValue| {
-        present(kind, value)?.into_text().ok_or("is not for columns of type jsonb")
-    };
+    let as_text =
+        |value: &RawValue| present(kind, value)?.into_text().ok_or("is not for columns of type jsonb");
     Ok(Test::In(values.into_iter().map(as_text).collect::<Result<_, _>>()?))
 }
 

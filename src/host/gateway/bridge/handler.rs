@@ -52,9 +52,9 @@ async fn answer(
             allow(principal, app)?;
             let app = find_app(gateway, app)?;
             let table = app.tables.get(&*table);
-            let table =
-                table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
-            let planned = plan::plan(&app.schema, table, &operation).map_err(|wrong| Problem::invalid(&wrong))?;
+            let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
+            let planned =
+                plan::plan(&app.schema, table, &operation).map_err(|wrong| Problem::invalid(&wrong))?;
             run::run(&app.pool, planned, gateway.config.statement_timeout).await
         }
     }

@@ -68,7 +68,11 @@ impl Param {
             Self::Int4(value) => value.to_string(),
             Self::Int8(value) => value.to_string(),
             Self::Double(value) if value.is_infinite() => {
-                if value > 0.0 { "Infinity".to_owned() } else { "-Infinity".to_owned() }
+                if value > 0.0 {
+                    "Infinity".to_owned()
+                } else {
+                    "-Infinity".to_owned()
+                }
             }
             Self::Double(value) => format!("{value:?}"),
             Self::Date(value) => value.to_string(),

@@ -39,14 +39,18 @@ pub fn of_error(error: &tokio_postgres::Error) -> Problem {
     tracing::info!(sqlstate = code.code(), constraint = refusal.constraint(), "refused by the database");
     match code.code() {
         "23505" => conflict(refusal, "Another row has the same value where it must be unique."),
-        "23503" => conflict(refusal, "Another row refers to this one, or the one that this refers to is absent."),
+        "23503" => {
+            conflict(refusal, "Another row refers to this one, or the one that this refers to is absent.")
+        }
         "23P01" => conflict(refusal, "Another row excludes this one."),
         "40001" | "40P01" => Problem::new(Code::Conflict, "Another change came between; try again.")
             .with("retryable", json!(true))
             .retry_after(1),
         "42501" => Problem::new(Code::Forbidden, "The app may not do this."),
         "57014" => too_slow(),
-        text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => invalid(refusal),
+        text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {
+            invalid(refusal)
+        }
         text if text.starts_with("53") || text.starts_with("08") || text.starts_with("57P") => unavailable(),
         text => {
             tracing::error!(sqlstate = text, "the database refused what we asked");

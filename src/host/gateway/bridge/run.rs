@@ -25,11 +25,7 @@ const GRACE: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// The refusal as the caller may know it.
-pub async fn run(
-    pool: &Arc<Pool>,
-    plan: Plan<'_>,
-    statement_timeout: Duration,
-) -> Result<Response, Problem> {
+pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) -> Result<Response, Problem> {
     let lease = pool.lease().await.map_err(|error| refusal::of_pool(&error))?;
     let ran = tokio::time::timeout(statement_timeout + GRACE, answer(&lease, plan)).await;
     ran.unwrap_or_else(|_| {

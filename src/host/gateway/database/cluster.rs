@@ -29,9 +29,12 @@ const OURS: &str = "
 /// databases as a way round.
 const REVOCATIONS: &str = "
     SELECT format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database())
+     WHERE has_database_privilege('public', current_database(), 'CREATE, TEMPORARY')
     UNION ALL
     SELECT format('REVOKE ALL ON DATABASE %I FROM PUBLIC', datname)
-      FROM pg_database WHERE datname IN ('postgres', 'template1') AND datname <> current_database()
+      FROM pg_database
+     WHERE datname IN ('postgres', 'template1') AND datname <> current_database()
+       AND has_database_privilege('public', datname, 'CONNECT, TEMPORARY')
     UNION ALL
     SELECT format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', oid::regprocedure)
       FROM pg_proc

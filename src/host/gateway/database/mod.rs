@@ -7,5 +7,5 @@ mod role;
 
 pub use cluster::{connection_budget, lock, prepare};
 pub use connect::{Database, DatabaseError};
-pub use pool::{Connection, Lease, Pool, PoolError};
+pub use pool::{Connection, Pool, PoolError};
 pub use role::{fresh_password, open_login};

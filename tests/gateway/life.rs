@@ -1,0 +1,131 @@
+//! The gateway's start, end, and the services behind it.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+
+use anyhow::Result;
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+use svc::http::proof::Route;
+
+use super::host::{Machine, answer};
+
+const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+
+#[tokio::test]
+async fn a_superseded_machine_stops_and_does_not_start_again() -> Result<()> {
+    let mut host = Machine::new(NOWHERE)?.start()?;
+    host.machine.write("var/lib/svc/superseded.json", "{}")?;
+    assert_eq!(host.ended().await?.code(), Some(0), "{}", host.log());
+    let output = host.machine.run_to_end()?;
+    assert_eq!(output.status.code(), Some(77));
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(why.contains("superseded.json"), "{why}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_wrong_configuration_names_every_mistake() -> Result<()> {
+    let mut machine = Machine::new("s3cret-not-a-url")?;
+    machine.env.insert("GATEWAY_LISTEN".into(), "nowhere".into());
+    machine.env.remove("SVC_EPOCH");
+    let output = machine.run_to_end()?;
+    assert_eq!(output.status.code(), Some(78));
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    for name in ["GATEWAY_LISTEN", "SVC_EPOCH", "DATABASE_URL"] {
+        assert!(why.contains(name), "{name} in {why}");
+    }
+    assert!(!why.contains("s3cret"), "{why}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_key_stays_the_same_over_restarts() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let path = host.machine.path("var/lib/svc/tls/cert.pem");
+    let first = std::fs::read(&path)?;
+    let host = host.restart()?;
+    assert_eq!(std::fs::read(&path)?, first);
+    assert_eq!(host.bare(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn sigterm_ends_it_in_order() -> Result<()> {
+    let mut host = Machine::new(NOWHERE)?.start()?;
+    host.terminate()?;
+    assert_eq!(host.ended().await?.code(), Some(0));
+    Ok(())
+}
+
+#[tokio::test]
+async fn settings_come_from_the_env_files_too() -> Result<()> {
+    let mut machine = Machine::new(NOWHERE)?;
+    let mut file = String::new();
+    for (name, value) in std::mem::take(&mut machine.env) {
+        if name == "GATEWAY_LISTEN" {
+            machine.env.insert(name, value);
+        } else {
+            file.push_str(&svc::config::env_line(&name, &value));
+        }
+    }
+    machine.write("opt/svc/env/host.env", &file)?;
+    let host = machine.start()?;
+    assert_eq!(host.get("/api/backups").await?.0, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn absent_services_are_said_in_the_caller_s_language() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let page = host.owner(Method::GET, "/").header("accept", "text/html").send().await?;
+    assert_eq!(page.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
+    let (status, problem) = answer(host.owner(Method::GET, "/")).await?;
+    assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
+    let code = host.bare(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
+    let (status, problem) = answer(code).await?;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route code goes to the code server: {problem}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    for (name, route, path) in
+        [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
+    {
+        let listener = UnixListener::bind(host.machine.path(&format!("run/svc/{name}")))?;
+        let serving = std::thread::spawn(move || -> std::io::Result<String> {
+            let (mut stream, _) = listener.accept()?;
+            let mut request = Vec::new();
+            let mut buffer = [0_u8; 4096];
+            while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+                let size = stream.read(&mut buffer)?;
+                request.extend_from_slice(&buffer[..size]);
+            }
+            stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")?;
+            Ok(String::from_utf8_lossy(&request).to_lowercase())
+        });
+        let sent = host.bare(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
+        assert_eq!((sent.status(), sent.text().await?.as_str()), (StatusCode::OK, "hi"));
+        let seen = serving.join().expect("the upstream ends")?;
+        assert!(seen.starts_with(&format!("get {path} http/1.1")), "{seen}");
+        assert!(!seen.contains("x-svc-proof"), "{seen}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn backups_are_listed_newest_first() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [] }));
+    let lines =
+        (1..=3).map(|n| json!({ "timestamp": n, "status": "success" }).to_string()).collect::<Vec<_>>();
+    host.machine.write("home/svc/home/system/logs/backup.jsonl", &(lines.join("\n") + "\n{\"torn"))?;
+    let (_, told) = host.get("/api/backups?limit=2").await?;
+    assert_eq!(told["backups"][0]["timestamp"], 3);
+    assert_eq!(told["backups"].as_array().map(Vec::len), Some(2));
+    assert_eq!(host.get("/api/backups?limit=x").await?.0, StatusCode::BAD_REQUEST);
+    Ok(())
+}
