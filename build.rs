@@ -9,6 +9,9 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 fn main() {
+    // They are embedded by a macro, which cargo does not see reading them.
+    println!("cargo:rerun-if-changed=migrations");
+    println!("cargo:rerun-if-changed=build.rs");
     if let Some(dir) = git(&["rev-parse", "--absolute-git-dir"]) {
         println!("cargo:rerun-if-changed={dir}/HEAD");
         println!("cargo:rerun-if-changed={dir}/logs/HEAD");

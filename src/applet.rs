@@ -24,6 +24,8 @@ pub struct Applet {
 #[repr(u8)]
 pub enum Exit {
     Usage = 64,
+    /// The other side understood and said no: the input or the state of things has to change first.
+    Refused = 65,
     Unavailable = 69,
     Internal = 70,
     TryAgain = 75,

@@ -12,5 +12,6 @@ pub mod host;
 pub mod http;
 pub mod machine;
 pub mod platform;
+pub mod provider;
 pub mod store;
 pub mod telemetry;

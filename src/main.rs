@@ -3,13 +3,43 @@
 use std::process::ExitCode;
 
 use svc::applet::{self, Applet};
+use svc::{ctl, host, platform};
 
 /// Applets that work. One that does not is not listed.
-static APPLETS: &[Applet] = &[Applet {
-    name: "svc-gateway",
-    about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
-    run: svc::host::gateway::run,
-}];
+static APPLETS: &[Applet] = &[
+    Applet {
+        name: "svc-gateway",
+        about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
+        run: host::gateway::run,
+    },
+    Applet {
+        name: "svc-restore",
+        about: "the gate: restores the latest snapshot before the gateway starts",
+        run: host::restore::run,
+    },
+    Applet {
+        name: "svc-db-backup",
+        about: "takes, verifies and uploads a snapshot, then moves the pointer",
+        run: host::backup::run,
+    },
+    Applet {
+        name: "svc-update",
+        about: "fetches, verifies, unpacks and switches to a release",
+        run: host::update::run,
+    },
+    Applet {
+        name: "svc-sync-agent",
+        about: "heartbeat to the platform and the object store",
+        run: host::sync::run,
+    },
+    Applet {
+        name: "svc-register",
+        about: "registers this machine with the platform, once",
+        run: host::register::run,
+    },
+    Applet { name: "svc-platform", about: "control plane and router", run: platform::run },
+    Applet { name: "svcctl", about: "what an operator does", run: ctl::run },
+];
 
 fn main() -> ExitCode {
     svc::failpoint::arm();

@@ -1,3 +1,14 @@
-//! The one binary of integration tests; a module for each area.
+//! The one integration-test binary: a module for each part that is tried through its public face.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "all of it is tests; clippy sees only the functions with #[test] as such"
+)]
+
+mod ctl;
 mod gateway;
+mod house;
+mod provider;
+mod router;
+mod story;
+mod vault;

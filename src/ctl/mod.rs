@@ -1,1 +1,31 @@
-//! `svcctl`: everything that an operator does, through the public API.
+//! `svcctl`: everything that an operator does, through the public API alone.
+//!
+//! Exit codes: 0 done; 64 the command line is wrong; 65 the platform refused (validation, state, not found), or a
+//! bundle does not fit; 69 the platform cannot be reached, the provider failed, or a waited-for operation failed;
+//! 70 our bug or the platform's; 75 try again later; 77 the credential is missing rights; 78 the configuration is wrong.
+
+mod api;
+mod args;
+mod bundle;
+mod command;
+mod confirm;
+mod refusal;
+mod show;
+mod table;
+mod wait;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use crate::applet;
+use crate::telemetry;
+use args::Args;
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let args: Args = match applet::parse(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    telemetry::init("svcctl");
+    applet::block_on("svcctl", async move { command::run(args).await })
+}

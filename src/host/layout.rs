@@ -125,6 +125,16 @@ impl Layout {
         self.state("superseded.json")
     }
 
+    /// Dump and journal of a restore under way.
+    pub fn restore_state(&self) -> PathBuf {
+        self.state("restore")
+    }
+
+    /// The registration's body as it was first sent, and its result.
+    pub fn registration(&self) -> PathBuf {
+        self.state("register.json")
+    }
+
     pub fn sync_state(&self) -> PathBuf {
         self.state("sync")
     }

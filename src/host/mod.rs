@@ -1,5 +1,17 @@
 //! The applets of a customer machine. Nothing here knows the platform's inside.
 
+pub mod backup;
+pub mod census;
 pub mod config;
 pub mod gateway;
 pub mod layout;
+pub mod lock;
+pub mod patience;
+pub mod pgconn;
+pub mod pgtools;
+pub mod probe;
+pub mod register;
+pub mod release;
+pub mod restore;
+pub mod sync;
+pub mod update;

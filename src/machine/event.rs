@@ -80,6 +80,9 @@ pub enum Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Put a new machine of the slot in this one's place, `epoch` one higher, in this status.
+    ///
+    /// The new machine's operation writes the fence, then deletes the servers of the slot's ended machines. When it
+    /// is cancelled before that, or a create lands late, reconciliation finds the server of an ended machine.
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
     /// End the operation under way, if any, as cancelled.
     CancelOperation,

@@ -9,3 +9,8 @@ pub mod name;
 pub mod plan;
 pub mod state;
 pub mod transition;
+
+#[cfg(test)]
+mod lifecycle;
+#[cfg(test)]
+mod model;

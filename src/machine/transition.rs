@@ -1,6 +1,7 @@
 //! The one function that says what follows from an event, for every pair of state and event.
 
-use super::event::{Effect, Event};
+use super::event::{Effect, Event, RestoreMode};
+use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 
 /// The end of a transition that was not refused.
@@ -104,7 +105,7 @@ fn after_the_end(event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     }
 }
 
-fn registered(machine: &Machine, server_type: super::name::ServerType) -> Result<Outcome, Refusal> {
+fn registered(machine: &Machine, server_type: ServerType) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(moved(State::Running { server_type }, vec![])),
         _ => refuse(machine, &[Status::Provisioning, Status::Recovering]),
@@ -124,14 +125,17 @@ fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal
 
 fn server_gone(machine: &Machine) -> Outcome {
     match machine.state {
-        State::Running { .. } | State::Resizing { .. } => failed(FailureCause::ServerGone),
+        // A failed resize heals by a heartbeat, but no longer once its server is gone.
+        State::Running { .. } | State::Resizing { .. } | State::Failed { cause: FailureCause::Resize } => {
+            failed(FailureCause::ServerGone)
+        }
         _ => Outcome::Unchanged,
     }
 }
 
 fn resize_ended(
     machine: &Machine,
-    end: impl FnOnce(super::name::ServerType, super::name::ServerType) -> Outcome,
+    end: impl FnOnce(ServerType, ServerType) -> Outcome,
 ) -> Result<Outcome, Refusal> {
     Ok(match &machine.state {
         State::Resizing { from, to } => end(from.clone(), to.clone()),
@@ -143,7 +147,7 @@ fn failed(cause: FailureCause) -> Outcome {
     moved(State::Failed { cause }, vec![Effect::FailOperation { cause }, Effect::CloseConnections])
 }
 
-fn replace(machine: &Machine, status: Status, restore: super::event::RestoreMode) -> Outcome {
+fn replace(machine: &Machine, status: Status, restore: RestoreMode) -> Outcome {
     moved(
         State::Retired,
         vec![

@@ -1,1 +1,146 @@
-//! The control plane and the router. Nothing here knows the inside of a host.
+//! The control plane and router: `svc-platform`. This file alone wires the parts together.
+//!
+//! Args → configuration → bind → migrate → ready → serve until a signal → drain.
+
+pub mod api;
+pub mod config;
+pub mod context;
+pub mod db;
+pub mod keys;
+pub mod lifecycle;
+pub mod operations;
+pub mod router;
+pub mod tokens;
+pub mod userdata;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+
+use self::config::{Listen, PlatformConfig};
+use self::context::Platform;
+use self::db::Db;
+use self::keys::{KeyError, Seal};
+use self::router::RouterContext;
+use self::tokens::TokenMint;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::config::Env;
+use crate::http::client::{self, Deadlines};
+use crate::http::server::{self, Limits};
+use crate::http::tls::Identity;
+use crate::provider::hetzner::Hetzner;
+use crate::telemetry;
+
+/// How long steps under way may go on after the stop was asked; the rest is resumed by the next process.
+const DRAIN: Duration = Duration::from_secs(25);
+
+/// The control plane: provisions, recovers and deletes machines, and routes their owners to them.
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-platform",
+    version = applet::VERSION,
+    about = "Control plane and router; configured by environment variables"
+)]
+struct Args {}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let Args {} = match applet::parse(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    telemetry::init("svc-platform");
+    applet::block_on("svc-platform", async { serve(PlatformConfig::read(Env::from_process())?).await })
+}
+
+async fn serve(config: PlatformConfig) -> Result<(), Failure> {
+    tracing::warn!(
+        "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
+    );
+    let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
+    let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
+    let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
+    db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
+    let db = Db::new(&config.database).or_exit(Exit::Internal)?;
+    let keys = keys::load(&db, &Seal::new(&config.key)).await.map_err(|error| match error {
+        KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
+        KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
+        KeyError::Randomness => Failure::new(Exit::Internal, error),
+    })?;
+    let (fresh, keys) = watch::channel(Arc::new(keys));
+    let seal = Seal::new(&config.key);
+    let routes = RouterContext {
+        pool: db.pool().clone(),
+        database: config.database.clone(),
+        config: config.routing.clone(),
+        proof: keys.clone(),
+        stop: stop.clone(),
+    };
+    let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
+    let provider = Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token);
+    let platform = Arc::new(Platform {
+        provider: Arc::new(provider.or_exit(Exit::Config)?),
+        bucket: config.store.open().or_exit(Exit::Config)?,
+        mint: TokenMint::new(&config.key),
+        db: db.clone(),
+        keys,
+        nudge: Notify::new(),
+        stop: stop.clone(),
+        config,
+    });
+
+    let mut tasks = JoinSet::new();
+    tasks.spawn(keys::refresh(db, seal, fresh, stop.clone()));
+    tasks.spawn(operations::runner::run(platform.clone()));
+    tasks.spawn(operations::reconcile::run(platform.clone()));
+    println!("listening api {}", api.url);
+    let control = api::router(platform.clone());
+    tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
+    let routes = router::router(routes).or_exit(Exit::Internal)?;
+    println!("listening router {}", public.url);
+    tasks.spawn(server::serve(public.listener, public.tls, routes, Limits::default(), stop.clone()));
+    // Without a supervisor there is nobody to tell.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+
+    tokio::select! {
+        () = stop.cancelled() => {}
+        ended = tasks.join_next() => {
+            stop.cancel();
+            let why = ended.and_then(Result::err).map_or_else(|| "ended".to_owned(), |error| error.to_string());
+            return Err(Failure::new(Exit::Internal, anyhow::anyhow!("a task of the platform stopped: {why}")));
+        }
+    }
+    tracing::info!("draining");
+    let drained = tokio::time::timeout(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    if drained.is_err() {
+        tracing::warn!("not everything ended in time; the next process goes on with it");
+    }
+    Ok(())
+}
+
+struct Bound {
+    listener: TcpListener,
+    tls: Option<Arc<rustls::ServerConfig>>,
+    url: String,
+}
+
+async fn bind(listen: &Listen) -> anyhow::Result<Bound> {
+    let tls = match &listen.tls {
+        Some(files) => {
+            let identity = Identity::read(&files.cert, &files.key)
+                .with_context(|| format!("read {} and {}", files.cert.display(), files.key.display()))?;
+            Some(Arc::new(identity.server_config()?))
+        }
+        None => None,
+    };
+    let listener =
+        TcpListener::bind(listen.address).await.with_context(|| format!("listen on {}", listen.address))?;
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let url = format!("{scheme}://{}", server::local_addr(&listener)?);
+    Ok(Bound { listener, tls, url })
+}

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::aws::{AmazonS3Builder, Checksum, S3ConditionalPut};
 use object_store::client::{ClientOptions, HttpClient, HttpConnector};
 use object_store::{BackoffConfig, RetryConfig};
 use secrecy::{ExposeSecret, SecretString};
@@ -80,6 +80,7 @@ impl S3Config {
             .with_access_key_id(&self.access_key)
             .with_secret_access_key(self.secret_key.expose_secret())
             .with_conditional_put(S3ConditionalPut::ETagMatch)
+            .with_checksum_algorithm(Checksum::SHA256)
             .with_retry(RetryConfig {
                 backoff: BackoffConfig::default(),
                 max_retries: 4,

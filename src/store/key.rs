@@ -58,6 +58,14 @@ pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{time}-{epoch}.dump")
 }
 
+/// The time in a snapshot's key.
+pub fn taken_at(key: &str) -> Option<Timestamp> {
+    let name = key.strip_prefix("system/db/snapshots/")?;
+    let (date, rest) = name.split_once('T')?;
+    let (time, _epoch) = rest.split_once("Z-")?;
+    format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
+}
+
 /// A bundle's object at the bucket's root; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
     Path::from_iter(["system-bundles", version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
@@ -73,6 +81,8 @@ mod tests {
         assert_eq!(prefix.pointer().as_ref(), "user_1/primary/system/db/latest");
         let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
         assert_eq!(key, "system/db/snapshots/2026-01-02T03-04-05.678Z-7.dump");
+        assert_eq!(taken_at(&key), Some("2026-01-02T03:04:05.678Z".parse().unwrap()));
+        assert_eq!(taken_at("system/db/snapshots/x.dump"), None);
         let path = prefix.snapshot(&key).unwrap();
         assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
         assert_eq!(prefix.side_record(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));

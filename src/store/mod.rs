@@ -11,5 +11,6 @@ pub mod meta;
 pub mod pointer;
 pub mod pointer_io;
 pub mod snapshot;
+pub mod upload;
 
 pub use bucket::{Bucket, StoreError};

@@ -31,6 +31,39 @@ pub struct SideRecord {
     /// Roles that own or are granted something in the dump.
     pub roles: Vec<String>,
     pub tables: Vec<TableCount>,
+    /// What a dump of the database's content does not hold. Absent in records written without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub database: Option<DatabaseFacts>,
+}
+
+/// What belongs to the database itself: a restore into a new database applies it again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DatabaseFacts {
+    pub owner: Option<String>,
+    /// On disk, when the snapshot was taken.
+    pub size_bytes: u64,
+    /// `None`: never granted or revoked, the defaults hold.
+    pub grants: Option<Vec<DatabaseGrant>>,
+    pub settings: Vec<DatabaseSetting>,
+}
+
+/// A right on the database; without `grantee`, everybody's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DatabaseGrant {
+    pub grantee: Option<String>,
+    pub privilege: String,
+    pub grantable: bool,
+}
+
+/// `ALTER DATABASE … SET`, or with `role`, `ALTER ROLE … IN DATABASE … SET`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DatabaseSetting {
+    pub role: Option<String>,
+    pub name: String,
+    pub value: String,
 }
 
 /// Rows of one table at the snapshot's instant; `name` is `schema.table`, quoted where needed.

@@ -1,1 +1,113 @@
-fn main() {}
+//! `cargo xtask`: the project's own commands. Argument parsing; what they do is in the kit, or is cargo's.
+
+mod cargo;
+mod ci;
+mod test;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+use kit::pg::PgBinaries;
+use kit::story::{self, Breakage};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "The project's own commands")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Fetch what demo and tests need and this machine lacks
+    Setup,
+    /// Build a host bundle
+    Bundle {
+        /// The smallest one that boots: the binary and two test apps
+        #[arg(long, required = true)]
+        minimal: bool,
+        #[arg(long, value_name = "VERSION")]
+        image_version: String,
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// The binary that the bundle carries; built when not given
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
+    /// Play the whole main job on real parts; writes target/demo/report.json
+    Demo {
+        /// Break one thing, backup|restore|pin|fence: the demo must then fail
+        #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
+        breakage: Option<Breakage>,
+        /// The binary to play with; built when not given
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+        /// Keep the directory with disks and logs
+        #[arg(long)]
+        keep: bool,
+    },
+    /// Set up, build, and run all tests
+    Test {
+        /// The long ones too
+        #[arg(long)]
+        long: bool,
+        #[arg(value_name = "FILTER")]
+        filters: Vec<String>,
+    },
+    /// All other checks: format, clippy, documentation, dependencies
+    Ci {
+        #[arg(long, required = true)]
+        rest: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let end = match Args::parse().command {
+        Command::Setup => setup().map(|()| ExitCode::SUCCESS),
+        Command::Bundle { image_version, out, svc, .. } => bundle(&image_version, &out, svc),
+        Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
+        Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
+        Command::Ci { .. } => ci::rest(),
+    };
+    end.unwrap_or_else(|error| {
+        eprintln!("xtask: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn setup() -> Result<()> {
+    let target = kit::fetch::target_dir();
+    let binaries = PgBinaries::locate_or_fetch(&target)?;
+    println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
+    Ok(())
+}
+
+fn bundle(image_version: &str, out: &std::path::Path, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let bundle = story::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
+    let archive = bundle.dir.join(story::bundle::ARCHIVE);
+    println!("{}\n{} bytes, sha256 {}", archive.display(), bundle.size_bytes, bundle.sha256);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
+    let svc = svc_or_built(svc)?;
+    let report = kit::fetch::target_dir().join("demo/report.json");
+    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let options = story::Options { svc, breakage, keep, report: Some(report) };
+    let told = runtime.block_on(story::play(options))?;
+    Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {
+    let path = match svc {
+        Some(path) => path,
+        None => {
+            cargo::run(&["build", "--package", "svc"])?;
+            kit::fetch::target_dir().join("debug/svc")
+        }
+    };
+    path.canonicalize().with_context(|| format!("find {}", path.display()))
+}

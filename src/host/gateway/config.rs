@@ -22,7 +22,6 @@ pub struct Config {
     pub admin_token: Option<SecretString>,
     /// Whose bearer tokens stand for the owner, where the machine was told.
     pub issuer: Option<Trust>,
-    pub database: DatabaseUrl,
     pub postgres: tokio_postgres::Config,
     /// The longest that one statement of an app may run.
     pub statement_timeout: Duration,
@@ -33,15 +32,6 @@ pub struct Config {
 pub enum OwnerConfig {
     Provisioned { identity: Identity, first_keys: ProofKeys },
     DevDefault,
-}
-
-impl OwnerConfig {
-    pub fn identity(&self) -> Option<&Identity> {
-        match self {
-            Self::Provisioned { identity, .. } => Some(identity),
-            Self::DevDefault => None,
-        }
-    }
 }
 
 impl Config {
@@ -76,7 +66,6 @@ impl Config {
                 owner: owner?,
                 admin_token,
                 issuer,
-                database: database?,
                 postgres: postgres?,
                 statement_timeout: Duration::from_millis(timeout),
             })
@@ -164,7 +153,8 @@ mod tests {
     #[test]
     fn a_provisioned_configuration_loads() {
         let config = read(&GOOD).unwrap();
-        assert_eq!(config.owner.identity().unwrap().user.as_str(), "user_1");
+        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("nobody's machine") };
+        assert_eq!(identity.user.as_str(), "user_1");
         assert_eq!(config.listen.port(), 443);
     }
 

@@ -33,8 +33,15 @@ pub(super) struct Jwks {
     url: Url,
     client: reqwest::Client,
     known: RwLock<Known>,
-    /// Held while the issuer is asked, so that it is asked once; holds when that was.
-    asked: tokio::sync::Mutex<Option<Instant>>,
+    /// Held while the issuer is asked, so that it is asked once.
+    asked: tokio::sync::Mutex<Asked>,
+}
+
+/// When the issuer was asked last.
+#[derive(Default)]
+struct Asked {
+    at_all: Option<Instant>,
+    for_unknown: Option<Instant>,
 }
 
 #[derive(Default)]
@@ -71,10 +78,19 @@ impl Jwks {
         };
         // Another request may have asked while this one waited.
         let (key, freshness) = self.known(kid);
-        let pause = if freshness == Freshness::Never { ASK_AGAIN_WITHOUT_KEYS } else { ASK_AGAIN };
-        let due = asked.is_none_or(|at| at.elapsed() >= pause);
-        if due && (key.is_none() || freshness != Freshness::Fresh) {
-            *asked = Some(Instant::now());
+        let over = |at: Option<Instant>, pause| at.is_none_or(|at: Instant| at.elapsed() >= pause);
+        let due = match (&key, freshness) {
+            (Some(_), Freshness::Fresh) => false,
+            (_, Freshness::Never) => over(asked.at_all, ASK_AGAIN_WITHOUT_KEYS),
+            (Some(_), Freshness::Stale) => over(asked.at_all, ASK_AGAIN),
+            (None, Freshness::Stale | Freshness::Fresh) => over(asked.for_unknown, ASK_AGAIN),
+        };
+        if due {
+            let now = Some(Instant::now());
+            asked.at_all = now;
+            if key.is_none() && freshness != Freshness::Never {
+                asked.for_unknown = now;
+            }
             match self.fetch().await {
                 Ok(keys) => {
                     let known = Known { keys: Arc::new(keys), fetched: Some(Instant::now()) };
@@ -91,6 +107,10 @@ impl Jwks {
             (None, Freshness::Never) => Err(JwtError::NoKeys),
             (None, _) => Err(JwtError::UnknownKey),
         }
+    }
+
+    pub(super) fn known_key(&self, kid: &str) -> Option<Arc<VerifyingKey>> {
+        self.known(kid).0
     }
 
     fn known(&self, kid: &str) -> (Option<Arc<VerifyingKey>>, Freshness) {

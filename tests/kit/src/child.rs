@@ -30,17 +30,20 @@ use anyhow::{Context, Result, bail};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtExit {
     Kill,
+    /// The whole process group that the child leads.
+    KillGroup,
     /// For PostgreSQL: an immediate shutdown that also returns its shared memory. `SIGKILL` follows after three seconds.
     Quit,
 }
 
 /// Ends `pid` when this process goes away. To be taken back with [`ended`] as soon as the child has been waited for.
 pub fn end_with_us(pid: u32, how: AtExit) {
-    let signal = match how {
-        AtExit::Kill => "KILL",
-        AtExit::Quit => "QUIT",
+    let whom = match how {
+        AtExit::Kill => format!("KILL {pid}"),
+        AtExit::KillGroup => format!("KILL -{pid}"),
+        AtExit::Quit => format!("QUIT {pid}"),
     };
-    tell_reaper(&format!("+ {signal} {pid}\n"));
+    tell_reaper(&format!("+ {whom}\n"));
 }
 
 /// The child was waited for: its pid is no longer ours to signal.
@@ -92,6 +95,13 @@ pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<
     }
 }
 
+/// Whether there is such a process; one that is dead and not yet waited for is not.
+pub fn is_running(pid: u32) -> bool {
+    // The state follows the program's name, which stands in brackets and may hold anything.
+    let state = |stat: String| stat.rsplit(')').next().map(|rest| rest.trim_start().starts_with('Z'));
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| state(stat) == Some(false))
+}
+
 fn read_back(file: &mut File) -> Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -106,11 +116,11 @@ children=
 while read -r op signal what; do
   case $op in
     +) children="$children $signal:$what" ;;
-    -) left=; for c in $children; do [ "${c#*:}" = "$what" ] || left="$left $c"; done; children=$left ;;
+    -) left=; for c in $children; do id=${c#*:}; [ "${id#-}" = "$what" ] || left="$left $c"; done; children=$left ;;
     d) set -- "$@" "$what" ;;
   esac
 done
-for c in $children; do kill -s "${c%%:*}" "${c#*:}" 2>/dev/null; done
+for c in $children; do kill -s "${c%%:*}" -- "${c#*:}" 2>/dev/null; done
 tries=0
 while [ $tries -lt 30 ]; do
   alive=
@@ -121,7 +131,7 @@ while [ $tries -lt 30 ]; do
   [ -n "$alive" ] || break
   sleep 0.1; tries=$((tries + 1))
 done
-for c in $children; do kill -s KILL "${c#*:}" 2>/dev/null; done
+for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
 for dir in "$@"; do rm -rf -- "$dir"; done
 "#;
 
@@ -212,10 +222,5 @@ mod tests {
         }
         assert!(!is_running(grandchild), "the child outlived its parent");
         assert!(!doomed.exists(), "the directory was left behind");
-    }
-
-    fn is_running(pid: u32) -> bool {
-        std::fs::read_to_string(format!("/proc/{pid}/stat"))
-            .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
     }
 }

@@ -4,10 +4,12 @@
 //! |---|---|
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
+//! | [`provider`] | the cloud provider: its API, and servers that are records or processes of a host |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`fetch`] | tools fetched once into `target/tools` |
+//! | [`story`] | the whole main job, played on all of these |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
@@ -18,6 +20,8 @@ pub mod fetch;
 pub mod idp;
 pub mod net;
 pub mod pg;
+pub mod provider;
 pub mod s3;
+pub mod story;
 
 mod runtime;

@@ -1,6 +1,7 @@
 //! Runs a plan through the app's role and puts PostgreSQL's JSON into the answer, byte for byte.
 
 use std::error::Error;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,10 +9,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::TryStreamExt;
 use http::{HeaderValue, StatusCode, header};
-use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, Type};
+use tokio_postgres::{Row, RowStream};
 
 use super::cursor::Cursor;
+use super::order::Order;
+use super::param::Param;
 use super::plan::{Page, Plan};
 use super::refusal;
 use super::sql::Sql;
@@ -20,6 +23,8 @@ use crate::http::problem::{Code, Problem};
 
 /// How long after its own time limit a statement may still be silent before its connection is given up.
 const GRACE: Duration = Duration::from_secs(5);
+/// A page ends early when it has this many bytes, so that no answer can fill the memory.
+const LARGEST_PAGE: usize = 8 * 1024 * 1024;
 
 /// Runs `plan`; `statement_timeout` is the role's.
 ///
@@ -54,28 +59,18 @@ async fn answer(connection: &Connection, plan: Plan<'_>) -> Result<Response, Pro
 }
 
 async fn page_of(connection: &Connection, page: Page<'_>) -> Result<Response, Problem> {
-    let Page { rows: sql, count, limit, order } = page;
+    let Page { rows, count, limit, order } = page;
     // Both questions go out before the first answer is read.
-    let (rows, count) = tokio::try_join!(rows(connection, sql), async {
+    let (mut filled, count) = tokio::try_join!(fill(connection, rows, limit, &order), async {
         match count {
             Some(sql) => number(connection, sql).await.map(Some),
             None => Ok(None),
         }
     })?;
-    let shown = &rows[..rows.len().min(limit)];
-    let mut body = BytesMut::with_capacity(64 + shown.len() * 256);
-    body.put_slice(b"{\"data\":[");
-    for (index, row) in shown.iter().enumerate() {
-        if index > 0 {
-            body.put_u8(b',');
-        }
-        body.put_slice(json_of(row)?);
-    }
+    let body = &mut filled.body;
     body.put_slice(b"],\"nextCursor\":");
-    match shown.last().filter(|_| rows.len() > limit) {
-        Some(last) => {
-            let keys = (0..order.keys.len()).map(|index| last.try_get(index + 1));
-            let keys = keys.collect::<Result<_, _>>().map_err(|error| refusal::of_error(&error))?;
+    match filled.last.filter(|_| filled.more) {
+        Some(keys) => {
             body.put_u8(b'"');
             body.put_slice(Cursor::new(&order, keys).encode().as_bytes());
             body.put_u8(b'"');
@@ -86,16 +81,52 @@ async fn page_of(connection: &Connection, page: Page<'_>) -> Result<Response, Pr
         body.put_slice(format!(",\"count\":{count}").as_bytes());
     }
     body.put_u8(b'}');
-    Ok(json(StatusCode::OK, body.freeze()))
+    Ok(json(StatusCode::OK, filled.body.freeze()))
+}
+
+/// The rows of a page, as far as it goes.
+struct Filled {
+    body: BytesMut,
+    /// The order's values of the last row.
+    last: Option<Vec<Option<String>>>,
+    /// Whether rows come after it.
+    more: bool,
+}
+
+/// Takes rows until the page has its number of them or is large enough; the cursor leads on from either.
+async fn fill(connection: &Connection, sql: Sql, limit: usize, order: &Order<'_>) -> Result<Filled, Problem> {
+    let refused = |error: tokio_postgres::Error| refusal::of_error(&error);
+    let mut rows = pin!(start(connection, sql).await.map_err(refused)?);
+    let mut body = BytesMut::with_capacity(4096);
+    body.put_slice(b"{\"data\":[");
+    let (mut shown, mut last_row) = (0, None::<Row>);
+    let mut more = false;
+    while let Some(row) = rows.try_next().await.map_err(refused)? {
+        if shown == limit || body.len() >= LARGEST_PAGE {
+            more = true;
+            break;
+        }
+        if shown > 0 {
+            body.put_u8(b',');
+        }
+        body.put_slice(json_of(&row)?);
+        shown += 1;
+        last_row = Some(row);
+    }
+    let keys = |row: Row| (1..=order.keys.len()).map(|index| row.try_get(index)).collect::<Result<_, _>>();
+    let last = last_row.filter(|_| more).map(keys).transpose().map_err(refused)?;
+    Ok(Filled { body, last, more })
 }
 
 async fn rows(connection: &Connection, sql: Sql) -> Result<Vec<Row>, Problem> {
-    let types: Vec<Type> = sql.params.iter().map(super::param::Param::sql_type).collect();
-    let ran = async {
-        let statement = connection.statement(&sql.text, &types).await?;
-        connection.client.query_raw(&statement, &sql.params).await?.try_collect().await
-    };
+    let ran = async { start(connection, sql).await?.try_collect().await };
     ran.await.map_err(|error| refusal::of_error(&error))
+}
+
+async fn start(connection: &Connection, sql: Sql) -> Result<RowStream, tokio_postgres::Error> {
+    let types: Vec<Type> = sql.params.iter().map(Param::sql_type).collect();
+    let statement = connection.statement(&sql.text, &types).await?;
+    connection.client.query_raw(&statement, &sql.params).await
 }
 
 async fn number(connection: &Connection, sql: Sql) -> Result<i64, Problem> {

@@ -1,3 +1,5 @@
+//! Tokens and keys of the issuer, good and bad, as a verifier sees them.
+
 use anyhow::{Context, Result};
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;

@@ -1,3 +1,5 @@
+//! The server as tests use it: databases, passwords, ends.
+
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -68,11 +70,16 @@ async fn kill9_leaves_no_process_of_it() -> Result<()> {
     let backend: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await?.get(0);
     // A backend that computes does not look up to see its postmaster dead.
     tokio::spawn(
-        async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 100000000)").await },
+        async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 300000000)").await },
     );
+    let watcher = server.connect("postgres").await?;
+    let busy = "SELECT 1 FROM pg_stat_activity WHERE pid = $1 AND state = 'active'";
+    while watcher.query(busy, &[&backend]).await?.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     server.kill9().await?;
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while nix::sys::signal::kill(nix::unistd::Pid::from_raw(backend), None).is_ok() {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while crate::child::is_running(u32::try_from(backend)?) {
         assert!(Instant::now() < deadline, "backend {backend} outlived kill -9");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

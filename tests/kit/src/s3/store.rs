@@ -177,12 +177,17 @@ impl Bucket {
     }
 
     fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
-        let start = match cursor {
-            Some(Cursor::After(key)) if key.as_str() >= prefix => Bound::Excluded(key.clone()),
-            // No key that starts so is greater, short of one with this very character there.
-            Some(Cursor::AfterPrefix(p)) if p.as_str() >= prefix => Bound::Excluded(format!("{p}\u{10FFFF}")),
-            _ => Bound::Included(prefix.to_owned()),
+        let (start, folded) = match cursor {
+            Some(Cursor::After(key)) if key.as_str() >= prefix => (Bound::Excluded(key.clone()), None),
+            // Past nearly all keys that start so at once; the rest, with this very character there, one by one.
+            Some(Cursor::AfterPrefix(folded)) if folded.as_str() >= prefix => {
+                (Bound::Excluded(format!("{folded}\u{10FFFF}")), Some(folded))
+            }
+            _ => (Bound::Included(prefix.to_owned()), None),
         };
-        self.objects.range((start, Bound::Unbounded)).next().filter(|(key, _)| key.starts_with(prefix))
+        self.objects
+            .range((start, Bound::Unbounded))
+            .find(|(key, _)| folded.is_none_or(|folded| !key.starts_with(folded.as_str())))
+            .filter(|(key, _)| key.starts_with(prefix))
     }
 }

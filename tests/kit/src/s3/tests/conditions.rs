@@ -1,12 +1,13 @@
 //! Conditional reads and writes, one at a time and racing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use object_store::aws::{AwsAuthorizer, AwsCredential};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{Error, GetOptions, ObjectStore, PutMode};
+use object_store::{Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode};
 
 use super::{Rig, rig};
 
@@ -50,6 +51,22 @@ async fn conditional_reads_hold() -> Result<()> {
     assert!(get(None, Some("\"other\"")).await.is_ok());
     assert!(get(etag.as_deref(), None).await.is_ok());
     assert!(matches!(get(Some("\"other\""), None).await, Err(Error::Precondition { .. })), "412");
+    Ok(())
+}
+
+#[tokio::test]
+async fn reads_depend_on_the_time_of_the_last_write() -> Result<()> {
+    let rig = rig()?;
+    rig.server.write("fleet", "a", "x");
+    let written = rig.client.head(&Key::from("a")).await?.last_modified;
+    let earlier = written - Duration::from_secs(60);
+    let get = |options: GetOptions| async { rig.client.get_opts(&Key::from("a"), options).await };
+    let since = |time| GetOptions { if_modified_since: Some(time), ..GetOptions::default() };
+    let until = |time| GetOptions { if_unmodified_since: Some(time), ..GetOptions::default() };
+    assert!(matches!(get(since(written)).await, Err(Error::NotModified { .. })));
+    assert!(get(since(earlier)).await.is_ok());
+    assert!(matches!(get(until(earlier)).await, Err(Error::Precondition { .. })));
+    assert!(get(until(written)).await.is_ok());
     Ok(())
 }
 

@@ -113,6 +113,12 @@ async fn listings_are_sorted_paged_and_folded() -> Result<()> {
     let folded = rig.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?;
     assert_eq!(folded.common_prefixes.len(), 7);
 
+    rig.server.write("fleet", "user/primary/000/\u{10FFFF}", "a folded key that sorts after all others");
+    assert_eq!(
+        rig.client.list_with_delimiter(Some(&Key::from("user/primary"))).await?.common_prefixes.len(),
+        7
+    );
+
     let offset = Key::from(expected[1200].as_str());
     let rest: Vec<_> =
         rig.client.list_with_offset(Some(&Key::from("user/primary")), &offset).try_collect().await?;

@@ -1,0 +1,170 @@
+//! Calls to the platform's API. A mutating call carries one `Idempotency-Key` through all its tries, so that trying
+//! again after a lost reply does it once.
+
+use std::time::Duration;
+
+use backon::{ExponentialBuilder, Retryable};
+use http::header::{self, HeaderValue};
+use http::{Method, StatusCode};
+use secrecy::{ExposeSecret, SecretString};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use url::Url;
+use uuid::Uuid;
+
+use super::refusal::Refusal;
+use crate::http::client::{self, Deadlines};
+use crate::http::problem;
+
+const TRIES: usize = 5;
+/// A platform that asks for more patience than this is left to the operator.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// A call that did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    #[error("the platform at {base} cannot be reached: {why}")]
+    Unreachable { base: Url, why: String },
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error("the platform's answer to {what} is not what the API promises: {why}")]
+    Unreadable { what: String, why: String },
+}
+
+impl CallError {
+    fn is_transient(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } => true,
+            Self::Refused(refusal) => refusal.is_transient(),
+            Self::Unreadable { .. } => false,
+        }
+    }
+
+    fn pause(&self) -> Option<Duration> {
+        match self {
+            Self::Refused(refusal) => refusal.retry_after,
+            _ => None,
+        }
+    }
+}
+
+/// A success: the body exactly as it came.
+#[derive(Debug)]
+pub struct Answer {
+    pub text: String,
+    what: String,
+}
+
+impl Answer {
+    /// # Errors
+    /// [`CallError::Unreadable`].
+    pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
+        serde_json::from_str(&self.text)
+            .map_err(|error| CallError::Unreadable { what: self.what.clone(), why: error.to_string() })
+    }
+}
+
+/// The platform, as an operator sees it.
+pub struct Api {
+    client: reqwest::Client,
+    base: Url,
+    bearer: HeaderValue,
+}
+
+impl Api {
+    /// # Errors
+    /// When the secret cannot stand in a header, or TLS roots cannot be read.
+    pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
+        let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
+        bearer.set_sensitive(true);
+        let client = client::build(Deadlines { whole: Some(call), idle: call, ..Deadlines::CALL })?;
+        Ok(Self { client, base, bearer })
+    }
+
+    /// # Errors
+    /// [`CallError`], after transient failures were tried again.
+    pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
+        let mut url = self.url(path);
+        if !query.is_empty() {
+            url.query_pairs_mut().extend_pairs(query);
+        }
+        self.patiently(&Method::GET, &url, None).await
+    }
+
+    /// # Errors
+    /// [`CallError`], after transient failures were tried again under the same idempotency key.
+    pub async fn send(
+        &self,
+        method: Method,
+        path: &[&str],
+        body: Option<&Value>,
+    ) -> Result<Answer, CallError> {
+        self.patiently(&method, &self.url(path), body).await
+    }
+
+    fn url(&self, path: &[&str]) -> Url {
+        let mut url = self.base.clone();
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.pop_if_empty().extend(path);
+        }
+        url
+    }
+
+    async fn patiently(&self, method: &Method, url: &Url, body: Option<&Value>) -> Result<Answer, CallError> {
+        let key = (*method != Method::GET).then(|| Uuid::now_v7().to_string());
+        let backoff = ExponentialBuilder::default()
+            .with_min_delay(Duration::from_millis(200))
+            .with_max_delay(Duration::from_secs(3))
+            .with_max_times(TRIES - 1)
+            .with_jitter();
+        (|| self.once(method, url, body, key.as_deref()))
+            .retry(backoff)
+            .when(CallError::is_transient)
+            .adjust(|error, planned| match (planned, error.pause()) {
+                (Some(_), Some(asked)) if asked > LONGEST_PAUSE => None,
+                (Some(planned), Some(asked)) => Some(planned.max(asked)),
+                (planned, _) => planned,
+            })
+            .await
+    }
+
+    async fn once(
+        &self,
+        method: &Method,
+        url: &Url,
+        body: Option<&Value>,
+        key: Option<&str>,
+    ) -> Result<Answer, CallError> {
+        let unreachable = |error: reqwest::Error| CallError::Unreachable {
+            base: self.base.clone(),
+            why: problem::chain(&error.without_url()),
+        };
+        let mut request = self
+            .client
+            .request(method.clone(), url.clone())
+            .header(header::AUTHORIZATION, self.bearer.clone())
+            .header(header::ACCEPT, "application/json");
+        if let Some(key) = key {
+            request = request.header("idempotency-key", key);
+        }
+        if let Some(body) = body {
+            request = request.json(body);
+        }
+        let response = request.send().await.map_err(unreachable)?;
+        let (status, pause) = (response.status(), retry_after(&response));
+        let text = response.text().await.map_err(unreachable)?;
+        let what = format!("{method} {}", url.path());
+        match status {
+            status if status.is_success() => Ok(Answer { text, what }),
+            StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
+                Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
+            }
+            status => Err(Refusal::read(status, text, pause).into()),
+        }
+    }
+}
+
+fn retry_after(response: &reqwest::Response) -> Option<Duration> {
+    let seconds = response.headers().get(header::RETRY_AFTER)?.to_str().ok()?.parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}

@@ -1,0 +1,273 @@
+//! Publishing a host bundle: the archive first, its `.sha256` last, so that a version is published by that one write.
+//!
+//! A published version never changes: hosts and platform trust it by its digest.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use object_store::buffered::BufWriter;
+use object_store::{Error as ObjectError, PutMode, PutOptions, PutPayload};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tokio::fs::File;
+use tokio::io::AsyncReadExt;
+
+use crate::applet::{Exit, Failure};
+use crate::machine::name::ImageVersion;
+use crate::store::bucket::{Bucket, StoreError};
+use crate::store::bundle::{digest, digest_line, parse_digest};
+use crate::store::key::{self, BUNDLE_FILE};
+
+const CHUNK: usize = 256 * 1024;
+/// Manifest and signature, where the build made them.
+const COMPANIONS: [&str; 2] = [".json", ".json.sig"];
+
+#[derive(Debug, thiserror::Error)]
+pub enum PublishError {
+    #[error("read {}", .path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{} has no SHA-256 in it", .path.display())]
+    NoDigest { path: PathBuf },
+    #[error(
+        "{} has the SHA-256 {found}, its .sha256 says {stated}\n  next: build the bundle again", .path.display()
+    )]
+    Mismatch { path: PathBuf, found: String, stated: String },
+    #[error(
+        "another content (SHA-256 {there}) is already published as {version}\n  next: publish under a new version"
+    )]
+    Taken { version: ImageVersion, there: String },
+    #[error(
+        "{version} was published by someone else at the same time\n  next: publish again, or under a new version"
+    )]
+    Raced { version: ImageVersion },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl From<PublishError> for Failure {
+    fn from(error: PublishError) -> Self {
+        let exit = match &error {
+            PublishError::Store(StoreError::Denied { .. }) => Exit::Permission,
+            PublishError::Store(error) if error.is_transient() => Exit::Unavailable,
+            PublishError::Raced { .. } => Exit::TryAgain,
+            _ => Exit::Refused,
+        };
+        Self::new(exit, error)
+    }
+}
+
+/// What is in the store now.
+#[derive(Debug)]
+pub struct Published {
+    version: ImageVersion,
+    sha256: String,
+    size_bytes: u64,
+    news: News,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum News {
+    Published,
+    WasThere,
+}
+
+impl Published {
+    pub fn json(&self) -> Value {
+        json!({
+            "imageVersion": self.version,
+            "key": key::bundle(&self.version, "").to_string(),
+            "sha256": self.sha256,
+            "sizeBytes": self.size_bytes,
+            "alreadyPublished": self.news == News::WasThere,
+        })
+    }
+}
+
+impl fmt::Display for Published {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let news = match self.news {
+            News::Published => "published",
+            News::WasThere => "already published",
+        };
+        let key = key::bundle(&self.version, "");
+        write!(f, "{news} {key}\n{} bytes, sha256 {}", self.size_bytes, self.sha256)
+    }
+}
+
+/// Publishes the bundle in `dir`. Publishing the same content again changes nothing.
+///
+/// # Errors
+/// [`PublishError`].
+pub async fn publish(bucket: &Bucket, dir: &Path, version: &ImageVersion) -> Result<Published, PublishError> {
+    let archive = dir.join(BUNDLE_FILE);
+    let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
+    let (found, size_bytes) = read_through(&archive, None).await?;
+    check(&archive, &found, &stated)?;
+    let news = match digest(bucket, version).await? {
+        // Where two published at once, the archive may be the other's.
+        Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
+        Some(there) if there == stated => News::Published,
+        Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
+        None => News::Published,
+    };
+    if news == News::Published {
+        upload(bucket, &archive, &stated, version).await?;
+        companions(bucket, dir, version).await?;
+        announce(bucket, &stated, version).await?;
+    }
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news })
+}
+
+async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
+    let there = bucket.head(&key::bundle(version, "")).await?;
+    Ok(there.is_some_and(|meta| meta.size == size_bytes))
+}
+
+async fn upload(
+    bucket: &Bucket,
+    archive: &Path,
+    stated: &str,
+    version: &ImageVersion,
+) -> Result<(), PublishError> {
+    let key = key::bundle(version, "");
+    let mut sink = BufWriter::new(bucket.raw().clone(), key.clone());
+    let sent = match read_through(archive, Some(&mut sink)).await {
+        Ok((sent, _)) => check(archive, &sent, stated),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = sent {
+        // What was uploaded of it is no object yet; a store that cannot even abort is told of by the error itself.
+        let _ = sink.abort().await;
+        return Err(error);
+    }
+    let done = tokio::io::AsyncWriteExt::shutdown(&mut sink).await;
+    done.map_err(|source| {
+        StoreError::Unavailable {
+            key: key.to_string(),
+            source: Box::new(ObjectError::Generic { store: "bundle", source: Box::new(source) }),
+        }
+        .into()
+    })
+}
+
+async fn companions(bucket: &Bucket, dir: &Path, version: &ImageVersion) -> Result<(), PublishError> {
+    for suffix in COMPANIONS {
+        let path = dir.join(format!("{BUNDLE_FILE}{suffix}"));
+        match tokio::fs::read(&path).await {
+            Ok(content) => bucket.put(&key::bundle(version, suffix), content).await?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(source) => return Err(PublishError::Read { path, source }),
+        }
+    }
+    Ok(())
+}
+
+/// The write that publishes; it happens only where no digest stands yet.
+async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
+    let key = key::bundle(version, ".sha256");
+    let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+    let put = bucket.raw().put_opts(&key, PutPayload::from(digest_line(stated)), options).await;
+    match put.map_err(|error| StoreError::of(&key, error)) {
+        Ok(_) => Ok(()),
+        // Either another publisher was faster, or this was our own write whose answer was lost.
+        Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
+            Some(there) if there == stated => Ok(()),
+            _ => Err(PublishError::Raced { version: version.clone() }),
+        },
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn stated_digest(path: &Path) -> Result<String, PublishError> {
+    let read = tokio::fs::read_to_string(path).await;
+    let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
+    parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
+}
+
+/// SHA-256 and size of a file, on its way into `sink` where one is given.
+async fn read_through(path: &Path, mut sink: Option<&mut BufWriter>) -> Result<(String, u64), PublishError> {
+    let failed = |source| PublishError::Read { path: path.to_owned(), source };
+    let mut file = File::open(path).await.map_err(failed)?;
+    let (mut hasher, mut size) = (Sha256::new(), 0);
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let n = file.read(&mut chunk).await.map_err(failed)?;
+        if n == 0 {
+            return Ok((hex::encode(hasher.finalize()), size));
+        }
+        hasher.update(&chunk[..n]);
+        size += n as u64;
+        if let Some(sink) = sink.as_deref_mut() {
+            let put = sink.put(Bytes::copy_from_slice(&chunk[..n])).await;
+            put.map_err(|error| StoreError::of(&object_store::path::Path::from(BUNDLE_FILE), error))?;
+        }
+    }
+}
+
+fn check(path: &Path, found: &str, stated: &str) -> Result<(), PublishError> {
+    if found == stated {
+        return Ok(());
+    }
+    let (found, stated) = (found.to_owned(), stated.to_owned());
+    Err(PublishError::Mismatch { path: path.to_owned(), found, stated })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn build(content: &[u8]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(BUNDLE_FILE), content).unwrap();
+        let line = digest_line(&hex::encode(Sha256::digest(content)));
+        std::fs::write(dir.path().join(format!("{BUNDLE_FILE}.sha256")), line).unwrap();
+        dir
+    }
+
+    fn bucket() -> Bucket {
+        Bucket::new(Arc::new(object_store::memory::InMemory::new()))
+    }
+
+    #[tokio::test]
+    async fn a_version_is_published_once_and_its_content_never_changes() {
+        let (bucket, version) = (bucket(), "1.0".parse().unwrap());
+        let (one, other) = (build(b"one"), build(b"other"));
+        let first = publish(&bucket, one.path(), &version).await.unwrap();
+        assert_eq!(first.news, News::Published);
+        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().news, News::WasThere);
+        let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
+        assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
+        let there = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
+        assert_eq!(&there.value[..], b"one");
+    }
+
+    #[tokio::test]
+    async fn an_archive_that_does_not_fit_its_digest_is_not_published() {
+        let (bucket, version) = (bucket(), "1.0".parse().unwrap());
+        let dir = build(b"whole");
+        std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
+        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        assert!(matches!(refused, PublishError::Mismatch { .. }), "{refused}");
+        assert_eq!(bucket.head(&key::bundle(&version, "")).await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn a_publication_that_was_cut_short_is_finished_by_the_next() {
+        let (bucket, version) = (bucket(), "1.0".parse().unwrap());
+        bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
+        let dir = build(&vec![7; 12 << 20]);
+        std::fs::write(dir.path().join(format!("{BUNDLE_FILE}.json")), b"{}").unwrap();
+        publish(&bucket, dir.path(), &version).await.unwrap();
+        let archive = bucket.head(&key::bundle(&version, "")).await.unwrap().unwrap();
+        assert_eq!(archive.size, 12 << 20);
+        assert!(bucket.head(&key::bundle(&version, ".json")).await.unwrap().is_some());
+        assert!(digest(&bucket, &version).await.unwrap().is_some());
+    }
+}

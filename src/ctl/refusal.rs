@@ -1,0 +1,170 @@
+//! What the platform said instead of yes: its problem+json, what an operator does about it, and the exit code.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use serde::Deserialize;
+
+use super::api::CallError;
+use crate::applet::{Exit, Failure};
+
+/// A problem as it came, or an answer of something in between that is not the platform.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", self.line())]
+pub struct Refusal {
+    pub status: StatusCode,
+    pub code: Option<String>,
+    pub detail: String,
+    pub request_id: Option<String>,
+    /// The body as it came, for `--json`.
+    pub body: String,
+    pub retry_after: Option<Duration>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Problem {
+    code: String,
+    detail: String,
+    request_id: Option<String>,
+}
+
+impl Refusal {
+    pub fn read(status: StatusCode, body: String, retry_after: Option<Duration>) -> Self {
+        let (code, detail, request_id) = match serde_json::from_str::<Problem>(&body) {
+            Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
+            Err(_) => (None, format!("{status}, and no problem+json: is this the platform's URL?"), None),
+        };
+        Self { status, code, detail, request_id, body, retry_after }
+    }
+
+    /// Whether the same call can succeed a moment later without anyone changing anything.
+    pub fn is_transient(&self) -> bool {
+        match self.code.as_deref() {
+            Some("disabled" | "cost_limit_reached" | "preview_limit_reached") => false,
+            // A gateway in between, while the platform restarts.
+            None => {
+                matches!(self.status.as_u16(), 502..=504)
+            }
+            Some(_) => matches!(self.status.as_u16(), 429 | 503 | 504),
+        }
+    }
+
+    pub fn exit(&self) -> Exit {
+        match self.status.as_u16() {
+            401 | 403 => Exit::Permission,
+            429 | 503 | 504 => Exit::TryAgain,
+            502 => Exit::Unavailable,
+            400..=499 => Exit::Refused,
+            _ => Exit::Internal,
+        }
+    }
+
+    fn line(&self) -> String {
+        let mut line = self.detail.clone();
+        let mut known: Vec<String> = self.code.clone().into_iter().collect();
+        known.extend(self.request_id.as_ref().map(|id| format!("request {id}")));
+        if !known.is_empty() {
+            line.push_str(&format!(" ({})", known.join(", ")));
+        }
+        if let Some(next) = self.code.as_deref().and_then(advice) {
+            line.push_str(&format!("\n  next: {next}"));
+        }
+        line
+    }
+}
+
+/// What to do next, by code.
+fn advice(code: &str) -> Option<&'static str> {
+    Some(match code {
+        "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
+        "unauthorized" => "check PLATFORM_SECRET or --secret-file against the platform's",
+        "forbidden" => "use a credential that may do this",
+        "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then again",
+        "server_type_not_allowed" => {
+            "choose a type of the slot's plan, or change the plan with `svcctl slot set`"
+        }
+        "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
+        "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then again",
+        "invalid_state" => "`svcctl status <machine>` shows its state; wait for its operation, or recover",
+        "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",
+        "snapshot_unusable" => {
+            "look at system/db/latest of the slot; --snapshot names an older snapshot, --allow-empty starts without \
+             (only for a new or intentionally empty user)"
+        }
+        "idempotency_mismatch" => "run the command again: each run has a key of its own",
+        "preview_limit_reached" => "delete a preview machine first",
+        "provisioning_error" => {
+            "the platform's log has the provider's answer under the request id; check quota, location and server type"
+        }
+        "disabled" => "set CUSTOMER_VPS_ENABLED=true on the platform, where that is intended",
+        "store_unavailable" => "nothing was changed; check the object store, then again",
+        "database_unavailable" => "check the platform's database, then again",
+        "internal" => "the platform's log has the cause under the request id",
+        "rate_limited" | "unavailable" | "deadline_exceeded" => "again in a moment",
+        _ => return None,
+    })
+}
+
+impl From<CallError> for Failure {
+    fn from(error: CallError) -> Self {
+        let exit = match &error {
+            CallError::Unreachable { .. } => Exit::Unavailable,
+            CallError::Refused(refusal) => refusal.exit(),
+            CallError::Unreadable { .. } => Exit::Internal,
+        };
+        Self::new(exit, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::problem::Code;
+
+    fn refusal(status: u16, code: &str) -> Refusal {
+        let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
+        Refusal::read(StatusCode::from_u16(status).unwrap(), body, None)
+    }
+
+    #[test]
+    fn a_refusal_says_why_under_which_request_and_what_next() {
+        let said = refusal(404, "bundle_not_found").to_string();
+        for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
+            assert!(said.contains(part), "{said}");
+        }
+    }
+
+    #[test]
+    fn every_status_has_its_exit_code() {
+        for (code, exit) in [
+            (Code::InvalidRequest, Exit::Refused),
+            (Code::Unauthorized, Exit::Permission),
+            (Code::ServerTypeNotAllowed, Exit::Permission),
+            (Code::MachineNotFound, Exit::Refused),
+            (Code::SnapshotUnusable, Exit::Refused),
+            (Code::RateLimited, Exit::TryAgain),
+            (Code::ProvisioningError, Exit::Unavailable),
+            (Code::StoreUnavailable, Exit::TryAgain),
+            (Code::Internal, Exit::Internal),
+        ] {
+            assert_eq!(refusal(code.status().as_u16(), code.as_str()).exit(), exit, "{code:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_problem_document_does_not_pass_for_one() {
+        let refusal = Refusal::read(StatusCode::BAD_GATEWAY, "<html>".to_owned(), None);
+        assert!(refusal.is_transient());
+        assert!(refusal.to_string().contains("502"), "{refusal}");
+    }
+
+    #[test]
+    fn only_what_passes_by_itself_is_tried_again() {
+        assert!(refusal(503, "store_unavailable").is_transient());
+        assert!(!refusal(503, "disabled").is_transient());
+        assert!(!refusal(502, "provisioning_error").is_transient());
+        assert!(!refusal(500, "internal").is_transient());
+        assert!(!refusal(409, "invalid_state").is_transient());
+    }
+}

@@ -1,0 +1,312 @@
+//! The steps of one backup, in the order that keeps the pointer true: snapshot, dump, object, side record, pointer.
+//!
+//! No failure moves the pointer, and nothing is ever pruned. Whatever ends a run leaves a record of it.
+
+use std::future::Future;
+use std::time::Instant;
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use super::Settings;
+use super::dump::{self, DumpError, VerifiedDump};
+use super::record::{self, Record, Status};
+use super::snapshot::{Snapshot, SnapshotError};
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::failpoint::{self, Injected};
+use crate::host::lock::Lock;
+use crate::host::pgconn;
+use crate::http::problem::chain;
+use crate::store::key;
+use crate::store::pointer::{Fenced, SnapshotRef};
+use crate::store::pointer_io::{self, PointerError};
+use crate::store::snapshot::{self as stored, SideRecord};
+use crate::store::upload::{Parts, Upload, UploadError};
+use crate::store::{Bucket, StoreError};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] = &[
+    "backup.begin",
+    "backup.snapshot",
+    "backup.streaming",
+    "backup.verified",
+    "backup.completed",
+    "backup.side_record",
+    "backup.pointer",
+    "backup.cleaned",
+    "backup.recorded",
+];
+
+/// How far a run came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Stage {
+    Fence,
+    Snapshot,
+    Dump,
+    Upload,
+    SideRecord,
+    Pointer,
+    Done,
+}
+
+/// Why a backup did not happen.
+#[derive(Debug, thiserror::Error)]
+enum BackupError {
+    #[error("this machine has been replaced (superseded.json): it takes no backups any more")]
+    Superseded,
+    #[error("this machine has been replaced: {0}")]
+    Fenced(Fenced),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Pointer(PointerError),
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error("read the database's catalogue")]
+    Query(#[from] tokio_postgres::Error),
+    #[error(transparent)]
+    Dump(#[from] DumpError),
+    #[error(transparent)]
+    Upload(#[from] UploadError),
+    #[error("stopped by a signal")]
+    Stopped,
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl From<PointerError> for BackupError {
+    fn from(error: PointerError) -> Self {
+        match error {
+            PointerError::Fenced(fenced) => Self::Fenced(fenced),
+            error => Self::Pointer(error),
+        }
+    }
+}
+
+impl BackupError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Superseded | Self::Fenced(_) => Exit::Permission,
+            Self::Store(StoreError::Unavailable { .. } | StoreError::Denied { .. })
+            | Self::Pointer(_)
+            | Self::Upload(UploadError::Store(_))
+            | Self::Dump(DumpError::Upload(UploadError::Store(_)))
+            | Self::Snapshot(SnapshotError::Connect(_)) => Exit::Unavailable,
+            Self::Query(error) | Self::Snapshot(SnapshotError::Query(error))
+                if pgconn::is_unavailable(error) =>
+            {
+                Exit::Unavailable
+            }
+            Self::Stopped => Exit::TryAgain,
+            _ => Exit::Internal,
+        }
+    }
+}
+
+/// What a run has come to know, for its record.
+struct Progress {
+    stage: Stage,
+    key: Option<String>,
+    dump: Option<VerifiedDump>,
+}
+
+/// Takes one backup and records how it ended. `stop` ends it early, with the upload aborted.
+///
+/// # Errors
+/// [`Failure`] with the exit code of the contract.
+pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+    let began = Instant::now();
+    let timestamp = clock::now_ms();
+    let mut progress = Progress { stage: Stage::Fence, key: None, dump: None };
+    let end = back_up(settings, &mut progress, stop).await;
+    let record = record_of(timestamp, began, &progress, end.as_ref().err());
+    let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
+    match end {
+        Ok(()) => {
+            failpoint::pass("backup.recorded").or_exit(Exit::Internal)?;
+            tracing::info!(
+                key = progress.key,
+                size = record.size_bytes,
+                ms = record.duration_ms,
+                "backed up"
+            );
+            recorded
+        }
+        Err(error) => Err(Failure::new(error.exit(), error)),
+    }
+}
+
+fn record_of(
+    timestamp: Timestamp,
+    began: Instant,
+    progress: &Progress,
+    error: Option<&BackupError>,
+) -> Record {
+    Record {
+        timestamp,
+        status: if error.is_none() { Status::Success } else { Status::Error },
+        stage: progress.stage,
+        key: progress.key.clone(),
+        size_bytes: progress.dump.as_ref().map(|dump| dump.size_bytes),
+        sha256: progress.dump.as_ref().map(|dump| dump.sha256.clone()),
+        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        error: error.map(|error| chain(error)),
+    }
+}
+
+async fn back_up(
+    settings: &Settings,
+    progress: &mut Progress,
+    stop: impl Future<Output = ()>,
+) -> Result<(), BackupError> {
+    failpoint::pass("backup.begin")?;
+    if settings.layout.superseded().exists() {
+        return Err(BackupError::Superseded);
+    }
+    refuse_if_fenced(settings).await?;
+
+    progress.stage = Stage::Snapshot;
+    let snapshot = Snapshot::open(&settings.server).await?;
+    failpoint::pass("backup.snapshot")?;
+
+    progress.stage = Stage::Dump;
+    let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
+    progress.key = Some(key.clone());
+    let record = upload(settings, progress, &snapshot, &key, stop).await?;
+    drop(snapshot);
+    failpoint::pass("backup.completed")?;
+
+    progress.stage = Stage::SideRecord;
+    put_side_record(&settings.bucket, settings, &record.side).await?;
+    failpoint::pass("backup.side_record")?;
+
+    progress.stage = Stage::Pointer;
+    pointer_io::advance(&settings.bucket, &settings.slot, settings.identity.epoch, &record.named()).await?;
+    failpoint::pass("backup.pointer")?;
+
+    progress.stage = Stage::Done;
+    drop_replaced(settings).await;
+    failpoint::pass("backup.cleaned")?;
+    Ok(())
+}
+
+/// A replaced machine need not dump first to learn it. What the store says at the end decides all the same.
+async fn refuse_if_fenced(settings: &Settings) -> Result<(), BackupError> {
+    let mine = settings.identity.epoch;
+    match pointer_io::read(&settings.bucket, &settings.slot).await? {
+        Some(pointer) if pointer.value.fence_epoch > mine => {
+            Err(BackupError::Fenced(Fenced { fence: pointer.value.fence_epoch, mine }))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A complete object and what is to be said of it.
+struct Uploaded {
+    side: SideRecord,
+    etag: Option<String>,
+}
+
+impl Uploaded {
+    fn named(&self) -> SnapshotRef {
+        let side = &self.side;
+        SnapshotRef {
+            key: side.key.clone(),
+            size_bytes: side.size_bytes,
+            sha256: side.sha256.clone(),
+            etag: self.etag.clone(),
+            machine_id: side.machine_id,
+            epoch: side.epoch,
+            taken_at: side.taken_at,
+            verified_at: side.verified_at,
+        }
+    }
+}
+
+/// Dump and counts of one moment. The upload is completed for a verified dump alone, and else aborted.
+async fn upload(
+    settings: &Settings,
+    progress: &mut Progress,
+    snapshot: &Snapshot,
+    key: &str,
+    stop: impl Future<Output = ()>,
+) -> Result<Uploaded, BackupError> {
+    let object = settings.slot.snapshot(key).expect("our own keys have the form of a snapshot's");
+    // Text forms and base-2 paddings make a dump larger than the database at worst by a small factor.
+    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(2));
+    let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
+    let end = tokio::select! {
+        end = fill(settings, progress, snapshot, key, &mut upload) => end,
+        () = stop => Err(BackupError::Stopped),
+    };
+    if end.is_err() {
+        upload.abort().await;
+    }
+    end
+}
+
+async fn fill(
+    settings: &Settings,
+    progress: &mut Progress,
+    snapshot: &Snapshot,
+    key: &str,
+    upload: &mut Upload,
+) -> Result<Uploaded, BackupError> {
+    let dumping = async {
+        let streamed = dump::stream(&settings.tools, &settings.server, &snapshot.id, upload).await;
+        streamed.map_err(BackupError::from)
+    };
+    let counting = async {
+        let counted = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
+        Ok::<_, BackupError>(counted)
+    };
+    let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, counting)?;
+    failpoint::pass("backup.verified")?;
+    let verified_at = clock::now_ms();
+    progress.stage = Stage::Upload;
+    let (size_bytes, sha256) = (dump.size_bytes, dump.sha256.clone());
+    progress.dump = Some(dump);
+    let meta = upload.complete().await?;
+    Ok(Uploaded {
+        etag: meta.e_tag,
+        side: SideRecord {
+            version: stored::FORMAT,
+            key: key.to_owned(),
+            size_bytes,
+            sha256,
+            pg_version: snapshot.pg_version.clone(),
+            machine_id: settings.identity.machine,
+            epoch: settings.identity.epoch,
+            taken_at: snapshot.taken_at,
+            verified_at,
+            roles,
+            tables,
+            database: Some(facts),
+        },
+    })
+}
+
+async fn put_side_record(bucket: &Bucket, settings: &Settings, side: &SideRecord) -> Result<(), StoreError> {
+    let object = settings.slot.side_record(&side.key).expect("our own keys have the form of a snapshot's");
+    bucket.put_json(&object, side).await
+}
+
+/// The database that a restore replaced stays until the first good backup, and this was one.
+async fn drop_replaced(settings: &Settings) {
+    if let Err(error) = try_drop_replaced(settings).await {
+        tracing::warn!(error = %chain(&error), "could not drop a database that was replaced");
+    }
+}
+
+async fn try_drop_replaced(settings: &Settings) -> Result<(), SnapshotError> {
+    let client = settings.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?;
+    let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
+    for row in client.query(replaced, &[]).await? {
+        let name: String = row.try_get(0)?;
+        client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", pgconn::ident(&name))).await?;
+        tracing::info!(database = name, "dropped the database that the restore replaced");
+    }
+    Ok(())
+}

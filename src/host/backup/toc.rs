@@ -1,0 +1,97 @@
+//! The head of a custom-format dump, as far as the number of entries in its table of contents.
+//!
+//! The layout is `ReadHead` of PostgreSQL's `pg_backup_archiver.c`; formats 1.14 (PostgreSQL 14, 15) to 1.16.
+
+/// Where [`entries`] finds all that it needs, with names of any sensible length.
+pub const HEAD: usize = 4096;
+
+/// The number of entries, or `None` where this is no head of such a dump.
+pub fn entries(head: &[u8]) -> Option<u32> {
+    let mut rest = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
+    let (major, minor, _revision) = (rest.byte()?, rest.byte()?, rest.byte()?);
+    if major != 1 || !(14..=16).contains(&minor) {
+        return None;
+    }
+    rest.int_size = usize::from(rest.byte()?);
+    let _offset_size = rest.byte()?;
+    const CUSTOM: u8 = 1;
+    if rest.byte()? != CUSTOM {
+        return None;
+    }
+    if minor >= 15 {
+        rest.byte()?;
+    } else {
+        rest.int()?;
+    }
+    for _time_part in 0..7 {
+        rest.int()?;
+    }
+    for _name_and_versions in 0..3 {
+        rest.text()?;
+    }
+    u32::try_from(rest.int()?).ok()
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    int_size: usize,
+}
+
+impl Reader<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (first, rest) = self.bytes.split_first()?;
+        self.bytes = rest;
+        Some(*first)
+    }
+
+    /// A sign byte, then the magnitude, least significant byte first.
+    fn int(&mut self) -> Option<i64> {
+        let negative = self.byte()? != 0;
+        let mut value: i64 = 0;
+        for at in 0..self.int_size {
+            value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(at).ok()?)?;
+        }
+        Some(if negative { -value } else { value })
+    }
+
+    fn text(&mut self) -> Option<()> {
+        // -1 stands for no text at all.
+        let length = usize::try_from(self.int()?.max(0)).ok()?;
+        self.bytes = self.bytes.get(length..)?;
+        Some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn head(entries: u8) -> Vec<u8> {
+        let int = |value: u8| [0, value, 0, 0, 0];
+        let mut head = b"PGDMP\x01\x0f\x00\x04\x08\x01\x01".to_vec();
+        (0..7).for_each(|n| head.extend(int(n)));
+        for text in ["svc", "16.14", "16.14"] {
+            head.extend(int(text.len() as u8));
+            head.extend(text.as_bytes());
+        }
+        head.extend(int(entries));
+        head
+    }
+
+    #[test]
+    fn the_entries_are_counted() {
+        assert_eq!(entries(&head(7)), Some(7));
+        assert_eq!(entries(&head(0)), Some(0));
+        assert_eq!(entries(b"PGDMP"), None);
+        assert_eq!(entries(b"-- plain SQL"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = entries(&bytes);
+            let _ = entries(&[b"PGDMP\x01\x0f\x00", bytes.as_slice()].concat());
+        }
+    }
+}

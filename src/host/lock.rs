@@ -1,0 +1,74 @@
+//! One run at a time: an exclusive flock(2) on a file, given back by the kernel however the process ends.
+
+use std::fs::{File, TryLockError};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::fsx::FileError;
+
+/// The lock is held while this lives.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// Why the lock was not got.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    #[error("another run is under way")]
+    Held,
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl Lock {
+    /// # Errors
+    /// `Held` when another process has it.
+    pub fn take(path: &Path) -> Result<Self, LockError> {
+        if let Some(dir) = path.parent() {
+            std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+        }
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(path)
+            .map_err(FileError::at("open", path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(TryLockError::WouldBlock) => Err(LockError::Held),
+            Err(TryLockError::Error(source)) => Err(FileError::at("lock", path)(source).into()),
+        }
+    }
+
+    /// Waits for the other run up to a deadline.
+    ///
+    /// # Errors
+    /// `Held` when it still has the lock then.
+    pub async fn wait(path: &Path, deadline: Duration) -> Result<Self, LockError> {
+        let end = Instant::now() + deadline;
+        loop {
+            match Self::take(path) {
+                Err(LockError::Held) if Instant::now() < end => {
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+                end => return end,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_holder_is_refused_until_the_first_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state/x.lock");
+        let first = Lock::take(&path).unwrap();
+        assert!(matches!(Lock::take(&path), Err(LockError::Held)));
+        drop(first);
+        Lock::take(&path).unwrap();
+    }
+}

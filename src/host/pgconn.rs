@@ -1,0 +1,115 @@
+//! Connections to the machine's own PostgreSQL, by database: the owner's and `postgres`, from where it is managed.
+
+use std::time::Duration;
+
+use tokio_postgres::config::Host;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{Client, Config, NoTls};
+
+use crate::http::resolve::{self, ResolveError};
+
+const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// The database from which databases are created, renamed and dropped.
+pub const MAINTENANCE: &str = "postgres";
+
+/// The server that `DATABASE_URL` names.
+#[derive(Clone)]
+pub struct Server {
+    config: Config,
+    database: String,
+}
+
+/// A connection that did not come about.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    #[error("connect to the database {database}")]
+    Refused {
+        database: String,
+        #[source]
+        source: tokio_postgres::Error,
+    },
+    #[error("connect to the database {database}: no answer in time")]
+    Silent { database: String },
+}
+
+impl Server {
+    /// `config` names the owner's database (default: the user's name, as libpq does).
+    pub fn new(config: Config) -> Self {
+        let database = config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE).to_owned();
+        Self { config, database }
+    }
+
+    /// The owner's database.
+    pub fn database(&self) -> &str {
+        &self.database
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// # Errors
+    /// [`ConnectError`], within 10 s.
+    pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {
+        let mut config = self.config.clone();
+        config.dbname(database).application_name(application).connect_timeout(CONNECT_DEADLINE);
+        self.add_addresses(&mut config).await?;
+        let refused = |source| ConnectError::Refused { database: database.to_owned(), source };
+        let silent = |_| ConnectError::Silent { database: database.to_owned() };
+        let connected = tokio::time::timeout(CONNECT_DEADLINE, config.connect(NoTls)).await;
+        let (client, connection) = connected.map_err(silent)?.map_err(refused)?;
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "the database connection ended");
+            }
+        });
+        Ok(client)
+    }
+
+    /// tokio-postgres would call getaddrinfo for a name; an address beside it keeps it from that.
+    async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
+        let named =
+            |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
+        if !self.config.get_hostaddrs().is_empty() || !self.config.get_hosts().iter().any(named) {
+            return Ok(());
+        }
+        for host in self.config.get_hosts() {
+            if let Host::Tcp(name) = host {
+                let found = resolve::addresses(name).await?;
+                config.hostaddr(found[0]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether an error says that the database cannot be reached now, and not that our statement was wrong.
+pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
+    match error.code() {
+        None => true,
+        Some(code) => {
+            let class = &code.code()[..2];
+            ["08", "53"].contains(&class)
+                || [&SqlState::ADMIN_SHUTDOWN, &SqlState::CRASH_SHUTDOWN, &SqlState::CANNOT_CONNECT_NOW]
+                    .contains(&code)
+        }
+    }
+}
+
+/// `name` as an identifier in a statement.
+pub fn ident(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+/// `text` as a literal in a statement; for commands that take no parameters.
+pub fn literal(text: &str) -> String {
+    let quoted = text.replace('\'', "''");
+    if quoted.contains('\\') {
+        format!(" E'{}'", quoted.replace('\\', "\\\\"))
+    } else {
+        format!("'{quoted}'")
+    }
+}

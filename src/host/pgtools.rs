@@ -1,0 +1,133 @@
+//! `pg_dump` and `pg_restore`: where they are, and how they are called.
+//!
+//! The password travels by environment alone, never in an argument list. The environment of a call is built from
+//! nothing, so that no `PG*` variable of ours changes what it does.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use tokio::process::Command;
+use tokio_postgres::config::Host;
+
+use super::layout::Layout;
+use super::pgconn::Server;
+use crate::config::Env;
+
+const CONTAINER: &str = "svc-postgres";
+/// What a tool may see of our environment: enough to find itself, its libraries and the container's runtime.
+const PASSED: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
+
+/// The client tools of PostgreSQL 16.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PgTools {
+    /// Executables in a directory of this machine.
+    Directory(PathBuf),
+    /// Those inside the database's container.
+    Container,
+}
+
+impl PgTools {
+    /// `SVC_PG_BIN_DIR`, else those of the release's runtime, else those in the container.
+    pub fn locate(env: &mut Env, layout: &Layout) -> Self {
+        if let Some(dir) = env.path("SVC_PG_BIN_DIR") {
+            if !dir.join("pg_dump").is_file() {
+                env.mistake("SVC_PG_BIN_DIR", "must be a directory with pg_dump in it");
+            }
+            return Self::Directory(dir);
+        }
+        let bundled = layout.link("runtime").join("postgres/bin");
+        if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
+    }
+
+    /// A dump in custom format on stdout, of the exported snapshot.
+    pub fn dump(&self, server: &Server, snapshot: &str) -> Command {
+        let mut command = self.command("pg_dump", Some(server));
+        command
+            .args(["-Fc", "-Z", "gzip:1", "--no-password", "--lock-wait-timeout=60s"])
+            .arg(format!("--snapshot={snapshot}"))
+            .arg(server.database())
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Reads a whole dump from stdin and makes nothing of it; fails where the dump is damaged.
+    pub fn read_through(&self) -> Command {
+        let mut command = self.command("pg_restore", None);
+        command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+    }
+
+    /// Loads a dump file into a database. Inside the container the file is read from stdin, which rules out two jobs.
+    ///
+    /// # Errors
+    /// When the file cannot be opened.
+    pub fn load(&self, server: &Server, database: &str, dump: &Path) -> std::io::Result<Command> {
+        let mut command = self.command("pg_restore", Some(server));
+        command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
+        match self {
+            Self::Directory(_) => command.arg("-j2").arg(dump).stdin(Stdio::null()),
+            Self::Container => command.stdin(std::fs::File::open(dump)?),
+        };
+        command.stdout(Stdio::null());
+        Ok(command)
+    }
+
+    fn command(&self, tool: &str, server: Option<&Server>) -> Command {
+        let vars = server.map(connection_vars).unwrap_or_default();
+        let mut command = match self {
+            Self::Directory(dir) => Command::new(dir.join(tool)),
+            Self::Container => {
+                let mut command = Command::new("podman");
+                command.args(["exec", "-i"]);
+                for (name, _) in &vars {
+                    // The name alone: podman takes the value from its environment.
+                    command.args(["-e", name]);
+                }
+                command.args([CONTAINER, tool]);
+                command
+            }
+        };
+        command.env_clear();
+        command.envs(PASSED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+        command.envs(vars).stderr(Stdio::piped()).kill_on_drop(true);
+        command
+    }
+}
+
+fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
+    let config = server.config();
+    let mut vars = vec![("PGCONNECT_TIMEOUT", "10".to_owned()), ("PGAPPNAME", "svc".to_owned())];
+    match config.get_hosts().first() {
+        Some(Host::Tcp(host)) => vars.push(("PGHOST", host.clone())),
+        Some(Host::Unix(dir)) => vars.push(("PGHOST", dir.display().to_string())),
+        None => {}
+    }
+    if let Some(port) = config.get_ports().first() {
+        vars.push(("PGPORT", port.to_string()));
+    }
+    if let Some(user) = config.get_user() {
+        vars.push(("PGUSER", user.to_owned()));
+    }
+    if let Some(password) = config.get_password() {
+        vars.push(("PGPASSWORD", String::from_utf8_lossy(password).into_owned()));
+    }
+    vars
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_password_is_in_no_argument_list() {
+        let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
+        for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
+            let command = tools.dump(&server, "00000003-1");
+            let command = command.as_std();
+            let mut args = command.get_args().map(|arg| arg.to_string_lossy());
+            assert!(!args.any(|arg| arg.contains("hunter2")));
+            let mut vars = command.get_envs();
+            assert!(vars.any(|(name, value)| name == "PGPASSWORD" && value.is_some_and(|v| v == "hunter2")));
+        }
+    }
+}

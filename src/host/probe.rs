@@ -1,0 +1,54 @@
+//! A look at the machine's own gateway, as the router will see it: by HTTPS, with the key of its certificate pinned.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use super::layout::Layout;
+use crate::http::client::{self, Deadlines};
+use crate::http::tls::{self, ChainCheck, Identity, SpkiPin};
+
+/// The gateway's default address.
+pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 443);
+
+/// The pin of the certificate that the gateway made, or `None` before it made one.
+///
+/// # Errors
+/// When it is there and cannot be read.
+pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
+    match Identity::read(&layout.tls_cert(), &layout.tls_key()) {
+        Ok(identity) => identity.pin().map(Some),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The gateway seen from this machine.
+#[derive(Debug, Clone)]
+pub struct Gateway {
+    client: reqwest::Client,
+    ready: String,
+}
+
+impl Gateway {
+    /// # Errors
+    /// When no client can be made.
+    pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
+        let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
+        let client = client::with_tls(Deadlines::CALL, config)?;
+        Ok(Self { client, ready: format!("https://{}/readyz", reachable(listen)) })
+    }
+
+    /// Whether it says that it is ready.
+    pub async fn is_ready(&self) -> bool {
+        self.client.get(&self.ready).send().await.is_ok_and(|answer| answer.status().is_success())
+    }
+}
+
+/// A listener on every address is reached on this machine's own.
+fn reachable(listen: SocketAddr) -> SocketAddr {
+    let ip = match listen.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    SocketAddr::new(ip, listen.port())
+}

@@ -1,0 +1,217 @@
+//! The dump on this machine's disk: fetched with resume, believed only with the right size and SHA-256.
+//!
+//! A part that an earlier run fetched is kept and hashed again, never trusted by its name.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use futures_util::StreamExt;
+use object_store::{GetOptions, GetRange};
+use sha2::{Digest, Sha256};
+
+use super::Settings;
+use crate::failpoint::{self, Injected};
+use crate::fsx::FileError;
+use crate::host::patience::Patience;
+use crate::http::problem::chain;
+use crate::store::StoreError;
+use crate::store::pointer::SnapshotRef;
+use crate::store::snapshot::SideRecord;
+
+/// Room that is left free.
+const MARGIN: u64 = 64 << 20;
+/// A database is larger than its compressed dump; where the side record does not say, by this.
+const UNKNOWN_GROWTH: u64 = 6;
+
+/// Why there is no dump to load.
+#[derive(Debug, thiserror::Error)]
+pub enum DownloadError {
+    #[error("the snapshot could not be read from the object store")]
+    Store(#[source] StoreError),
+    #[error("{key} has {found} bytes instead of {expected}")]
+    WrongSize { key: String, expected: u64, found: u64 },
+    #[error("the SHA-256 of {key} is not the one in its record: nothing of it is restored")]
+    WrongDigest { key: String },
+    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
+    NoSpace { path: PathBuf, needed: u64, free: u64 },
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// The file as far as it is there, with the hash of just that.
+struct Partial {
+    path: PathBuf,
+    file: File,
+    length: u64,
+    digest: Sha256,
+}
+
+impl Partial {
+    /// Opens it and hashes what is there; more than the snapshot has is none of it.
+    fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
+        let read = || -> std::io::Result<(File, u64, Sha256)> {
+            let mut file = File::options().create(true).truncate(false).read(true).write(true).open(&path)?;
+            if file.metadata()?.len() > size {
+                file.set_len(0)?;
+            }
+            let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
+            loop {
+                match file.read(&mut piece)? {
+                    0 => return Ok((file, length, digest)),
+                    read => {
+                        digest.update(&piece[..read]);
+                        length += read as u64;
+                    }
+                }
+            }
+        };
+        let (file, length, digest) = read().map_err(FileError::at("read", &path))?;
+        Ok(Self { path, file, length, digest })
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
+        self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
+        self.digest.update(bytes);
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn restart(&mut self) -> Result<(), FileError> {
+        let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
+        emptied.map_err(FileError::at("empty", &self.path))?;
+        self.length = 0;
+        self.digest = Sha256::new();
+        Ok(())
+    }
+}
+
+/// The whole, checked dump.
+///
+/// # Errors
+/// [`DownloadError`].
+pub async fn fetch(
+    settings: &Settings,
+    snapshot: &SnapshotRef,
+    side: &SideRecord,
+) -> Result<PathBuf, DownloadError> {
+    let dir = settings.layout.restore_state();
+    std::fs::create_dir_all(&dir).map_err(FileError::at("create directory", &dir))?;
+    let name = format!("{}.dump", snapshot.sha256);
+    remove_others(&dir, &name)?;
+    let path = dir.join(name);
+    let opened = path.clone();
+    let size = snapshot.size_bytes;
+    let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
+    ensure_room(&dir, snapshot, side, partial.length)?;
+
+    let mut patience = Patience::new(settings.deadline);
+    let mut second_try = false;
+    loop {
+        complete(settings, snapshot, &mut partial, &mut patience).await?;
+        let digest = hex::encode(partial.digest.clone().finalize());
+        if digest == snapshot.sha256 {
+            partial.file.sync_all().map_err(FileError::at("sync", &path))?;
+            return Ok(path);
+        }
+        partial.restart()?;
+        if second_try {
+            return Err(DownloadError::WrongDigest { key: snapshot.key.clone() });
+        }
+        tracing::warn!(key = snapshot.key, "the bytes are damaged; once more from the start");
+        second_try = true;
+    }
+}
+
+/// Reads until the file has the snapshot's size, again from where it broke off.
+async fn complete(
+    settings: &Settings,
+    snapshot: &SnapshotRef,
+    partial: &mut Partial,
+    patience: &mut Patience,
+) -> Result<(), DownloadError> {
+    while partial.length < snapshot.size_bytes {
+        let before = partial.length;
+        match read_on(settings, snapshot, partial).await {
+            Ok(()) => {}
+            Err(DownloadError::Store(error)) if error.is_transient() => {
+                tracing::warn!(error = %chain(&error), at = partial.length, "the download broke off");
+                if partial.length > before {
+                    patience.progress();
+                }
+                patience.pause().await.map_err(|_| DownloadError::Store(error))?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+async fn read_on(
+    settings: &Settings,
+    snapshot: &SnapshotRef,
+    partial: &mut Partial,
+) -> Result<(), DownloadError> {
+    let key = settings.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
+    let failed = |error| DownloadError::Store(StoreError::of(&key, error));
+    let range = (partial.length > 0).then_some(GetRange::Offset(partial.length));
+    let options = GetOptions { range, ..GetOptions::default() };
+    let got = settings.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+    if got.meta.size != snapshot.size_bytes {
+        return Err(DownloadError::WrongSize {
+            key: snapshot.key.clone(),
+            expected: snapshot.size_bytes,
+            found: got.meta.size,
+        });
+    }
+    let mut stream = got.into_stream();
+    while let Some(chunk) = stream.next().await {
+        let chunk = chunk.map_err(failed)?;
+        tokio::task::block_in_place(|| partial.append(&chunk))?;
+        failpoint::pass("restore.downloading")?;
+        if partial.length > snapshot.size_bytes {
+            return Err(DownloadError::WrongSize {
+                key: snapshot.key.clone(),
+                expected: snapshot.size_bytes,
+                found: partial.length,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Dump and database must both fit, as far as this file system holds them both.
+fn ensure_room(
+    dir: &Path,
+    snapshot: &SnapshotRef,
+    side: &SideRecord,
+    there: u64,
+) -> Result<(), DownloadError> {
+    let database = side.database.as_ref().map(|facts| facts.size_bytes);
+    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(UNKNOWN_GROWTH));
+    let needed = (snapshot.size_bytes - there).saturating_add(database).saturating_add(MARGIN);
+    let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
+    if free < needed {
+        return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
+    }
+    Ok(())
+}
+
+/// Dumps of snapshots that are no longer the latest.
+fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
+    for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
+        let name = entry.file_name();
+        if name != keep && name.to_string_lossy().ends_with(".dump") {
+            crate::fsx::remove_if_there(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// # Errors
+/// [`FileError`].
+pub fn remove_all(dir: &Path) -> Result<(), FileError> {
+    remove_others(dir, "")
+}

@@ -1,0 +1,248 @@
+//! The snapshot in a new database beside the old one: roles, content, the database's own rights and settings, and
+//! the count that shows that nothing is missing.
+
+use std::path::Path;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use tokio_postgres::Client;
+use tokio_postgres::error::SqlState;
+
+use super::Settings;
+use super::swap;
+use crate::failpoint::{self, Injected};
+use crate::host::census;
+use crate::host::patience::Patience;
+use crate::host::pgconn::{self, ConnectError, ident, literal};
+use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
+
+const APPLICATION: &str = "svc-restore";
+/// Nothing on a machine of ours takes longer to load.
+const DEADLINE: Duration = Duration::from_secs(12 * 3600);
+
+/// A database that nobody uses yet.
+#[derive(Debug)]
+pub struct Scratch {
+    pub name: String,
+    pub oid: u32,
+    /// Its number, which the replaced database gets, too.
+    pub number: i64,
+}
+
+/// Why the snapshot is not in a database.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("{action}")]
+    Query {
+        action: String,
+        #[source]
+        source: tokio_postgres::Error,
+    },
+    #[error("start pg_restore")]
+    Start(#[source] std::io::Error),
+    #[error("pg_restore ended with {status}: {complaint}")]
+    Restore { status: ExitStatus, complaint: String },
+    #[error("pg_restore did not end in time")]
+    Stuck,
+    #[error("the restored database is not what the record says: {0}")]
+    Differs(String),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl LoadError {
+    pub fn is_unavailable(&self) -> bool {
+        match self {
+            Self::Connect(_) => true,
+            Self::Query { source, .. } => pgconn::is_unavailable(source),
+            _ => false,
+        }
+    }
+}
+
+fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
+    let action = action.into();
+    move |source| LoadError::Query { action, source }
+}
+
+/// The database's container may still be starting.
+///
+/// # Errors
+/// [`ConnectError`] after the deadline.
+pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Client, ConnectError> {
+    let mut patience = Patience::new(settings.deadline);
+    loop {
+        match settings.server.connect(database, APPLICATION).await {
+            Ok(client) => return Ok(client),
+            Err(error) => {
+                let for_good = match &error {
+                    ConnectError::Refused { source, .. } => !pgconn::is_unavailable(source),
+                    _ => false,
+                };
+                if for_good || patience.pause().await.is_err() {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// Loads and checks. On failure the scratch database is dropped.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -> Result<Scratch, LoadError> {
+    let client = connect_patiently(settings, pgconn::MAINTENANCE).await?;
+    create_roles(&client, side).await?;
+    failpoint::pass("restore.roles")?;
+    let scratch = create(&client).await?;
+    let loaded = async {
+        failpoint::pass("restore.created")?;
+        restore(settings, dump, &scratch.name).await?;
+        failpoint::pass("restore.loaded")?;
+        let inside = connect_patiently(settings, &scratch.name).await?;
+        if let Some(facts) = &side.database {
+            apply(&inside, &scratch.name, facts).await?;
+        }
+        failpoint::pass("restore.applied")?;
+        compare(&inside, side).await?;
+        failpoint::pass("restore.counted")?;
+        Ok(())
+    };
+    match loaded.await {
+        Ok(()) => Ok(scratch),
+        Err(error) => {
+            swap::drop_scratch(&client, &scratch.name).await;
+            Err(error)
+        }
+    }
+}
+
+/// Without LOGIN: the gateway gives passwords to those that it uses.
+async fn create_roles(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+    let facts = side.database.iter();
+    let owners = facts.flat_map(|facts| &facts.owner);
+    for role in side.roles.iter().chain(owners).filter(|role| !role.starts_with("pg_")) {
+        let exists = client.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[role]).await;
+        if exists.map_err(query("look for a role"))?.is_some() {
+            continue;
+        }
+        match client.batch_execute(&format!("CREATE ROLE {} NOLOGIN", ident(role))).await {
+            Err(error) if error.code() == Some(&SqlState::DUPLICATE_OBJECT) => {}
+            end => end.map_err(query(format!("create the role {role}")))?,
+        }
+    }
+    Ok(())
+}
+
+/// A number that no run used before: a `pg_restore` that outlived a killed run cannot write into ours.
+async fn create(client: &Client) -> Result<Scratch, LoadError> {
+    let number = crate::clock::now_ms().as_millisecond();
+    let name = format!("svc_restore_{number}");
+    client
+        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0", ident(&name)))
+        .await
+        .map_err(query("create a database for the snapshot"))?;
+    let oid = swap::oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
+    Ok(Scratch { name, oid, number })
+}
+
+async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(), LoadError> {
+    let mut command = settings.tools.load(&settings.server, database, dump).map_err(LoadError::Start)?;
+    let mut child = command.spawn().map_err(LoadError::Start)?;
+    let mut said = Vec::new();
+    let mut stderr = child.stderr.take();
+    let talking = async {
+        if let Some(stderr) = &mut stderr {
+            // A pipe that breaks has said what it had to say.
+            let _ = stderr.take(64 * 1024).read_to_end(&mut said).await;
+        }
+    };
+    let ended = tokio::time::timeout(DEADLINE, async { tokio::join!(child.wait(), talking).0 }).await;
+    let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
+    if status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&said);
+    let complaint = said.trim().chars().take(2000).collect::<String>().replace('\n', "; ");
+    Err(LoadError::Restore { status, complaint })
+}
+
+/// What a dump of the content does not hold: owner, rights and settings of the database itself.
+async fn apply(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
+    let name = ident(database);
+    let run = async |statement: String| {
+        client.batch_execute(&statement).await.map_err(query("apply the database's rights and settings"))
+    };
+    if let Some(owner) = &facts.owner {
+        run(format!("ALTER DATABASE {name} OWNER TO {}", ident(owner))).await?;
+    }
+    if let Some(grants) = &facts.grants {
+        run(format!("REVOKE ALL ON DATABASE {name} FROM PUBLIC")).await?;
+        for grant in grants.iter().filter(|grant| is_privilege(&grant.privilege)) {
+            let grantee = grant.grantee.as_deref().map_or("PUBLIC".to_owned(), ident);
+            let option = if grant.grantable { " WITH GRANT OPTION" } else { "" };
+            run(format!("GRANT {} ON DATABASE {name} TO {grantee}{option}", grant.privilege)).await?;
+        }
+    }
+    for setting in &facts.settings {
+        apply_setting(client, &name, setting).await?;
+    }
+    Ok(())
+}
+
+fn is_privilege(word: &str) -> bool {
+    ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&word)
+}
+
+/// `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no session may change is
+/// written as a plain value.
+async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
+    let target = match &setting.role {
+        Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", ident(role)),
+        None => format!("ALTER DATABASE {database}"),
+    };
+    // A custom setting is named with a dot between two identifiers.
+    let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
+    let here = "SELECT set_config($1, $2, false)";
+    let statement = match client.query_one(here, &[&setting.name, &setting.value]).await {
+        Ok(_) => format!("{target} SET {name} FROM CURRENT"),
+        Err(_) => format!("{target} SET {name} TO {}", literal(&setting.value)),
+    };
+    let action = || query(format!("set {} for the database", setting.name));
+    client.batch_execute(&statement).await.map_err(action())?;
+    // This session goes on with what it had; the count reads with no setting of the owner's.
+    client.batch_execute("RESET ALL").await.map_err(action())
+}
+
+/// Every table with its rows, no more and no less.
+async fn compare(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+    client
+        .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
+        .await
+        .map_err(query("count the rows"))?;
+    let names = census::tables(client).await.map_err(query("list the tables"))?;
+    let mut found = census::count(client, &names).await.map_err(query("count the rows"))?;
+    let mut recorded = side.tables.clone();
+    found.sort();
+    recorded.sort();
+    match recorded
+        .iter()
+        .find(|table| !found.contains(table))
+        .or_else(|| found.iter().find(|table| !recorded.contains(table)))
+    {
+        None => Ok(()),
+        Some(table) => {
+            let of = |tables: &[crate::store::snapshot::TableCount]| {
+                let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
+                rows.map_or("is not there".to_owned(), |rows| format!("has {rows} rows"))
+            };
+            let why = format!("{} {} and was recorded as: {}", table.name, of(&found), of(&recorded));
+            Err(LoadError::Differs(why))
+        }
+    }
+}

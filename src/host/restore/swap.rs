@@ -1,0 +1,147 @@
+//! The swap: the owner's database and the restored one change names in one transaction. The replaced one stays as
+//! `svc_before_<n>` until the first good backup.
+
+use std::time::{Duration, Instant};
+
+use tokio_postgres::{Client, Error};
+
+use super::load::Scratch;
+use crate::failpoint::{self, Injected};
+use crate::host::pgconn::{self, ConnectError, Server, ident};
+use crate::http::problem::chain;
+
+/// How long sessions may take to end.
+const SESSIONS: Duration = Duration::from_secs(30);
+
+/// Why the databases were not swapped. They are then as they were.
+#[derive(Debug, thiserror::Error)]
+pub enum SwapError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("swap the databases")]
+    Query(#[from] Error),
+    #[error("{sessions} sessions on {database} did not end")]
+    InUse { database: String, sessions: i64 },
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl SwapError {
+    pub fn is_unavailable(&self) -> bool {
+        match self {
+            Self::Connect(_) => true,
+            Self::Query(error) => pgconn::is_unavailable(error),
+            _ => false,
+        }
+    }
+}
+
+/// # Errors
+/// [`SwapError`].
+pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
+    let client = server.connect(pgconn::MAINTENANCE, "svc-restore").await?;
+    let database = server.database();
+    let there = oid(&client, database).await?.is_some();
+    if there {
+        let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", ident(database));
+        client.batch_execute(&close).await?;
+        failpoint::pass("restore.closed")?;
+        end_sessions(&client, database).await?;
+    }
+    end_sessions(&client, &scratch.name).await?;
+    let replaced = format!("svc_before_{}", scratch.number);
+    let first = if there {
+        format!("ALTER DATABASE {} RENAME TO {};", ident(database), ident(&replaced))
+    } else {
+        String::new()
+    };
+    client
+        .batch_execute(&format!(
+            "BEGIN; {first} ALTER DATABASE {} RENAME TO {}; COMMIT",
+            ident(&scratch.name),
+            ident(database)
+        ))
+        .await?;
+    failpoint::pass("restore.renamed")?;
+    allow_connections(&client, database).await?;
+    allow_connections(&client, &replaced).await?;
+    failpoint::pass("restore.opened")?;
+    Ok(())
+}
+
+/// After a failed swap: the owner's database is open again and the scratch gone, unless the swap did happen.
+pub async fn undo(server: &Server, scratch: &Scratch) {
+    match server.connect(pgconn::MAINTENANCE, "svc-restore").await {
+        Ok(client) => {
+            if let Err(error) = allow_connections(&client, server.database()).await {
+                tracing::error!(error = %chain(&error), "could not open the database again");
+            }
+            drop_scratch(&client, &scratch.name).await;
+        }
+        Err(error) => tracing::error!(error = %chain(&error), "could not open the database again"),
+    }
+}
+
+async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> {
+    let end = Instant::now() + SESSIONS;
+    loop {
+        let row = client
+            .query_one(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = $1",
+                &[&database],
+            )
+            .await?;
+        let sessions: i64 = row.try_get(0)?;
+        if sessions == 0 {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(SwapError::InUse { database: database.to_owned(), sessions });
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// The oid of a database, which a rename keeps.
+///
+/// # Errors
+/// The database's.
+pub async fn oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
+    let row = client.query_opt("SELECT oid FROM pg_database WHERE datname = $1", &[&database]).await?;
+    row.map(|row| row.try_get(0)).transpose()
+}
+
+/// Lets sessions in; a database that does not exist needs nothing.
+///
+/// # Errors
+/// The database's.
+pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
+    if oid(client, database).await?.is_some() {
+        client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;
+    }
+    Ok(())
+}
+
+/// What runs that were killed left behind.
+///
+/// # Errors
+/// The database's.
+pub async fn drop_scratches(client: &Client) -> Result<(), SwapError> {
+    let left = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
+    for row in client.query(left, &[]).await? {
+        let name: String = row.try_get(0)?;
+        client.batch_execute(&drop_statement(&name)).await?;
+    }
+    Ok(())
+}
+
+/// Best effort: the next run drops what stays.
+pub async fn drop_scratch(client: &Client, name: &str) {
+    if let Err(error) = client.batch_execute(&drop_statement(name)).await {
+        tracing::warn!(%error, database = name, "could not drop the scratch database");
+    }
+}
+
+fn drop_statement(name: &str) -> String {
+    format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", ident(name))
+}

@@ -1,0 +1,99 @@
+//! One heartbeat: what is sent, what is answered, and how the answer of a replaced machine is recognised.
+
+use http::StatusCode;
+use secrecy::ExposeSecret;
+use serde::{Deserialize, Serialize};
+
+use super::Settings;
+use super::vitals::{self, Disk, Health, LastBackup};
+use crate::host::release;
+use crate::http::client::{self, Deadlines};
+use crate::http::proof::ProofKeys;
+use crate::machine::epoch::Epoch;
+use crate::machine::name::ImageVersion;
+
+/// The request of `POST /vps/:id/heartbeat`.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Beat {
+    image_version: ImageVersion,
+    epoch: Epoch,
+    health: Health,
+    last_backup: Option<LastBackup>,
+    disk: Option<Disk>,
+    proof_kids: Vec<String>,
+}
+
+/// Its answer. What we do not know is ignored: the platform may be newer.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Answer {
+    pub desired_image_version: Option<ImageVersion>,
+    pub epoch: Option<Epoch>,
+    pub superseded: bool,
+    pub proof_keys: Option<ProofKeys>,
+}
+
+/// Why the platform did not take a heartbeat.
+#[derive(Debug, thiserror::Error)]
+pub enum BeatError {
+    #[error("send the heartbeat")]
+    Transport(#[from] reqwest::Error),
+    #[error("the platform answered {0} to the heartbeat")]
+    Status(StatusCode),
+    #[error("the platform's answer to the heartbeat is not readable")]
+    Unreadable(#[from] serde_json::Error),
+}
+
+pub struct Heart<'a> {
+    settings: &'a Settings,
+    client: reqwest::Client,
+}
+
+impl<'a> Heart<'a> {
+    /// # Errors
+    /// When no client can be made.
+    pub fn new(settings: &'a Settings) -> anyhow::Result<Self> {
+        Ok(Self { settings, client: client::build(Deadlines::CALL)? })
+    }
+
+    /// # Errors
+    /// [`BeatError`].
+    pub async fn beat(&self) -> Result<Answer, BeatError> {
+        let settings = self.settings;
+        let beat = Beat {
+            image_version: image_version(settings),
+            epoch: settings.identity.epoch,
+            health: vitals::health(settings).await,
+            last_backup: vitals::last_backup(settings),
+            disk: vitals::disk(settings),
+            proof_kids: vitals::proof_kids(settings),
+        };
+        let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
+        let token = settings.platform.upgrade_token.expose_secret();
+        let response = self.client.post(url).bearer_auth(token).json(&beat).send().await?;
+        let status = response.status();
+        let body = response.bytes().await?;
+        if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {
+            return Ok(Answer { superseded: true, ..Answer::default() });
+        }
+        if !status.is_success() {
+            return Err(BeatError::Status(status));
+        }
+        Ok(serde_json::from_slice(&body)?)
+    }
+}
+
+/// What runs here, or what user-data asked for while nothing is unpacked.
+pub fn image_version(settings: &Settings) -> ImageVersion {
+    release::current(&settings.layout).unwrap_or_else(|| settings.image_version.clone())
+}
+
+/// The `code` of a problem (RFC 9457 with the contract's member).
+fn code(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Problem {
+        code: String,
+    }
+    serde_json::from_slice::<Problem>(body).ok().map(|problem| problem.code)
+}

@@ -1,0 +1,152 @@
+//! `svc-sync-agent`: says to the platform and to the object store that this machine lives, and obeys what the platform
+//! answers: newer proof keys, or that another machine has taken this one's place.
+
+mod heartbeat;
+mod meta;
+mod obey;
+mod vitals;
+
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use sd_notify::NotifyState;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::MissedTickBehavior;
+
+use super::config::{self, DatabaseUrl, Identity, PlatformLink};
+use super::layout::Layout;
+use super::pgconn::Server;
+use super::probe;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::config::Env;
+use crate::machine::name::ImageVersion;
+use crate::store::Bucket;
+use crate::store::config::StoreConfig;
+use crate::store::key::SlotPrefix;
+use crate::telemetry;
+use heartbeat::Heart;
+use obey::Superseded;
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-sync-agent",
+    version = applet::VERSION,
+    about = "Keeps platform and object store told that this machine lives"
+)]
+struct Args {}
+
+/// What the agent needs.
+pub(crate) struct Settings {
+    layout: Layout,
+    identity: Identity,
+    platform: PlatformLink,
+    slot: SlotPrefix,
+    bucket: Bucket,
+    server: Server,
+    listen: SocketAddr,
+    /// The release of user-data; the current one's is asked first.
+    image_version: ImageVersion,
+    heartbeat_each: Duration,
+    meta_each: Duration,
+}
+
+impl Settings {
+    fn read(layout: Layout) -> Result<Self, Failure> {
+        let mut env = config::environment(&layout);
+        let identity = Identity::read(&mut env);
+        let platform = PlatformLink::read(&mut env);
+        let store = StoreConfig::read(&mut env);
+        let database = DatabaseUrl::read(&mut env);
+        let image_version = config::image_version(&mut env);
+        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+        let heartbeat_each = seconds(&mut env, "HEARTBEAT_SECONDS", 30);
+        let meta_each = seconds(&mut env, "VPS_META_SECONDS", 300);
+        let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
+        let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
+        Ok(Self {
+            slot: SlotPrefix::new(&identity.user, &identity.slot),
+            bucket: store.open().or_exit(Exit::Config)?,
+            server: Server::new(database.config()?),
+            layout,
+            identity,
+            platform,
+            listen,
+            image_version,
+            heartbeat_each,
+            meta_each,
+        })
+    }
+}
+
+fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
+    let seconds = env.or(name, default);
+    if seconds == 0 {
+        env.mistake(name, "must be at least 1");
+    }
+    Duration::from_secs(seconds.max(1))
+}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    if let Err(code) = applet::parse::<Args>(args) {
+        return code;
+    }
+    telemetry::init("svc-sync-agent");
+    applet::block_on("svc-sync-agent", async {
+        let settings = Settings::read(Layout::from_process())?;
+        if settings.layout.superseded().exists() {
+            tracing::warn!("another machine has taken this one's place; nothing is to be done here");
+            return Ok(());
+        }
+        let heart = Heart::new(&settings).or_exit(Exit::Config)?;
+        let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
+        let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
+        // Outside systemd there is nobody to tell.
+        let _ = sd_notify::notify(&[NotifyState::Ready]);
+        tokio::select! {
+            superseded = beat(&settings, &heart) => {
+                superseded.record(&settings.layout).or_exit(Exit::Internal)?;
+                tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: the agent ends");
+            }
+            never = tell_store(&settings) => match never {},
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+        let _ = sd_notify::notify(&[NotifyState::Stopping]);
+        Ok(())
+    })
+}
+
+/// Beats until the platform says that this machine has been replaced. A beat that fails is not repeated before its
+/// time: the next one says the same.
+async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
+    let mut ticks = ticks(settings.heartbeat_each);
+    loop {
+        ticks.tick().await;
+        match heart.beat().await {
+            Ok(answer) => match obey::obey(settings, answer) {
+                Ok(None) => {}
+                Ok(Some(superseded)) => return superseded,
+                Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
+            },
+            Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
+        }
+    }
+}
+
+async fn tell_store(settings: &Settings) -> std::convert::Infallible {
+    let mut ticks = ticks(settings.meta_each);
+    loop {
+        ticks.tick().await;
+        if let Err(error) = meta::write(settings).await {
+            tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
+        }
+    }
+}
+
+fn ticks(each: Duration) -> tokio::time::Interval {
+    let mut ticks = tokio::time::interval(each);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}

@@ -1,0 +1,66 @@
+//! What the platform's answer changes on this machine.
+
+use serde::Serialize;
+
+use super::Settings;
+use super::heartbeat::Answer;
+use crate::clock;
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::http::proof::ProofKeys;
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+
+/// Another machine has taken this one's place. Gateway, backup and agent stop by the file that says so.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Superseded {
+    version: u32,
+    at: String,
+    machine_id: MachineId,
+    mine: Epoch,
+    /// The slot's epoch now, as far as the platform said it.
+    pub epoch: Option<Epoch>,
+}
+
+impl Superseded {
+    /// # Errors
+    /// [`FileError`].
+    pub fn record(&self, layout: &Layout) -> Result<(), FileError> {
+        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        fsx::write_atomic(&layout.superseded(), &text, 0o644)
+    }
+}
+
+/// Keeps what was delivered.
+///
+/// # Errors
+/// [`FileError`].
+pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, FileError> {
+    if answer.superseded {
+        return Ok(Some(Superseded {
+            version: 1,
+            at: clock::rfc3339_ms(clock::now_ms()),
+            machine_id: settings.identity.machine,
+            mine: settings.identity.epoch,
+            epoch: answer.epoch,
+        }));
+    }
+    // No key at all would shut the platform out: that is never meant.
+    if let Some(keys) = answer.proof_keys.filter(|keys| !keys.keys.is_empty()) {
+        keep_keys(&settings.layout, &keys)?;
+    }
+    Ok(None)
+}
+
+fn keep_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
+    let text = serde_json::to_vec(keys).expect("keys are plain JSON");
+    let path = layout.proof_keys();
+    if fsx::read_if_there(&path)?.is_some_and(|now| now == text) {
+        return Ok(());
+    }
+    fsx::write_atomic(&path, &text, 0o644)?;
+    let kids: Vec<&str> = keys.keys.iter().map(|key| key.kid.as_str()).collect();
+    tracing::info!(?kids, "the platform delivered proof keys");
+    Ok(())
+}

@@ -1,0 +1,113 @@
+//! How the machine is: gateway, database, disk, the last backup, the proof keys that it accepts.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::Settings;
+use crate::clock;
+use crate::fsx;
+use crate::host::config;
+use crate::host::probe::{self, Gateway};
+use crate::http::proof::ProofKeys;
+use crate::store::key;
+
+const DATABASE_DEADLINE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    Ok,
+    Failing,
+}
+
+impl From<bool> for State {
+    fn from(ok: bool) -> Self {
+        if ok { Self::Ok } else { Self::Failing }
+    }
+}
+
+#[derive(Debug, Serialize)]
+pub struct Health {
+    pub gateway: State,
+    pub database: State,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Disk {
+    pub total_bytes: u64,
+    pub free_bytes: u64,
+}
+
+/// The last run of the backup, as far as the platform wants to know.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LastBackup {
+    pub status: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
+    pub taken_at: Option<Timestamp>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+pub async fn health(settings: &Settings) -> Health {
+    let (gateway, database) = tokio::join!(gateway_is_ready(settings), database_answers(settings));
+    Health { gateway: gateway.into(), database: database.into() }
+}
+
+async fn gateway_is_ready(settings: &Settings) -> bool {
+    let Ok(Some(pin)) = probe::pin(&settings.layout) else { return false };
+    match Gateway::new(settings.listen, pin) {
+        Ok(gateway) => gateway.is_ready().await,
+        Err(_) => false,
+    }
+}
+
+async fn database_answers(settings: &Settings) -> bool {
+    let asked = async {
+        let client = settings.server.connect(settings.server.database(), "svc-sync-agent").await.ok()?;
+        client.simple_query("SELECT 1").await.ok()
+    };
+    matches!(tokio::time::timeout(DATABASE_DEADLINE, asked).await, Ok(Some(_)))
+}
+
+/// Of the file system that the owner's files lie on.
+pub fn disk(settings: &Settings) -> Option<Disk> {
+    let stats = fs4::statvfs(settings.layout.root()).ok()?;
+    Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
+}
+
+pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Record {
+        status: String,
+        key: Option<String>,
+        size_bytes: Option<u64>,
+        error: Option<String>,
+    }
+    let text = fsx::read_if_there(&settings.layout.last_backup()).ok()??;
+    let record: Record = serde_json::from_slice(&text).ok()?;
+    Some(LastBackup {
+        taken_at: record.key.as_deref().and_then(key::taken_at),
+        status: record.status,
+        key: record.key,
+        size_bytes: record.size_bytes,
+        error: record.error,
+    })
+}
+
+/// The keys that were delivered last, or the first ones of user-data.
+pub fn proof_kids(settings: &Settings) -> Vec<String> {
+    let delivered = fsx::read_if_there(&settings.layout.proof_keys()).ok().flatten();
+    let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());
+    let first = || config::first_proof_keys(&mut config::environment(&settings.layout));
+    let keys = delivered.or_else(first).unwrap_or_default();
+    keys.keys.into_iter().map(|key| key.kid).collect()
+}

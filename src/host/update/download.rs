@@ -1,0 +1,242 @@
+//! The archive's bytes in order, however often the connection breaks: resumed by Range under the same ETag.
+//!
+//! `UPGRADE_TOKEN` goes to the platform's own origin and nowhere else.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{Stream, StreamExt};
+use http::{StatusCode, header};
+use secrecy::ExposeSecret;
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+use url::Url;
+
+use crate::failpoint::{self, Injected};
+use crate::host::config::PlatformLink;
+use crate::host::patience::Patience;
+use crate::http::client::{self, Deadlines};
+
+/// How long the source may be away, counted from the last byte.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Where a bundle is.
+pub struct Source {
+    url: Url,
+    token: Option<secrecy::SecretString>,
+}
+
+/// Why the bytes did not all come.
+#[derive(Debug, thiserror::Error)]
+pub enum DownloadError {
+    #[error("make the HTTP client")]
+    Client(#[source] anyhow::Error),
+    #[error("download {url}")]
+    Transport {
+        url: String,
+        #[source]
+        source: reqwest::Error,
+    },
+    #[error("download {url}: {status}")]
+    Status { url: String, status: StatusCode },
+    #[error("download {url}: {status}, this machine may not have it")]
+    Refused { url: String, status: StatusCode },
+    #[error("download {url}: it was changed while we read it")]
+    Changed { url: String },
+    #[error("download {url}: it ended after {at} bytes")]
+    CutShort { url: String, at: u64 },
+    /// The unpacker wants no more; its error is the one to tell.
+    #[error("the archive was refused")]
+    Abandoned,
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl DownloadError {
+    fn is_transient(&self) -> bool {
+        match self {
+            Self::Transport { .. } | Self::CutShort { .. } => true,
+            Self::Status { status, .. } => {
+                status.is_server_error()
+                    || [StatusCode::TOO_MANY_REQUESTS, StatusCode::REQUEST_TIMEOUT].contains(status)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Source {
+    pub fn new(url: Url, platform: PlatformLink) -> Self {
+        let own = url.origin() == platform.base.origin();
+        Self { url, token: own.then_some(platform.upgrade_token) }
+    }
+
+    /// The first answer; from it the length is known.
+    ///
+    /// # Errors
+    /// [`DownloadError`].
+    pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
+        let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
+        let mut download = Download { source: self, client, etag: None, length: None, at: 0, answer: None };
+        let mut patience = Patience::new(DEADLINE);
+        loop {
+            match download.ask().await {
+                Ok(()) => return Ok(download),
+                Err(error) => bear(&mut patience, error).await?,
+            }
+        }
+    }
+}
+
+async fn bear(patience: &mut Patience, error: DownloadError) -> Result<(), DownloadError> {
+    if !error.is_transient() {
+        return Err(error);
+    }
+    tracing::warn!(error = %crate::http::problem::chain(&error), "the download broke off");
+    patience.pause().await.map_err(|_| error)
+}
+
+/// A download under way.
+pub struct Download<'a> {
+    source: &'a Source,
+    client: reqwest::Client,
+    /// Strong; without one a break cannot be resumed.
+    etag: Option<String>,
+    length: Option<u64>,
+    at: u64,
+    answer: Option<Answer>,
+}
+
+struct Answer {
+    response: reqwest::Response,
+    /// Bytes of the body that we have already: the source does not know Range.
+    skip: u64,
+}
+
+impl Download<'_> {
+    /// Of the whole archive, where the source says it.
+    pub fn length(&self) -> Option<u64> {
+        self.length
+    }
+
+    fn url(&self) -> String {
+        // Without query: a signed URL's is a credential.
+        let mut url = self.source.url.clone();
+        url.set_query(None);
+        url.to_string()
+    }
+
+    async fn ask(&mut self) -> Result<(), DownloadError> {
+        let mut request = self.client.get(self.source.url.clone());
+        if let Some(token) = &self.source.token {
+            request = request.bearer_auth(token.expose_secret());
+        }
+        if let (1.., Some(etag)) = (self.at, &self.etag) {
+            request =
+                request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
+        }
+        let response = request.send().await;
+        let response = response
+            .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
+        let skip = match response.status() {
+            StatusCode::PARTIAL_CONTENT if self.at > 0 => {
+                if range_start(&response) != Some(self.at) || self.is_other(&response) {
+                    return Err(DownloadError::Changed { url: self.url() });
+                }
+                0
+            }
+            StatusCode::OK if self.at == 0 => {
+                self.etag = strong_etag(&response);
+                self.length = response.content_length();
+                0
+            }
+            StatusCode::OK => {
+                if self.etag.is_none() || self.is_other(&response) {
+                    return Err(DownloadError::Changed { url: self.url() });
+                }
+                self.at
+            }
+            status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
+                return Err(DownloadError::Refused { url: self.url(), status });
+            }
+            status => return Err(DownloadError::Status { url: self.url(), status }),
+        };
+        self.answer = Some(Answer { response, skip });
+        Ok(())
+    }
+
+    fn is_other(&self, response: &reqwest::Response) -> bool {
+        strong_etag(response) != self.etag
+    }
+
+    /// Hands every byte on, in order, and answers with their SHA-256.
+    ///
+    /// # Errors
+    /// [`DownloadError`]; `Abandoned` when nobody takes the bytes any more.
+    pub async fn pump(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
+        let mut digest = Sha256::new();
+        let mut patience = Patience::new(DEADLINE);
+        loop {
+            let before = self.at;
+            match self.pump_answer(&chunks, &mut digest).await {
+                Ok(()) => return Ok(hex::encode(digest.finalize())),
+                Err(error) => {
+                    if self.at > before {
+                        patience.progress();
+                    }
+                    bear(&mut patience, error).await?;
+                }
+            }
+        }
+    }
+
+    async fn pump_answer(
+        &mut self,
+        chunks: &mpsc::Sender<Bytes>,
+        digest: &mut Sha256,
+    ) -> Result<(), DownloadError> {
+        if self.answer.is_none() {
+            self.ask().await?;
+        }
+        let Some(Answer { response, mut skip }) = self.answer.take() else { return Ok(()) };
+        let mut body = response.bytes_stream();
+        while let Some(chunk) = self.next(&mut body).await? {
+            let known = skip.min(chunk.len() as u64);
+            skip -= known;
+            let fresh = chunk.slice(known as usize..);
+            if fresh.is_empty() {
+                continue;
+            }
+            digest.update(&fresh);
+            self.at += fresh.len() as u64;
+            chunks.send(fresh).await.map_err(|_| DownloadError::Abandoned)?;
+            failpoint::pass("update.downloading")?;
+        }
+        match self.length {
+            Some(length) if self.at < length => Err(DownloadError::CutShort { url: self.url(), at: self.at }),
+            _ => Ok(()),
+        }
+    }
+
+    async fn next(
+        &self,
+        body: &mut (impl Stream<Item = reqwest::Result<Bytes>> + Unpin),
+    ) -> Result<Option<Bytes>, DownloadError> {
+        let failed = |source: reqwest::Error| DownloadError::Transport {
+            url: self.url(),
+            source: source.without_url(),
+        };
+        body.next().await.transpose().map_err(failed)
+    }
+}
+
+fn strong_etag(response: &reqwest::Response) -> Option<String> {
+    let etag = response.headers().get(header::ETAG)?.to_str().ok()?;
+    (!etag.starts_with("W/")).then(|| etag.to_owned())
+}
+
+/// The first byte's position in `Content-Range: bytes 5-9/10`.
+fn range_start(response: &reqwest::Response) -> Option<u64> {
+    let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
+    range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()
+}

@@ -1,0 +1,59 @@
+//! `svc-update`: brings a release onto the machine and makes it the current one.
+//!
+//! `boot` trusts the digest that user-data named. `status` prints what is there.
+
+mod boot;
+mod download;
+mod place;
+mod status;
+mod unpack;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use super::layout::Layout;
+use crate::applet;
+use crate::telemetry;
+
+pub use boot::POINTS;
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-update",
+    version = applet::VERSION,
+    about = "Fetches, verifies, unpacks and switches a release of the host software"
+)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Bring the release that user-data names, and make it current
+    Boot,
+    /// Print the current release and those on this machine
+    Status {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let args: Args = match applet::parse(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    telemetry::init("svc-update");
+    let layout = Layout::from_process();
+    applet::block_on("svc-update", async move {
+        match args.command {
+            Command::Boot => boot::run(layout).await,
+            Command::Status { json } => {
+                let format = if json { status::Format::Json } else { status::Format::Table };
+                status::print(&layout, format)
+            }
+        }
+    })
+}

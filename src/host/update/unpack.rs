@@ -1,0 +1,258 @@
+//! The archive's files in a directory of their own, written while they are still on the way.
+//!
+//! The bytes are not trusted yet: nothing outside the directory is ever touched. Only files, directories and links that
+//! stay inside are made; no entry is written through a link, over another, or with a bit that raises rights.
+
+use std::collections::HashSet;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, BufReader, Read};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+
+use bytes::{Buf, Bytes};
+use flate2::bufread::MultiGzDecoder;
+use tar::EntryType;
+use tokio::sync::mpsc;
+
+/// Chunks between download and unpacker.
+const QUEUE: usize = 8;
+const LONGEST_PATH: usize = 1024;
+
+/// What an archive may unpack to at most.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    pub entries: usize,
+    pub bytes: u64,
+}
+
+impl Limits {
+    pub const BUNDLE: Self = Self { entries: 200_000, bytes: 8 << 30 };
+}
+
+/// Why an archive was not unpacked.
+#[derive(Debug, thiserror::Error)]
+pub enum UnpackError {
+    #[error("the archive is damaged")]
+    Archive(#[source] io::Error),
+    #[error("the archive is refused: {path}: {why}")]
+    Refused { path: String, why: &'static str },
+    #[error("the archive is refused: it has more than {what}")]
+    TooMuch { what: &'static str },
+    #[error("unpack {}", .path.display())]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The end that the download writes to, and the archive as a reader.
+pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
+    let (chunks, receiver) = mpsc::channel(QUEUE);
+    (chunks, Chunks { receiver, now: Bytes::new() })
+}
+
+struct Chunks {
+    receiver: mpsc::Receiver<Bytes>,
+    now: Bytes,
+}
+
+impl Read for Chunks {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        while self.now.is_empty() {
+            match self.receiver.blocking_recv() {
+                Some(next) => self.now = next,
+                None => return Ok(0),
+            }
+        }
+        let take = self.now.len().min(into.len());
+        self.now.copy_to_slice(&mut into[..take]);
+        Ok(take)
+    }
+}
+
+/// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its very end.
+///
+/// # Errors
+/// [`UnpackError`]; what was written until then is in `into`, for the caller to remove.
+pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), UnpackError> {
+    let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
+    let mut archive = tar::Archive::new(inflated);
+    let mut tree = Tree { root: into, limits, bytes: 0, directories: HashSet::new(), links: Vec::new() };
+    let entries = archive.entries().map_err(UnpackError::Archive)?;
+    for (index, entry) in entries.enumerate() {
+        if index >= limits.entries {
+            return Err(UnpackError::TooMuch { what: "entries than a bundle has" });
+        }
+        tree.add(entry.map_err(UnpackError::Archive)?)?;
+    }
+    // What follows the end mark belongs to the digest, and may be no second gigabyte of it.
+    let mut rest = archive.into_inner().take(limits.bytes);
+    io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
+    tree.check_links()
+}
+
+struct Tree<'a> {
+    root: &'a Path,
+    limits: Limits,
+    bytes: u64,
+    /// Made by us, so no link can be among them.
+    directories: HashSet<PathBuf>,
+    links: Vec<PathBuf>,
+}
+
+impl Tree<'_> {
+    fn add(&mut self, mut entry: tar::Entry<'_, impl Read>) -> Result<(), UnpackError> {
+        let kind = entry.header().entry_type();
+        if kind == EntryType::XGlobalHeader {
+            return Ok(());
+        }
+        let named = entry.path().map_err(UnpackError::Archive)?.into_owned();
+        let refuse = |why| Err(UnpackError::Refused { path: named.display().to_string(), why });
+        let Some(path) = inside(&named) else {
+            return refuse("its path leaves the release, or is too long");
+        };
+        let mode = entry.header().mode().map_err(UnpackError::Archive)?;
+        if mode & 0o7000 != 0 {
+            return refuse("it has a setuid, setgid or sticky bit");
+        }
+        match kind {
+            EntryType::Directory => self.make_directory(&path),
+            EntryType::Regular => self.make_file(&mut entry, &path, mode),
+            EntryType::Symlink => {
+                let target = entry.link_name().map_err(UnpackError::Archive)?;
+                match target {
+                    Some(target) => self.make_link(&path, &target),
+                    None => refuse("it is a link to nowhere"),
+                }
+            }
+            EntryType::Link => refuse("it is a hard link"),
+            EntryType::Char | EntryType::Block | EntryType::Fifo => refuse("it is a device or a pipe"),
+            _ => refuse("it is of an unknown kind"),
+        }
+    }
+
+    /// Makes the directory and those above it. Where something else has the name, this fails.
+    fn make_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
+        if path.as_os_str().is_empty() || self.directories.contains(path) {
+            return Ok(());
+        }
+        if let Some(parent) = path.parent() {
+            self.make_directory(parent)?;
+        }
+        let at = self.root.join(path);
+        fs::create_dir(&at)
+            .and_then(|()| fs::set_permissions(&at, Permissions::from_mode(0o755)))
+            .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
+        self.directories.insert(path.to_owned());
+        Ok(())
+    }
+
+    fn make_parent(&mut self, path: &Path) -> Result<(), UnpackError> {
+        path.parent().map_or(Ok(()), |parent| self.make_directory(parent))
+    }
+
+    fn make_file(
+        &mut self,
+        entry: &mut tar::Entry<'_, impl Read>,
+        path: &Path,
+        mode: u32,
+    ) -> Result<(), UnpackError> {
+        self.bytes = self.bytes.saturating_add(entry.size());
+        if self.bytes > self.limits.bytes {
+            return Err(UnpackError::TooMuch { what: "bytes than a bundle has" });
+        }
+        self.make_parent(path)?;
+        let failed = |source| UnpackError::Write { path: path.to_owned(), source };
+        // Readable by all and writable by root alone, whatever the builder's umask was.
+        let mode = 0o644 | (mode & 0o111);
+        let mut file: File = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(mode)
+            .open(self.root.join(path))
+            .map_err(failed)?;
+        let size = entry.size();
+        let copied = copy(entry, &mut file, path)?;
+        if copied != size {
+            return Err(UnpackError::Archive(io::ErrorKind::UnexpectedEof.into()));
+        }
+        file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
+    }
+
+    fn make_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
+        let refuse = |why| Err(UnpackError::Refused { path: path.display().to_string(), why });
+        if !stays_inside(path, target) {
+            return refuse("it is a link that leaves the release");
+        }
+        self.make_parent(path)?;
+        std::os::unix::fs::symlink(target, self.root.join(path))
+            .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
+        self.links.push(path.to_owned());
+        Ok(())
+    }
+
+    /// A link over a link can lead elsewhere than its text says: where each ends is looked up once all are there.
+    fn check_links(&self) -> Result<(), UnpackError> {
+        let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
+        let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
+        for link in &self.links {
+            let refuse = |why| UnpackError::Refused { path: link.display().to_string(), why };
+            let end =
+                fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a link to nowhere"))?;
+            if !end.starts_with(&root) {
+                return Err(refuse("it is a link that leaves the release"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Errors of the archive and of the disk are told apart.
+fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<u64, UnpackError> {
+    let mut piece = [0; 64 * 1024];
+    let mut copied = 0;
+    loop {
+        let read = from.read(&mut piece).map_err(UnpackError::Archive)?;
+        if read == 0 {
+            return Ok(copied);
+        }
+        io::Write::write_all(to, &piece[..read])
+            .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
+        copied += read as u64;
+    }
+}
+
+/// The path without `./`; `None` where it is absolute, goes up, or is not a sensible name.
+fn inside(path: &Path) -> Option<PathBuf> {
+    let mut clean = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => clean.push(name),
+            Component::CurDir => {}
+            Component::ParentDir | Component::RootDir | Component::Prefix(_) => return None,
+        }
+    }
+    let fits = path.as_os_str().len() <= LONGEST_PATH && !path.as_os_str().as_encoded_bytes().contains(&0);
+    fits.then_some(clean)
+}
+
+/// Whether a link's text, read from where it lies, stays within the tree.
+fn stays_inside(link: &Path, target: &Path) -> bool {
+    let mut depth = link.components().count().saturating_sub(1);
+    if target.as_os_str().is_empty() || target.as_os_str().len() > LONGEST_PATH {
+        return false;
+    }
+    for part in target.components() {
+        match part {
+            Component::Normal(_) => depth += 1,
+            Component::CurDir => {}
+            Component::ParentDir if depth > 0 => depth -= 1,
+            Component::ParentDir | Component::RootDir | Component::Prefix(_) => return false,
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+//! Hostile and damaged archives: each is refused, and nothing outside the directory is touched.
+
+use std::io::Write;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use tar::{Builder, Header};
+
+use super::*;
+
+/// One entry as its raw header says, past all checks of the `tar` crate's builder.
+struct Raw<'a> {
+    path: &'a [u8],
+    kind: EntryType,
+    mode: u32,
+    link: &'a [u8],
+    body: &'a [u8],
+}
+
+fn file<'a>(path: &'a str, body: &'a [u8]) -> Raw<'a> {
+    Raw { path: path.as_bytes(), kind: EntryType::Regular, mode: 0o644, link: b"", body }
+}
+
+fn link<'a>(path: &'a str, target: &'a str) -> Raw<'a> {
+    Raw { path: path.as_bytes(), kind: EntryType::Symlink, mode: 0o777, link: target.as_bytes(), body: b"" }
+}
+
+fn archive(entries: &[Raw<'_>]) -> Vec<u8> {
+    let mut builder = Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+    for entry in entries {
+        let mut header = Header::new_gnu();
+        let old = header.as_old_mut();
+        old.name[..entry.path.len()].copy_from_slice(entry.path);
+        old.linkname[..entry.link.len()].copy_from_slice(entry.link);
+        header.set_entry_type(entry.kind);
+        header.set_mode(entry.mode);
+        header.set_size(entry.body.len() as u64);
+        header.set_cksum();
+        builder.append(&header, entry.body).unwrap();
+    }
+    builder.into_inner().unwrap().finish().unwrap()
+}
+
+/// Unpacks beside a file that must not change, and answers what happened.
+fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("outside"), "untouched").unwrap();
+    let into = dir.path().join("release");
+    fs::create_dir(&into).unwrap();
+    let end = unpack(bytes, &into, Limits { entries: 50, bytes: 1 << 20 });
+    assert_eq!(fs::read_to_string(dir.path().join("outside")).unwrap(), "untouched");
+    let names: Vec<_> = fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    (dir, end)
+}
+
+#[test]
+fn a_bundle_is_unpacked_as_it_was_packed() {
+    let mut program = file("./bin/svc", b"program");
+    program.mode = 0o755;
+    let entries = [
+        program,
+        link("bin/svc-gateway", "svc"),
+        file("release.json", b"{}"),
+        link("app/self", "../bin/svc"),
+    ];
+    let (dir, end) = try_unpack(&archive(&entries));
+    end.unwrap();
+    let root = dir.path().join("release");
+    assert_eq!(fs::read(root.join("bin/svc-gateway")).unwrap(), b"program");
+    assert_eq!(fs::read(root.join("app/self")).unwrap(), b"program");
+    assert_eq!(fs::metadata(root.join("bin/svc")).unwrap().permissions().mode() & 0o7777, 0o755);
+    assert_eq!(fs::metadata(root.join("release.json")).unwrap().permissions().mode() & 0o7777, 0o644);
+}
+
+#[test]
+fn every_hostile_entry_is_refused() {
+    let kind = |kind| Raw { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
+    let setuid = Raw { mode: 0o4755, ..file("bin/x", b"") };
+    let setgid = Raw { mode: 0o2755, ..file("bin/x", b"") };
+    let long = "d/".repeat(49) + "x";
+    let many: Vec<String> = (0..60).map(|n| format!("f{n}")).collect();
+    let cases: Vec<(&str, Vec<Raw<'_>>)> = vec![
+        ("absolute", vec![file("/outside", b"!")]),
+        ("parent", vec![file("../outside", b"!")]),
+        ("parent inside", vec![file("a/../../outside", b"!")]),
+        ("absolute link", vec![link("x", "/etc/passwd")]),
+        ("link up", vec![link("x", "../outside")]),
+        ("link up from below", vec![link("a/b/x", "../../../outside")]),
+        ("through a link", vec![file("d/f", b""), link("x", "d"), file("x/y", b"!")]),
+        ("over a link", vec![file("f", b""), link("x", "f"), file("x", b"!")]),
+        ("over a file", vec![file("x", b"1"), file("x", b"2")]),
+        (
+            "a directory over a link",
+            vec![link("x", "d"), Raw { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
+        ),
+        (
+            "link over link",
+            vec![
+                file("a/b/f", b""),
+                link("a/b/p", "../.."),
+                link("s", "a/b/p/../../a"),
+                link("t", "a/b/p/../x"),
+            ],
+        ),
+        ("dangling link", vec![link("x", "nowhere")]),
+        ("hard link", vec![kind(EntryType::Link)]),
+        ("character device", vec![kind(EntryType::Char)]),
+        ("block device", vec![kind(EntryType::Block)]),
+        ("pipe", vec![kind(EntryType::Fifo)]),
+        ("sparse", vec![kind(EntryType::GNUSparse)]),
+        ("unknown kind", vec![kind(EntryType::new(b'Z'))]),
+        ("setuid", vec![setuid]),
+        ("setgid", vec![setgid]),
+        ("nul and traversal", vec![file("a/./../../outside", b"!")]),
+        ("many entries", many.iter().map(|name| file(name, b"")).collect()),
+        ("many bytes", vec![file(&long, &[0; 600_000]), file("y", &[0; 600_000])]),
+    ];
+    for (name, entries) in cases {
+        let (_dir, end) = try_unpack(&archive(&entries));
+        assert!(end.is_err(), "{name} was accepted");
+    }
+}
+
+#[test]
+fn a_damaged_archive_is_refused() {
+    let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
+    assert!(try_unpack(&whole).1.is_ok());
+    for cut in [0, 5, whole.len() / 2, whole.len() - 1] {
+        assert!(try_unpack(&whole[..cut]).1.is_err(), "cut at {cut}");
+    }
+    let mut flipped = whole.clone();
+    let middle = flipped.len() / 2;
+    flipped[middle] ^= 0xff;
+    assert!(try_unpack(&flipped).1.is_err());
+    assert!(try_unpack(b"not gzip at all").1.is_err());
+}
+
+#[test]
+fn a_bomb_is_stopped_at_the_limit() {
+    let mut builder = Builder::new(GzEncoder::new(Vec::new(), Compression::best()));
+    let mut header = Header::new_gnu();
+    header.set_size(64 << 20);
+    header.set_mode(0o644);
+    builder.append_data(&mut header, "zeros", io::repeat(0).take(64 << 20)).unwrap();
+    let bomb = builder.into_inner().unwrap().finish().unwrap();
+    assert!(matches!(try_unpack(&bomb).1, Err(UnpackError::TooMuch { .. })));
+
+    let mut trailing = GzEncoder::new(Vec::new(), Compression::best());
+    trailing.write_all(&[0; 1024]).unwrap();
+    trailing.write_all(&vec![0; 8 << 20]).unwrap();
+    // After the end mark there is only padding: read to the limit, written nowhere.
+    assert!(try_unpack(&trailing.finish().unwrap()).1.is_ok());
+}
+
+#[test]
+fn an_archive_in_pieces_is_read_like_one() {
+    let whole = archive(&[file("bin/svc", &[7; 300_000])]);
+    let (chunks, reader) = channel();
+    let dir = tempfile::tempdir().unwrap();
+    let into = dir.path().to_owned();
+    let unpacking = std::thread::spawn(move || unpack(reader, &into, Limits::BUNDLE));
+    for piece in whole.chunks(7) {
+        chunks.blocking_send(Bytes::copy_from_slice(piece)).unwrap();
+    }
+    drop(chunks);
+    unpacking.join().unwrap().unwrap();
+    assert_eq!(fs::metadata(dir.path().join("bin/svc")).unwrap().len(), 300_000);
+}

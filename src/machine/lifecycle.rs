@@ -1,0 +1,331 @@
+//! The contract's lifecycle table, row by row, and the answers to every pair of state and event.
+//!
+//! Its first row, the provision of a slot without a machine, has no machine to ask; the model begins one so.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::epoch::Epoch;
+use super::event::{Effect, Event, RestoreMode};
+use super::name::ServerType;
+use super::state::{FailureCause, Machine, State, Status};
+use super::transition::{Outcome, Refusal, transition};
+
+type Rule = fn(&Machine, &Event) -> Result<Outcome, Refusal>;
+
+const EPOCH: Epoch = Epoch(7);
+
+fn small() -> ServerType {
+    "cpx22".parse().expect("a server type")
+}
+
+fn large() -> ServerType {
+    "cpx32".parse().expect("a server type")
+}
+
+fn running() -> State {
+    State::Running { server_type: small() }
+}
+
+fn resizing() -> State {
+    State::Resizing { from: small(), to: large() }
+}
+
+fn failed(cause: FailureCause) -> State {
+    State::Failed { cause }
+}
+
+fn every_state() -> Vec<State> {
+    let mut states = vec![
+        State::Provisioning,
+        State::Recovering,
+        running(),
+        State::Running { server_type: large() },
+        resizing(),
+        State::Resizing { from: large(), to: small() },
+        State::Retired,
+        State::Deleted,
+    ];
+    states.extend(FailureCause::ALL.map(failed));
+    states
+}
+
+/// One of each kind at least. The `match` does not compile when a kind is added here but not below.
+fn every_event() -> Vec<Event> {
+    let events = vec![
+        Event::Registered { server_type: small() },
+        Event::BootFailureReported,
+        Event::RegistrationExpired,
+        Event::ProviderRefused,
+        Event::ServerGone,
+        Event::ProvisionRequested { restore: RestoreMode::Empty },
+        Event::ProvisionRequested { restore: RestoreMode::Required },
+        Event::RecoverRequested { restore: RestoreMode::Empty },
+        Event::RecoverRequested { restore: RestoreMode::Required },
+        Event::ResizeRequested { to: small() },
+        Event::ResizeRequested { to: large() },
+        Event::ResizeSucceeded,
+        Event::ResizeReverted,
+        Event::ResizeFailed,
+        Event::HealthyHeartbeat { epoch: EPOCH, server_type: small() },
+        Event::HealthyHeartbeat { epoch: Epoch(6), server_type: small() },
+        Event::HealthyHeartbeat { epoch: Epoch(8), server_type: small() },
+        Event::OperatorFailed,
+        Event::DeleteRequested,
+    ];
+    let mut kinds = [false; 14];
+    for event in &events {
+        kinds[kind(event)] = true;
+    }
+    assert_eq!(kinds, [true; 14], "a kind of event is missing");
+    events
+}
+
+fn kind(event: &Event) -> usize {
+    match event {
+        Event::Registered { .. } => 0,
+        Event::BootFailureReported => 1,
+        Event::RegistrationExpired => 2,
+        Event::ProviderRefused => 3,
+        Event::ServerGone => 4,
+        Event::ProvisionRequested { .. } => 5,
+        Event::RecoverRequested { .. } => 6,
+        Event::ResizeRequested { .. } => 7,
+        Event::ResizeSucceeded => 8,
+        Event::ResizeReverted => 9,
+        Event::ResizeFailed => 10,
+        Event::HealthyHeartbeat { .. } => 11,
+        Event::OperatorFailed => 12,
+        Event::DeleteRequested => 13,
+    }
+}
+
+fn after(state: &State, event: &Event) -> Result<Outcome, Refusal> {
+    transition(&Machine { state: state.clone(), epoch: EPOCH }, event)
+}
+
+fn assert_moves(from: &State, event: &Event, to: &State, wanted: &[Effect]) {
+    match after(from, event) {
+        Ok(Outcome::Moved { next, effects }) => {
+            assert_eq!((&next, effects.as_slice()), (to, wanted), "{from:?} on {event:?}");
+        }
+        other => panic!("{from:?} on {event:?} gave {other:?}"),
+    }
+}
+
+fn assert_unchanged(from: &State, event: &Event) {
+    assert_eq!(after(from, event), Ok(Outcome::Unchanged), "{from:?} on {event:?}");
+}
+
+fn assert_refused(from: &State, event: &Event, status: Status, allowed: &'static [Status]) {
+    let refusal = Refusal::InvalidState { status, allowed };
+    assert_eq!(after(from, event), Err(refusal), "{from:?} on {event:?}");
+}
+
+fn fails_with(cause: FailureCause) -> Vec<Effect> {
+    vec![Effect::FailOperation { cause }, Effect::CloseConnections]
+}
+
+fn replaced_by(status: Status, restore: RestoreMode) -> Vec<Effect> {
+    vec![
+        Effect::CancelOperation,
+        Effect::Replace { status, restore, epoch: Epoch(8) },
+        Effect::CloseConnections,
+    ]
+}
+
+fn every_active_state() -> impl Iterator<Item = State> {
+    every_state().into_iter().filter(State::is_active)
+}
+
+fn is_booting(state: &State) -> bool {
+    matches!(state, State::Provisioning | State::Recovering)
+}
+
+/// The pairs at which a rule panics.
+fn panics(rule: Rule) -> Vec<(State, Event)> {
+    let mut found = Vec::new();
+    for state in every_state() {
+        for event in every_event() {
+            let machine = Machine { state: state.clone(), epoch: EPOCH };
+            if catch_unwind(AssertUnwindSafe(|| rule(&machine, &event))).is_err() {
+                found.push((state.clone(), event));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_pair_has_an_answer() {
+    assert_eq!(panics(transition), vec![]);
+}
+
+#[test]
+fn a_pair_without_an_answer_is_noticed() {
+    let found = panics(|machine, event| match (&machine.state, event) {
+        (State::Retired, Event::ServerGone) => panic!("no answer"),
+        _ => transition(machine, event),
+    });
+    assert_eq!(found, vec![(State::Retired, Event::ServerGone)]);
+}
+
+#[test]
+fn registration_alone_makes_a_machine_run() {
+    let event = Event::Registered { server_type: small() };
+    assert_moves(&State::Provisioning, &event, &running(), &[]);
+    assert_moves(&State::Recovering, &event, &running(), &[]);
+    for state in every_active_state().filter(|state| !is_booting(state)) {
+        let status = state.status().expect("an active state");
+        assert_refused(&state, &event, status, &[Status::Provisioning, Status::Recovering]);
+    }
+    for state in every_state() {
+        for event in every_event() {
+            let Ok(Outcome::Moved { next: State::Running { .. }, .. }) = after(&state, &event) else {
+                continue;
+            };
+            let allowed = matches!(
+                (&state, &event),
+                (State::Provisioning | State::Recovering, Event::Registered { .. })
+                    | (State::Resizing { .. }, Event::ResizeSucceeded | Event::ResizeReverted)
+                    | (State::Failed { cause: FailureCause::Resize }, Event::HealthyHeartbeat { .. })
+            );
+            assert!(allowed, "{state:?} runs after {event:?}");
+        }
+    }
+}
+
+#[test]
+fn a_boot_that_does_not_end_in_a_registration_fails() {
+    for (event, cause) in [
+        (Event::BootFailureReported, FailureCause::BootReported),
+        (Event::RegistrationExpired, FailureCause::RegistrationExpired),
+        (Event::ProviderRefused, FailureCause::ProviderRefused),
+    ] {
+        assert_moves(&State::Provisioning, &event, &failed(cause), &fails_with(cause));
+        assert_moves(&State::Recovering, &event, &failed(cause), &fails_with(cause));
+        for state in every_active_state().filter(|state| !is_booting(state)) {
+            if event == Event::BootFailureReported {
+                let status = state.status().expect("an active state");
+                assert_refused(&state, &event, status, &[Status::Provisioning, Status::Recovering]);
+            } else {
+                assert_unchanged(&state, &event);
+            }
+        }
+    }
+}
+
+#[test]
+fn recover_replaces_any_active_machine_and_is_idempotent() {
+    for restore in [RestoreMode::Required, RestoreMode::Empty] {
+        let event = Event::RecoverRequested { restore };
+        for state in every_active_state().filter(|state| *state != State::Recovering) {
+            assert_moves(&state, &event, &State::Retired, &replaced_by(Status::Recovering, restore));
+        }
+        assert_unchanged(&State::Recovering, &event);
+    }
+}
+
+#[test]
+fn only_a_running_machine_is_resized() {
+    let to_large = Event::ResizeRequested { to: large() };
+    let effects = [Effect::ChangeType { to: large() }, Effect::CloseConnections];
+    assert_moves(&running(), &to_large, &resizing(), &effects);
+    assert_unchanged(&running(), &Event::ResizeRequested { to: small() });
+    for state in every_active_state().filter(|state| !matches!(state, State::Running { .. })) {
+        let status = state.status().expect("an active state");
+        assert_refused(&state, &to_large, status, &[Status::Running]);
+    }
+}
+
+#[test]
+fn a_resize_ends_with_the_new_type_the_old_type_or_failed() {
+    assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
+    assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[]);
+    let cause = FailureCause::Resize;
+    assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &fails_with(cause));
+    for event in [Event::ResizeSucceeded, Event::ResizeReverted, Event::ResizeFailed] {
+        for state in every_state().into_iter().filter(|state| !matches!(state, State::Resizing { .. })) {
+            assert_unchanged(&state, &event);
+        }
+    }
+}
+
+#[test]
+fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
+    let cause = FailureCause::ServerGone;
+    for state in [running(), resizing(), failed(FailureCause::Resize)] {
+        assert_moves(&state, &Event::ServerGone, &failed(cause), &fails_with(cause));
+    }
+    for state in [State::Provisioning, State::Recovering, failed(cause), failed(FailureCause::Operator)] {
+        assert_unchanged(&state, &Event::ServerGone);
+    }
+    let asked =
+        |event: &Event| matches!(event, Event::ProvisionRequested { .. } | Event::RecoverRequested { .. });
+    for state in every_state() {
+        for event in every_event().into_iter().filter(|event| !asked(event)) {
+            if let Ok(Outcome::Moved { effects, .. }) = after(&state, &event) {
+                let replaces = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
+                assert!(!replaces, "{state:?} is replaced by {event:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_operators_fail_ends_the_operation_and_the_routing() {
+    let by_operator = failed(FailureCause::Operator);
+    for state in every_active_state().filter(|state| *state != by_operator) {
+        let effects = [Effect::CancelOperation, Effect::CloseConnections];
+        assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);
+    }
+    assert_unchanged(&by_operator, &Event::OperatorFailed);
+}
+
+#[test]
+fn provision_replaces_a_failed_machine_alone() {
+    for restore in [RestoreMode::Required, RestoreMode::Empty] {
+        let event = Event::ProvisionRequested { restore };
+        for cause in FailureCause::ALL {
+            assert_moves(
+                &failed(cause),
+                &event,
+                &State::Retired,
+                &replaced_by(Status::Provisioning, restore),
+            );
+        }
+        for state in [State::Provisioning, State::Recovering, running(), resizing()] {
+            assert_unchanged(&state, &event);
+        }
+    }
+}
+
+#[test]
+fn a_failed_resize_heals_by_a_heartbeat_of_its_epoch_alone() {
+    let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
+    let healed = State::Running { server_type: large() };
+    assert_moves(&failed(FailureCause::Resize), &beat(EPOCH), &healed, &[]);
+    assert_unchanged(&failed(FailureCause::Resize), &beat(Epoch(6)));
+    for state in every_state().into_iter().filter(|state| *state != failed(FailureCause::Resize)) {
+        assert_unchanged(&state, &beat(EPOCH));
+    }
+}
+
+#[test]
+fn delete_ends_any_active_machine_and_is_idempotent() {
+    let effects = [Effect::CancelOperation, Effect::DeleteServer, Effect::CloseConnections];
+    for state in every_active_state() {
+        assert_moves(&state, &Event::DeleteRequested, &State::Deleted, &effects);
+    }
+    assert_unchanged(&State::Deleted, &Event::DeleteRequested);
+    assert_eq!(after(&State::Retired, &Event::DeleteRequested), Err(Refusal::Superseded));
+}
+
+#[test]
+fn nothing_leads_out_of_an_end() {
+    for state in [State::Retired, State::Deleted] {
+        for event in every_event() {
+            let moved = matches!(after(&state, &event), Ok(Outcome::Moved { .. }));
+            assert!(!moved, "{state:?} moves on {event:?}");
+        }
+    }
+}

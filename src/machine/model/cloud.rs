@@ -1,0 +1,53 @@
+//! The provider of the model: servers by machine, unique names, and creates that land after their caller gave up.
+
+use crate::machine::name::ServerType;
+
+pub struct Server {
+    pub machine: usize,
+    pub server_type: ServerType,
+}
+
+pub struct Cloud {
+    pub servers: Vec<Server>,
+    /// Creates that were sent, timed out, and are not yet decided.
+    pub in_flight: Vec<usize>,
+    unique_names: bool,
+}
+
+impl Cloud {
+    pub fn new(unique_names: bool) -> Self {
+        Self { servers: Vec::new(), in_flight: Vec::new(), unique_names }
+    }
+
+    pub fn of(&self, machine: usize) -> Option<&Server> {
+        self.servers.iter().find(|server| server.machine == machine)
+    }
+
+    /// Without unique names a lookup finds nothing either: there is no name to look for.
+    pub fn by_name(&self, machine: usize) -> Option<&Server> {
+        self.of(machine).filter(|_| self.unique_names)
+    }
+
+    pub fn create(&mut self, machine: usize) {
+        if self.by_name(machine).is_none() {
+            self.servers.push(Server { machine, server_type: super::action::small() });
+        }
+    }
+
+    pub fn delete(&mut self, machine: usize) {
+        self.servers.retain(|server| server.machine != machine);
+    }
+
+    pub fn change_type(&mut self, machine: usize, to: &ServerType) {
+        for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
+            server.server_type = to.clone();
+        }
+    }
+
+    /// The minute that the adapter waits before it believes that a create did not happen.
+    pub fn settle(&mut self) {
+        for machine in std::mem::take(&mut self.in_flight) {
+            self.create(machine);
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! The invariants of the lifecycle, as a checker that looks at a world and says which are broken.
+
+use std::collections::BTreeSet;
+
+use super::World;
+use crate::machine::state::State;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Violation {
+    TwoServersOfOneMachine,
+    TwoActiveMachinesOfOneSlot,
+    /// A connection is open to a machine that is not running.
+    RoutedWhileNotRunning,
+    /// A machine runs whose host never registered.
+    RunningUnregistered,
+    EpochDidNotGrow,
+    /// An ended machine changed its state.
+    CameBack,
+    /// A machine has a server, and the slot's fence is below its epoch.
+    ServerBeforeFence,
+    /// A replaced machine moved the pointer.
+    PointerWentBack,
+    /// A state that waits for an operation, and none is under way.
+    Stuck,
+    OperationNeverEnds,
+    /// Nothing is under way any more, and there is a server of a machine that was to go.
+    Orphan,
+}
+
+/// What must hold after every action.
+pub fn always(world: &World) -> BTreeSet<Violation> {
+    let mut found = world.seen.clone();
+    for (id, row) in world.rows.iter().enumerate() {
+        let servers = world.cloud.servers.iter().filter(|server| server.machine == id).count();
+        let state = &row.machine.state;
+        let running = matches!(state, State::Running { .. });
+        let waits = matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
+        let under_way =
+            world.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
+        let mut hold = |holds: bool, violation| {
+            if !holds {
+                found.insert(violation);
+            }
+        };
+        hold(servers <= 1, Violation::TwoServersOfOneMachine);
+        hold(
+            servers == 0 || world.pointers[row.slot].fence >= row.machine.epoch.0,
+            Violation::ServerBeforeFence,
+        );
+        hold(running || row.connections == 0, Violation::RoutedWhileNotRunning);
+        hold(!running || row.registered, Violation::RunningUnregistered);
+        hold(!waits || under_way, Violation::Stuck);
+    }
+    for slot in 0..world.pointers.len() {
+        let active =
+            world.rows.iter().filter(|row| row.slot == slot && row.machine.state.is_active()).count();
+        if active > 1 {
+            found.insert(Violation::TwoActiveMachinesOfOneSlot);
+        }
+    }
+    found
+}
+
+/// What must hold besides, once the operations were given all the time they need and the provider was reconciled.
+pub fn settled(world: &World) -> BTreeSet<Violation> {
+    let mut found = always(world);
+    if world.operations.iter().any(|operation| operation.ending.is_none()) {
+        found.insert(Violation::OperationNeverEnds);
+    }
+    if world.cloud.servers.iter().any(|server| {
+        let row = &world.rows[server.machine];
+        row.condemned || !row.machine.state.is_active()
+    }) {
+        found.insert(Violation::Orphan);
+    }
+    found
+}

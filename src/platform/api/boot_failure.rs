@@ -1,0 +1,52 @@
+//! POST `/vps/:id/boot-failure`: a host that could not boot says at which stage.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use serde_json::json;
+
+use super::call::{Call, path_id, registration_rejected};
+use super::mutation::{self, Changed, Reply};
+use super::{fault, register};
+use crate::http::problem::Problem;
+use crate::machine::event::Event;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Circumstances};
+
+const LONGEST_STAGE: usize = 64;
+const LONGEST_MESSAGE: usize = 4096;
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let (claimed, token) = call.registration()?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let machine = register::authentic(&tx, claimed, token).await?;
+    let id: MachineId = path_id("machineId", &id)?;
+    if id != machine.id {
+        return Err(registration_rejected());
+    }
+    let mut fields = call.fields()?;
+    let stage = fields.text("stage", LONGEST_STAGE);
+    let message = fields.text("message", LONGEST_MESSAGE);
+    let (stage, message) = fields.finish(stage.zip(message))?;
+
+    let with = Circumstances { failed_at: Some((&stage, &message)), successor: None };
+    lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
+        .await
+        .map_err(|error| fault::lifecycle(error, &machine))?;
+    let (target, after) = (id.to_string(), json!({"stage": stage, "message": message}));
+    let changed = Changed { action: "boot-failure", target: &target, before: None, after: Some(&after) };
+    mutation::audit(&tx, &format!("machine:{id}"), &changed).await?;
+    db::commit(tx).await?;
+    tracing::warn!(machine = %id, stage, "the host could not boot");
+    Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())
+}

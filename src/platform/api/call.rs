@@ -1,0 +1,139 @@
+//! One call on its way in, in the contract's order: size, then credential, then JSON. Schema and state come after.
+
+use std::time::Duration;
+
+use axum::extract::Request;
+use bytes::Bytes;
+use http::{HeaderMap, Method, Uri, header};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::fields::Fields;
+use crate::http::problem::{Code, Problem};
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self};
+use crate::platform::tokens::{self, Purpose};
+
+/// The largest body of the platform's API.
+pub const LARGEST_BODY: usize = 64 << 10;
+const BODY_DEADLINE: Duration = Duration::from_secs(15);
+const LONGEST_WAIT_SECONDS: u64 = 60;
+
+pub struct Call {
+    pub method: Method,
+    pub uri: Uri,
+    pub headers: HeaderMap,
+    body: Bytes,
+}
+
+impl Call {
+    /// Reads the body, within its bounds.
+    pub async fn read(request: Request) -> Result<Self, Problem> {
+        let (parts, body) = request.into_parts();
+        let too_large =
+            || Problem::new(Code::RequestTooLarge, format!("A body has at most {LARGEST_BODY} bytes."));
+        let stated = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+        if stated.and_then(|text| text.parse::<u64>().ok()).is_some_and(|size| size > LARGEST_BODY as u64) {
+            return Err(too_large());
+        }
+        let collected = tokio::time::timeout(BODY_DEADLINE, Limited::new(body, LARGEST_BODY).collect()).await;
+        let body = match collected {
+            Ok(Ok(body)) => body.to_bytes(),
+            Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(too_large()),
+            Ok(Err(_)) | Err(_) => {
+                return Err(Problem::field("", "the body did not arrive whole"));
+            }
+        };
+        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })
+    }
+
+    fn bearer(&self) -> Result<&str, Problem> {
+        let value = self.headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let (scheme, token) = value.and_then(|value| value.split_once(' ')).ok_or_else(unauthorized)?;
+        if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
+    }
+
+    /// Passes an operator.
+    pub fn operator(&self, platform: &Platform) -> Result<(), Problem> {
+        let given = self.bearer()?;
+        if tokens::same_secret(given, &platform.config.secret) { Ok(()) } else { Err(unauthorized()) }
+    }
+
+    /// The machine whose `UPGRADE_TOKEN` this is, whatever has become of it.
+    pub async fn host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
+        let token = self.bearer()?;
+        let machine = tokens::claimed_machine(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
+        let session = platform.db.session().await?;
+        let row = db::machines::get(&session, machine).await?.ok_or_else(unauthorized)?;
+        if tokens::fits(token, &row.upgrade_token_hash) { Ok(row) } else { Err(unauthorized()) }
+    }
+
+    /// An operator, or the current machine whose `UPGRADE_TOKEN` this is.
+    pub async fn operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
+        if !self.bearer()?.starts_with("svcu_") {
+            return self.operator(platform);
+        }
+        let machine = self.host(platform).await?;
+        if machine.deleted_at.is_some() {
+            return Err(unauthorized());
+        }
+        if machine.retired_at.is_some() {
+            return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
+        }
+        Ok(())
+    }
+
+    /// The machine whose registration token this is, and the token; nothing is known of its expiry yet.
+    pub fn registration(&self) -> Result<(MachineId, &str), Problem> {
+        let token = self.bearer().map_err(|_| registration_rejected())?;
+        let machine = tokens::claimed_machine(token, Purpose::Registration);
+        machine.map(|machine| (machine, token)).ok_or_else(registration_rejected)
+    }
+
+    /// The body as an object whose fields are taken one by one.
+    pub fn fields(&self) -> Result<Fields, Problem> {
+        let content_type = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let media_type = content_type.and_then(|value| value.split(';').next()).map(str::trim);
+        if !media_type.is_some_and(|media| media.eq_ignore_ascii_case("application/json")) {
+            return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
+        }
+        match serde_json::from_slice(&self.body) {
+            Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+            Ok(_) => Err(Problem::field("", "must be a JSON object")),
+            Err(error) => Err(Problem::field("", format!("is not JSON: {error}"))),
+        }
+    }
+
+    pub fn query(&self) -> Fields {
+        Fields::of_query(self.uri.query().unwrap_or_default())
+    }
+
+    /// SHA-256 of the body's bytes.
+    pub fn body_hash(&self) -> Vec<u8> {
+        Sha256::digest(&self.body).to_vec()
+    }
+
+    /// The seconds of `Prefer: wait=N` (RFC 7240), at most a minute.
+    pub fn wait_seconds(&self) -> Option<u64> {
+        let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
+        let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);
+        let wait = preferences.find_map(|preference| preference.strip_prefix("wait="))?;
+        wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(LONGEST_WAIT_SECONDS))
+    }
+}
+
+/// An id in the path; a request for what is no id is not valid.
+pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
+    text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
+}
+
+pub fn unauthorized() -> Problem {
+    Problem::new(Code::Unauthorized, "Send a valid bearer token.")
+}
+
+pub fn registration_rejected() -> Problem {
+    Problem::new(Code::RegistrationRejected, "The registration token is not valid for this, or not any more.")
+}

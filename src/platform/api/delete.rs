@@ -1,0 +1,73 @@
+//! DELETE `/vps/:id`: the machine leaves its slot at once, its server is deleted after; objects stay.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, Request, State};
+use axum::response::Response;
+use http::StatusCode;
+use serde_json::{Value, json};
+
+use super::call::{Call, path_id};
+use super::fault;
+use super::mutation::{self, Changed, Mutation, Reply};
+use crate::clock::rfc3339_ms;
+use crate::http::problem::Problem;
+use crate::machine::event::Event;
+use crate::machine::id::{MachineId, OperationId};
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let id = path_id("machineId", &id)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = delete(&platform, id, &mutation).await?;
+    platform.nudge.notify_one();
+    mutation::answer(&platform, &call, reply).await
+}
+
+async fn delete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    let not_found = || fault::machine_not_found(&id.to_string());
+    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, &format!("user {}", seen.user)).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let event = Event::DeleteRequested;
+    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
+    let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
+        Change::Moved { filed } => filed.map(|filed| filed.operation),
+        Change::Unchanged => {
+            // Asked again: the operation that the first request filed.
+            let operation = db::operations::newest(&tx, id, "delete").await?;
+            return Ok(Reply::new(StatusCode::ACCEPTED, body(&machine, operation.map(|o| o.id))));
+        }
+    };
+    let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&deleted, filed));
+    let (before, after) = (machine.record(), deleted.record());
+    let target = id.to_string();
+    let changed = Changed { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
+    json!({
+        "machineId": machine.id,
+        "status": machine.status,
+        "deletedAt": machine.deleted_at.map(rfc3339_ms),
+        "operationId": operation,
+    })
+}

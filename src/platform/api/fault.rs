@@ -1,0 +1,80 @@
+//! What our errors are to a caller: the code alone; everything else goes to the log under the request id.
+
+use crate::http::problem::{Code, Problem, chain};
+use crate::machine::state::Status;
+use crate::machine::transition::Refusal;
+use crate::platform::db::DbError;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::lifecycle::LifecycleError;
+use crate::store::StoreError;
+use crate::store::snapshot::Unusable;
+
+impl From<DbError> for Problem {
+    fn from(error: DbError) -> Self {
+        if !error.is_transient() {
+            return Self::internal(&error);
+        }
+        tracing::warn!(error = %chain(&error), "the database did not do its part");
+        Self::new(Code::DatabaseUnavailable, "The database cannot be reached; try again.").retry_after(2)
+    }
+}
+
+impl From<StoreError> for Problem {
+    fn from(error: StoreError) -> Self {
+        tracing::warn!(error = %chain(&error), "the object store did not do its part");
+        store_unavailable()
+    }
+}
+
+pub fn store_unavailable() -> Problem {
+    Problem::new(Code::StoreUnavailable, "The object store cannot be reached; nothing was changed.")
+        .retry_after(5)
+}
+
+/// A snapshot that cannot be recovered from, or a store that does not say.
+pub fn unusable(error: Unusable) -> Problem {
+    match error {
+        Unusable::Absent => Problem::new(
+            Code::SnapshotUnusable,
+            "There is no snapshot to recover from; allowEmpty starts with an empty database.",
+        ),
+        Unusable::Damaged { key, why } => {
+            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be recovered from: {why}."))
+        }
+        Unusable::Store(error) => error.into(),
+    }
+}
+
+/// A refused change of a machine, for an operator.
+pub fn lifecycle(error: LifecycleError, machine: &MachineRow) -> Problem {
+    match error {
+        LifecycleError::Db(error) => error.into(),
+        LifecycleError::Refused(refusal) => refused(&refusal, machine),
+        error @ LifecycleError::Missing(_) => Problem::internal(&error),
+    }
+}
+
+fn refused(refusal: &Refusal, machine: &MachineRow) -> Problem {
+    match refusal {
+        Refusal::InvalidState { status, allowed } => invalid_state(status.as_str(), allowed),
+        Refusal::Superseded => invalid_state("retired", &[]),
+        Refusal::Gone => machine_not_found(&machine.id.to_string()),
+    }
+}
+
+/// The problem's own `status` is the HTTP status, so the machine's is `machineStatus`.
+fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
+    let allowed: Vec<_> = allowed.iter().map(|status| status.as_str()).collect();
+    let detail = if allowed.is_empty() {
+        format!("The machine is {status}.")
+    } else {
+        format!("The machine is {status}; this needs {}.", allowed.join(" or "))
+    };
+    Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", status.into())
+        .with("allowed", allowed.into())
+}
+
+pub fn machine_not_found(what: &str) -> Problem {
+    Problem::new(Code::MachineNotFound, format!("There is no machine {what}."))
+}

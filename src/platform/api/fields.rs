@@ -1,0 +1,195 @@
+//! The fields of a body or query, taken one by one: what is missing, wrong or unknown is collected and said at once.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+use serde_json::{Map, Value};
+
+use crate::http::problem::{FieldError, Problem};
+
+pub struct Fields {
+    left: Map<String, Value>,
+    /// `/` or `/outer/` in a body (RFC 6901), `?` in a query.
+    prefix: String,
+    errors: Vec<FieldError>,
+}
+
+impl Fields {
+    pub fn of_body(map: Map<String, Value>) -> Self {
+        Self { left: map, prefix: "/".to_owned(), errors: Vec::new() }
+    }
+
+    pub fn of_query(query: &str) -> Self {
+        let mut fields = Self { left: Map::new(), prefix: "?".to_owned(), errors: Vec::new() };
+        for (name, value) in url::form_urlencoded::parse(query.as_bytes()) {
+            if fields.left.insert(name.to_string(), value.into_owned().into()).is_some() {
+                fields.wrong(&name, "is given twice");
+            }
+        }
+        fields
+    }
+
+    fn pointer(&self, name: &str) -> String {
+        format!("{}{}", self.prefix, name.replace('~', "~0").replace('/', "~1"))
+    }
+
+    pub fn wrong(&mut self, name: &str, detail: impl Display) {
+        let pointer = self.pointer(name);
+        self.errors.push(FieldError { pointer, detail: detail.to_string() });
+    }
+
+    /// The value, if it is there and not null.
+    fn take(&mut self, name: &str) -> Option<Value> {
+        self.left.shift_remove(name).filter(|value| !value.is_null())
+    }
+
+    fn needed(&mut self, name: &str) -> Option<Value> {
+        let value = self.take(name);
+        if value.is_none() {
+            self.wrong(name, "is required");
+        }
+        value
+    }
+
+    fn parsed<T: FromStr<Err: Display>>(&mut self, name: &str, value: &Value) -> Option<T> {
+        let Some(text) = value.as_str() else {
+            self.wrong(name, "must be a string");
+            return None;
+        };
+        text.parse().map_err(|why| self.wrong(name, why)).ok()
+    }
+
+    pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
+        let value = self.needed(name)?;
+        self.parsed(name, &value)
+    }
+
+    pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
+        let value = self.take(name)?;
+        self.parsed(name, &value)
+    }
+
+    /// Text of 1 to `longest` bytes.
+    pub fn text(&mut self, name: &str, longest: usize) -> Option<String> {
+        let text: String = self.required(name)?;
+        if text.is_empty() || text.len() > longest {
+            self.wrong(name, format!("must have 1 to {longest} bytes"));
+            return None;
+        }
+        Some(text)
+    }
+
+    pub fn boolean(&mut self, name: &str) -> Option<bool> {
+        let value = self.take(name)?;
+        if value.as_bool().is_none() {
+            self.wrong(name, "must be true or false");
+        }
+        value.as_bool()
+    }
+
+    pub fn required_number(&mut self, name: &str) -> Option<u64> {
+        let value = self.needed(name)?;
+        self.number(name, &value)
+    }
+
+    pub fn optional_number(&mut self, name: &str) -> Option<u64> {
+        let value = self.take(name)?;
+        self.number(name, &value)
+    }
+
+    fn number(&mut self, name: &str, value: &Value) -> Option<u64> {
+        if value.as_u64().is_none() {
+            self.wrong(name, "must be a whole number, not negative");
+        }
+        value.as_u64()
+    }
+
+    pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {
+        let Some(value) = self.take(name) else { return Vec::new() };
+        let texts = value.as_array().filter(|items| items.len() <= most).and_then(|items| {
+            items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
+        });
+        if texts.is_none() {
+            self.wrong(name, format!("must be an array of at most {most} strings"));
+        }
+        texts.unwrap_or_default()
+    }
+
+    /// The fields of a nested object, to be given back with [`Self::close`].
+    pub fn nested(&mut self, name: &str) -> Option<Self> {
+        let value = self.needed(name)?;
+        self.open(name, value)
+    }
+
+    pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
+        let value = self.take(name)?;
+        self.open(name, value)
+    }
+
+    fn open(&mut self, name: &str, value: Value) -> Option<Self> {
+        let prefix = format!("{}/", self.pointer(name));
+        let Value::Object(left) = value else {
+            self.wrong(name, "must be an object");
+            return None;
+        };
+        Some(Self { left, prefix, errors: Vec::new() })
+    }
+
+    pub fn close(&mut self, nested: Self) {
+        self.errors.extend(nested.all_errors());
+    }
+
+    fn all_errors(mut self) -> Vec<FieldError> {
+        let unknown: Vec<String> = self.left.keys().cloned().collect();
+        for name in unknown {
+            self.wrong(&name, "is not a field of this request");
+        }
+        self.errors
+    }
+
+    /// The built value, or every mistake. `build` is `None` only after a mistake was noted.
+    pub fn finish<T>(self, build: Option<T>) -> Result<T, Problem> {
+        let errors = self.all_errors();
+        match build {
+            Some(value) if errors.is_empty() => Ok(value),
+            _ => Err(Problem::invalid(&errors)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn fields(value: Value) -> Fields {
+        match value {
+            Value::Object(map) => Fields::of_body(map),
+            _ => unreachable!(),
+        }
+    }
+
+    #[test]
+    fn every_mistake_is_named_by_its_pointer() {
+        let mut body = fields(json!({"port": "x", "flag": 1, "inner": {"a/b": 1}, "more": null, "what": 2}));
+        let port: Option<u16> = body.required("port");
+        let name: Option<String> = body.required("name");
+        body.boolean("flag");
+        let inner = body.nested("inner").unwrap();
+        body.close(inner);
+        assert_eq!(body.optional::<String>("more"), None);
+        let problem = body.finish(port.zip(name)).unwrap_err();
+        let named: Vec<_> =
+            problem.members["errors"].as_array().unwrap().iter().map(|e| &e["pointer"]).collect();
+        assert_eq!(named, ["/port", "/name", "/flag", "/inner/a~1b", "/what"]);
+    }
+
+    #[test]
+    fn a_query_names_its_parameters() {
+        let mut query = Fields::of_query("limit=5&x=1&limit=6");
+        assert_eq!(query.optional::<u32>("limit"), Some(6));
+        let problem = query.finish(Some(())).unwrap_err();
+        assert_eq!(problem.members["errors"][0]["pointer"], "?limit");
+        assert_eq!(problem.members["errors"][1]["pointer"], "?x");
+    }
+}

@@ -1,0 +1,49 @@
+//! GET `/vps`: machines, the newest first, in pages by key.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+
+use super::call::Call;
+use crate::http::problem::Problem;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::machines::{self, Filter, Which};
+
+const PAGE: usize = 100;
+const LARGEST_PAGE: usize = 500;
+
+pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut query = call.query();
+    let which = match query.optional::<bool>("deleted") {
+        Some(true) => Which::Ended,
+        Some(false) | None => Which::Active,
+    };
+    let filter = Filter {
+        status: query.optional("status"),
+        user: query.optional("idpUserId"),
+        slot: query.optional("slot"),
+        handle: query.optional("handle"),
+        which,
+        before: query.optional("cursor"),
+    };
+    let limit = query.optional("limit").unwrap_or(PAGE);
+    if !(1..=LARGEST_PAGE).contains(&limit) {
+        query.wrong("limit", format!("must be 1 to {LARGEST_PAGE}"));
+    }
+    query.finish(Some(()))?;
+
+    let session = platform.db.session().await?;
+    let one_more = i64::try_from(limit + 1).unwrap_or(i64::MAX);
+    let mut found = machines::list(&session, &filter, one_more).await?;
+    let more = found.len() > limit;
+    found.truncate(limit);
+    let next = found.last().filter(|_| more).map(|machine| machine.id.to_string());
+    let records: Vec<_> = found.iter().map(MachineRow::record).collect();
+    Ok(Json(json!({"machines": records, "nextCursor": next})).into_response())
+}

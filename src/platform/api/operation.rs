@@ -1,0 +1,34 @@
+//! GET `/vps/operations/:id`: how far an operation is, step by step.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use deadpool_postgres::GenericClient;
+use serde_json::Value;
+
+use super::call::{Call, path_id};
+use crate::http::problem::{Code, Problem};
+use crate::machine::id::OperationId;
+use crate::platform::context::Platform;
+use crate::platform::db::operations::OperationRow;
+use crate::platform::db::{self, DbError};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let id: OperationId = path_id("operationId", &id)?;
+    let session = platform.db.session().await?;
+    let found = db::operations::get(&session, id).await?;
+    let found = found.ok_or_else(|| Problem::new(Code::NotFound, format!("There is no operation {id}.")))?;
+    Ok(Json(record(&session, &found).await?).into_response())
+}
+
+pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Result<Value, DbError> {
+    Ok(operation.record(&db::operations::log_of(client, operation.id).await?))
+}

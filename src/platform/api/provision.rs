@@ -1,0 +1,248 @@
+//! POST `/vps/provision`: a machine for a slot that has none, or whose machine has failed.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use deadpool_postgres::GenericClient;
+use http::StatusCode;
+use jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::call::Call;
+use super::fault;
+use super::mutation::{self, Changed, Mutation, Reply};
+use crate::config::Flag;
+use crate::http::problem::{Code, Problem};
+use crate::machine::event::{Event, RestoreMode};
+use crate::machine::id::OperationId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::plan::Plan;
+use crate::machine::state::Status;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
+use crate::store::key::SlotPrefix;
+use crate::store::snapshot::{self, Unusable};
+use crate::store::{Bucket, bundle};
+
+struct Asked {
+    user: IdpUserId,
+    slot: Slot,
+    handle: Handle,
+    server_type: ServerType,
+    location: Location,
+    image_version: ImageVersion,
+    kind: Kind,
+}
+
+pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let asked = asked(&platform, &call)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = provision(&platform, &asked, &mutation).await?;
+    platform.nudge.notify_one();
+    mutation::answer(&platform, &call, reply).await
+}
+
+fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
+    let defaults = &platform.config.provisioning;
+    let mut fields = call.fields()?;
+    let user = fields.required("idpUserId");
+    let slot = fields.optional("slot").unwrap_or_default();
+    let handle = fields.required("handle");
+    let server_type = fields.optional("serverType").unwrap_or_else(|| defaults.server_type.clone());
+    let location = fields.optional("location").unwrap_or_else(|| defaults.location.clone());
+    let image_version = fields.optional("imageVersion").unwrap_or_else(|| defaults.image_version.clone());
+    let kind = fields.optional("kind").unwrap_or(Kind::Customer);
+    let asked = user.zip(handle).map(|(user, handle)| Asked {
+        user,
+        slot,
+        handle,
+        server_type,
+        location,
+        image_version,
+        kind,
+    });
+    fields.finish(asked)
+}
+
+async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply);
+    }
+    let existing = admissible(platform, &session, asked).await?;
+    // Looked up before the transaction, so that no row is held while the store is asked.
+    let prepared = if existing.as_ref().is_none_or(has_failed) {
+        Some((digest(&platform.bucket, &asked.image_version).await?, restore_mode(platform, asked).await?))
+    } else {
+        None
+    };
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, &format!("user {}", asked.user)).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    admissible(platform, &tx, asked).await?;
+    let existing = db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?;
+    if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
+        let operation = db::operations::of_machine(&tx, machine.id).await?.into_iter().next();
+        let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
+        mutation.store(&tx, &reply).await?;
+        db::commit(tx).await?;
+        return Ok(reply);
+    }
+    let Some((bundle_sha256, restore)) = prepared else {
+        return Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1));
+    };
+    let owner = db::slots::claim_handle(&tx, &asked.handle, &asked.user).await?;
+    if owner != asked.user.as_str() {
+        return Err(handle_taken(&asked.handle));
+    }
+    let filed = make(platform, &tx, asked, bundle_sha256, restore, existing.as_ref()).await?;
+    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
+    let (before, after) = (existing.as_ref().map(MachineRow::record), machine.record());
+    let target = format!("{}/{}", asked.user, asked.slot);
+    let changed =
+        Changed { action: "provision", target: &target, before: before.as_ref(), after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+async fn make(
+    platform: &Platform,
+    tx: &deadpool_postgres::Transaction<'_>,
+    asked: &Asked,
+    bundle_sha256: String,
+    restore: RestoreMode,
+    failed: Option<&MachineRow>,
+) -> Result<Filed, Problem> {
+    let config = &platform.config;
+    let wanted = Wanted {
+        user: asked.user.clone(),
+        slot: asked.slot.clone(),
+        handle: asked.handle.clone(),
+        kind: asked.kind,
+        server_type: asked.server_type.clone(),
+        location: asked.location.clone(),
+        image_version: asked.image_version.clone(),
+        bundle_sha256,
+        https_port: config.hosts.https_port,
+        lives_for: (asked.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
+    };
+    let Some(failed) = failed else {
+        let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore).await;
+        return begun.map_err(|error| match error {
+            lifecycle::LifecycleError::Db(error) => error.into(),
+            error => Problem::internal(&error),
+        });
+    };
+    let event = Event::ProvisionRequested { restore };
+    let with = Circumstances { failed_at: None, successor: Some(&wanted) };
+    let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
+    match change.map_err(|error| fault::lifecycle(error, failed))? {
+        Change::Moved { filed: Some(filed) } => Ok(filed),
+        Change::Moved { filed: None } | Change::Unchanged => {
+            Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1))
+        }
+    }
+}
+
+/// Everything that can be said against the request without the store; the slot's machine, if it has one.
+async fn admissible(
+    platform: &Platform,
+    client: &impl GenericClient,
+    asked: &Asked,
+) -> Result<Option<MachineRow>, Problem> {
+    let config = &platform.config.provisioning;
+    if !config.enabled.is_on() {
+        return Err(Problem::new(Code::Disabled, "Provisioning is switched off (CUSTOMER_VPS_ENABLED)."));
+    }
+    let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
+    match asked.kind {
+        Kind::Customer if config.billing_enforcement == Flag::On => entitled(client, asked).await?,
+        Kind::Customer => {}
+        Kind::Preview => {
+            allowed_by(Plan::Max, asked)?;
+            let others = db::machines::active_previews(client, &asked.user).await?;
+            if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
+                let detail = format!("The user has {others} previews; delete one.");
+                return Err(Problem::new(Code::PreviewLimitReached, detail).retry_after(3600));
+            }
+        }
+    }
+    let owner = db::slots::handle_owner(client, &asked.handle).await?;
+    if owner.is_some_and(|owner| owner != asked.user.as_str()) {
+        return Err(handle_taken(&asked.handle));
+    }
+    Ok(existing)
+}
+
+async fn entitled(client: &impl GenericClient, asked: &Asked) -> Result<(), Problem> {
+    let slot = db::slots::get(client, &asked.user, &asked.slot).await?;
+    match slot.filter(|slot| slot.is_entitled(Timestamp::now())) {
+        Some(slot) => allowed_by(slot.plan, asked),
+        None => Err(Problem::new(
+            Code::SubscriptionRequired,
+            format!("The slot {} has no active subscription.", asked.slot),
+        )),
+    }
+}
+
+fn allowed_by(plan: Plan, asked: &Asked) -> Result<(), Problem> {
+    if plan.contains(&asked.server_type) {
+        return Ok(());
+    }
+    let types = plan.server_types().join(", ");
+    Err(Problem::new(
+        Code::ServerTypeNotAllowed,
+        format!("The plan {plan} contains {types}, not {}.", asked.server_type),
+    ))
+}
+
+/// The digest of a published bundle.
+pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
+    let found = bundle::digest(bucket, version).await?;
+    found.ok_or_else(|| {
+        Problem::new(Code::BundleNotFound, format!("No bundle of version {version} is published."))
+    })
+}
+
+/// A slot with a snapshot, or with what should be one, never starts empty.
+async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
+    let slot = SlotPrefix::new(&asked.user, &asked.slot);
+    match snapshot::latest(&platform.bucket, &slot).await {
+        Ok(_) | Err(Unusable::Damaged { .. }) => Ok(RestoreMode::Required),
+        Err(Unusable::Absent) => Ok(RestoreMode::Empty),
+        Err(Unusable::Store(error)) => Err(error.into()),
+    }
+}
+
+fn has_failed(machine: &MachineRow) -> bool {
+    machine.status == Status::Failed
+}
+
+fn handle_taken(handle: &Handle) -> Problem {
+    Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
+}
+
+fn gone(filed: Filed) -> Problem {
+    fault::machine_not_found(&filed.machine.to_string())
+}
+
+fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
+    json!({
+        "machineId": machine.id,
+        "idpUserId": machine.user,
+        "slot": machine.slot,
+        "handle": machine.handle,
+        "status": machine.status,
+        "epoch": machine.epoch,
+        "operationId": operation,
+    })
+}

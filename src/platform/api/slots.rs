@@ -1,0 +1,63 @@
+//! PUT and GET `/vps/slots`: subscriptions of slots, set by the billing system.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use serde_json::json;
+
+use super::call::Call;
+use super::mutation::{Changed, Mutation, Reply};
+use crate::http::problem::Problem;
+use crate::machine::name::Slot;
+use crate::platform::context::Platform;
+use crate::platform::db::slots::{self, SlotRow};
+use crate::platform::db::{self};
+
+pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let slot = asked(&call)?;
+    let mutation = Mutation::of(&call)?;
+
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply.into_response());
+    }
+    let before = slots::get(&tx, &slot.user, &slot.slot).await?.map(|slot| slot.record());
+    slots::put(&tx, &slot).await?;
+    let after = slot.record();
+    let reply = Reply::new(StatusCode::OK, after.clone());
+    let target = format!("{}/{}", slot.user, slot.slot);
+    let changed =
+        Changed { action: "slot.set", target: &target, before: before.as_ref(), after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply.into_response())
+}
+
+fn asked(call: &Call) -> Result<SlotRow, Problem> {
+    let mut fields = call.fields()?;
+    let user = fields.required("idpUserId");
+    let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
+    let plan = fields.required("plan");
+    let status = fields.required("status");
+    let current_period_end = fields.optional("currentPeriodEnd");
+    let whole = (|| Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end }))();
+    fields.finish(whole)
+}
+
+pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut query = call.query();
+    let user = query.optional("idpUserId");
+    query.finish(Some(()))?;
+    let session = platform.db.session().await?;
+    let found = slots::list(&session, user.as_ref()).await?;
+    let records: Vec<_> = found.iter().map(SlotRow::record).collect();
+    Ok(Json(json!({"slots": records})).into_response())
+}

@@ -1,0 +1,337 @@
+//! The platform's configuration, from environment variables; every mistake is reported at once.
+//!
+//! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as B64;
+use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use url::Url;
+
+use super::db;
+use super::router::RouterConfig;
+use crate::config::{ConfigError, Env, Flag};
+use crate::machine::name::{ImageVersion, Location, ServerType};
+use crate::store::config::StoreConfig;
+use crate::store::key::BUNDLE_FILE;
+
+/// All settings of `svc-platform`.
+pub struct PlatformConfig {
+    pub api: Listen,
+    pub router: Listen,
+    pub routing: RouterConfig,
+    pub database: tokio_postgres::Config,
+    /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
+    pub key: SecretSlice<u8>,
+    /// The operator's bearer token.
+    pub secret: SecretString,
+    pub provisioning: Provisioning,
+    pub hosts: HostSettings,
+    pub provider: ProviderConfig,
+    pub store: StoreConfig,
+    pub timing: Timing,
+}
+
+/// One listener; without a certificate it speaks plain HTTP.
+pub struct Listen {
+    pub address: SocketAddr,
+    pub tls: Option<TlsFiles>,
+}
+
+pub struct TlsFiles {
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+/// What the provision route decides by.
+pub struct Provisioning {
+    pub enabled: Flag,
+    pub billing_enforcement: Flag,
+    pub image_version: ImageVersion,
+    pub server_type: ServerType,
+    pub location: Location,
+    pub preview_max_per_owner: u32,
+    pub preview_ttl: Duration,
+}
+
+/// What new hosts are told.
+pub struct HostSettings {
+    pub internal_url: Url,
+    pub bundle_url: BundleUrl,
+    pub https_port: u16,
+    pub tls_verify: Flag,
+    /// `IDP_*`, handed on as they are.
+    pub idp: Vec<(&'static str, String)>,
+}
+
+/// Where hosts fetch their bundle from.
+pub enum BundleUrl {
+    /// `SVC_HOST_BUNDLE_URL`, whatever the version.
+    Exact(Url),
+    Base(Url),
+}
+
+impl BundleUrl {
+    pub fn of(&self, version: &ImageVersion) -> String {
+        match self {
+            Self::Exact(url) => url.to_string(),
+            Self::Base(base) => {
+                format!("{}/system-bundles/{version}/{BUNDLE_FILE}", base.as_str().trim_end_matches('/'))
+            }
+        }
+    }
+}
+
+pub struct ProviderConfig {
+    pub api_url: Url,
+    pub token: SecretString,
+    pub image: String,
+    /// How long a create whose answer was lost may still show up.
+    pub ambiguous_wait: Duration,
+}
+
+/// Intervals and deadlines of the control plane's own work.
+#[derive(Debug, Clone, Copy)]
+pub struct Timing {
+    pub registration_ttl: Duration,
+    pub last_backup_deadline: Duration,
+    /// How often the runner looks for due operations without a nudge.
+    pub poll: Duration,
+    /// How long a step stays with a process that has gone silent.
+    pub lease: Duration,
+    pub reconcile: Duration,
+}
+
+impl PlatformConfig {
+    /// # Errors
+    /// Every mistake in the environment.
+    pub fn read(mut env: Env) -> Result<Self, ConfigError> {
+        let built = Self::build(&mut env);
+        env.finish(built)
+    }
+
+    fn build(env: &mut Env) -> Option<Self> {
+        let api = listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)));
+        let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
+        let routing = RouterConfig::read(env);
+        let database = database(env);
+        let key = platform_key(env);
+        let secret = env.required_secret("PLATFORM_SECRET");
+        let provisioning = provisioning(env);
+        let hosts = host_settings(env);
+        let provider = provider(env);
+        let store = StoreConfig::read(env);
+        host_credentials(env);
+        let timing = Timing {
+            registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
+            last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
+            poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
+            lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
+            reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
+        };
+        Some(Self {
+            api,
+            router,
+            routing: routing?,
+            database: database?,
+            key: key?,
+            secret: secret?,
+            provisioning: provisioning?,
+            hosts: hosts?,
+            provider: provider?,
+            store: store?,
+            timing,
+        })
+    }
+}
+
+fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
+    Duration::from_secs(env.or(name, default))
+}
+
+fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {
+    let address = env.or(&format!("{name}_LISTEN"), default);
+    let (cert, key) = (format!("{name}_TLS_CERT_FILE"), format!("{name}_TLS_KEY_FILE"));
+    let tls = match (env.path(&cert), env.path(&key)) {
+        (Some(cert), Some(key)) => Some(TlsFiles { cert, key }),
+        (None, None) => None,
+        (Some(_), None) => {
+            env.mistake(&key, format!("is required with {cert}"));
+            None
+        }
+        (None, Some(_)) => {
+            env.mistake(&cert, format!("is required with {key}"));
+            None
+        }
+    };
+    Listen { address, tls }
+}
+
+fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
+    let name = "PLATFORM_DATABASE_URL";
+    let url = env.required_secret(name)?;
+    // The parser's own message can quote the password.
+    let Ok(config) = url.expose_secret().parse() else {
+        env.mistake(name, "must be postgres://user:password@host:port/database");
+        return None;
+    };
+    db::usable(&config).map_err(|why| env.mistake(name, why)).ok()?;
+    Some(config)
+}
+
+fn platform_key(env: &mut Env) -> Option<SecretSlice<u8>> {
+    let text = env.required_secret("PLATFORM_KEY")?;
+    let text = text.expose_secret();
+    let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
+    match bytes {
+        Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
+        _ => {
+            env.mistake("PLATFORM_KEY", "must be 32 bytes, in hexadecimal or base64");
+            None
+        }
+    }
+}
+
+fn provisioning(env: &mut Env) -> Option<Provisioning> {
+    let enabled = env.flag("CUSTOMER_VPS_ENABLED", Flag::Off);
+    let billing_enforcement = env.flag("BILLING_ENFORCEMENT", Flag::On);
+    let image_version = env.required("CUSTOMER_VPS_IMAGE_VERSION");
+    let server_type = named(env, "PROVIDER_SERVER_TYPE", "cpx22");
+    let location = named(env, "PROVIDER_LOCATION", "nbg1");
+    let preview_max_per_owner = env.or("PREVIEW_MAX_PER_OWNER", 8);
+    let preview_ttl = Duration::from_secs(env.or::<u64>("PREVIEW_TTL_HOURS", 72).saturating_mul(3600));
+    Some(Provisioning {
+        enabled,
+        billing_enforcement,
+        image_version: image_version?,
+        server_type: server_type?,
+        location: location?,
+        preview_max_per_owner,
+        preview_ttl,
+    })
+}
+
+fn named<T: std::str::FromStr<Err: std::fmt::Display>>(
+    env: &mut Env,
+    name: &str,
+    default: &str,
+) -> Option<T> {
+    if env.is_set(name) { env.optional(name) } else { default.parse().ok() }
+}
+
+fn host_settings(env: &mut Env) -> Option<HostSettings> {
+    let public = url(env, "PLATFORM_PUBLIC_URL");
+    if public.is_none() && !env.is_set("PLATFORM_PUBLIC_URL") {
+        env.mistake("PLATFORM_PUBLIC_URL", "is required and not set");
+    }
+    let internal = url(env, "PLATFORM_INTERNAL_URL").or_else(|| public.clone());
+    let exact = url(env, "SVC_HOST_BUNDLE_URL");
+    let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public);
+    let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
+    let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
+    let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
+    let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
+    let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
+    Some(HostSettings { internal_url: internal?, bundle_url: bundle_url?, https_port, tls_verify, idp })
+}
+
+fn url(env: &mut Env, name: &str) -> Option<Url> {
+    let url: Url = env.optional(name)?;
+    if !matches!(url.scheme(), "http" | "https") {
+        env.mistake(name, "must be an http or https URL");
+        return None;
+    }
+    Some(url)
+}
+
+fn provider(env: &mut Env) -> Option<ProviderConfig> {
+    let default = Url::parse("https://api.hetzner.cloud/v1").expect("a literal URL");
+    let api_url = if env.is_set("PROVIDER_API_URL") { url(env, "PROVIDER_API_URL") } else { Some(default) };
+    let token = env.required_secret("PROVIDER_API_TOKEN");
+    let image = env.or("PROVIDER_IMAGE", "debian-12".to_owned());
+    let ambiguous_wait = seconds(env, "PROVIDER_AMBIGUOUS_WAIT_SECONDS", 60);
+    Some(ProviderConfig { api_url: api_url?, token: token?, image, ambiguous_wait })
+}
+
+/// Hosts get the platform's own store credentials: the one way that is built, and it must be asked for by name.
+fn host_credentials(env: &mut Env) {
+    let name = "STORE_HOST_CREDENTIALS";
+    match env.text(name).as_deref() {
+        Some("static") => {}
+        None | Some("sts") => env.mistake(name, "sts (the default) is not built yet: set it to static"),
+        Some(_) => env.mistake(name, "must be static (sts is not built yet)"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn whole() -> Vec<(&'static str, &'static str)> {
+        vec![
+            ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@127.0.0.1/svc"),
+            ("PLATFORM_KEY", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="),
+            ("PLATFORM_SECRET", "operator"),
+            ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
+            ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
+            ("PROVIDER_API_TOKEN", "token"),
+            ("OBJECT_STORE_URL", "s3://bucket"),
+            ("AWS_ACCESS_KEY_ID", "a"),
+            ("AWS_SECRET_ACCESS_KEY", "s"),
+            ("STORE_HOST_CREDENTIALS", "static"),
+            ("APP_HOST", "app.test"),
+            ("CODE_HOST", "code.test"),
+            ("IDP_ISSUER", "https://idp.test"),
+            ("IDP_AUDIENCE", "svc"),
+            ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
+        ]
+    }
+
+    fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
+        let mut pairs = whole();
+        for (name, value) in changes {
+            pairs.retain(|(known, _)| known != name);
+            if !value.is_empty() {
+                pairs.push((name, value));
+            }
+        }
+        PlatformConfig::read(Env::from_pairs(pairs)).err().map(|error| error.mistakes).unwrap_or_default()
+    }
+
+    #[test]
+    fn the_smallest_configuration_has_the_documented_defaults() {
+        let config = PlatformConfig::read(Env::from_pairs(whole())).map_err(|e| e.to_string()).ok().unwrap();
+        assert_eq!(config.api.address.to_string(), "127.0.0.1:8080");
+        assert_eq!(config.router.address.to_string(), "0.0.0.0:8443");
+        assert_eq!(config.provisioning.enabled, Flag::Off);
+        assert_eq!(config.provisioning.server_type.as_str(), "cpx22");
+        let url = config.hosts.bundle_url.of(&config.provisioning.image_version);
+        assert_eq!(url, "http://127.0.0.1:1/system-bundles/v1/svc-host-bundle.tar.gz");
+    }
+
+    #[test]
+    fn all_mistakes_are_named_at_once_and_no_value_is_quoted() {
+        let mistakes = mistakes_with(&[
+            ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),
+            ("PLATFORM_KEY", "hunter2"),
+            ("PLATFORM_SECRET", ""),
+            ("PLATFORM_TLS_CERT_FILE", "/cert"),
+            ("PROVIDER_SERVER_TYPE", "CPX"),
+            ("PLATFORM_PUBLIC_URL", "ftp://x"),
+            ("REGISTRATION_TTL_SECONDS", "soon"),
+        ]);
+        assert_eq!(mistakes.len(), 7, "{mistakes:#?}");
+        assert!(!mistakes.concat().contains("hunter2"), "{mistakes:#?}");
+    }
+
+    #[test]
+    fn credentials_by_sts_say_that_they_are_not_built() {
+        for value in ["sts", ""] {
+            let mistakes = mistakes_with(&[("STORE_HOST_CREDENTIALS", value)]);
+            assert!(mistakes.len() == 1 && mistakes[0].contains("not built yet"), "{mistakes:?}");
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! What the control plane's parts share in one process. Put together by `run` alone.
+
+use std::sync::Arc;
+
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::config::PlatformConfig;
+use super::db::Db;
+use super::keys::SigningSet;
+use super::tokens::TokenMint;
+use crate::provider::Provider;
+use crate::store::Bucket;
+
+pub struct Platform {
+    pub config: PlatformConfig,
+    pub db: Db,
+    pub bucket: Bucket,
+    pub provider: Arc<dyn Provider>,
+    pub mint: TokenMint,
+    pub keys: watch::Receiver<Arc<SigningSet>>,
+    /// Wakes the runner of this process before its next poll.
+    pub nudge: Notify,
+    pub stop: CancellationToken,
+}

@@ -1,0 +1,51 @@
+//! `idempotency_keys`: the answer that a mutating call got, to be given again for the same key and body.
+
+use deadpool_postgres::GenericClient;
+use serde_json::Value;
+
+use super::{DbError, execute, row};
+
+/// What a key stands for.
+pub struct Stored {
+    pub route: String,
+    pub body_hash: Vec<u8>,
+    pub status: u16,
+    pub response: Value,
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, actor: &str, key: &str) -> Result<Option<Stored>, DbError> {
+    let sql = "SELECT route, body_hash, status, response FROM idempotency_keys WHERE actor = $1 AND key = $2";
+    let found = row(client, sql, &[&actor, &key]).await?;
+    Ok(found.map(|row| Stored {
+        route: row.get(0),
+        body_hash: row.get(1),
+        status: u16::try_from(row.get::<_, i32>(2)).unwrap_or(200),
+        response: row.get(3),
+    }))
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn put(
+    client: &impl GenericClient,
+    actor: &str,
+    key: &str,
+    stored: &Stored,
+) -> Result<(), DbError> {
+    let sql = "INSERT INTO idempotency_keys (actor, key, route, body_hash, status, response) \
+               VALUES ($1, $2, $3, $4, $5, $6)";
+    let status = i32::from(stored.status);
+    execute(client, sql, &[&actor, &key, &stored.route, &stored.body_hash, &status, &stored.response])
+        .await
+        .map(drop)
+}
+
+/// Forgets keys that nobody will send again.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn prune(client: &impl GenericClient) -> Result<u64, DbError> {
+    execute(client, "DELETE FROM idempotency_keys WHERE created_at < now() - interval '7 days'", &[]).await
+}

@@ -1,0 +1,243 @@
+//! `user_machines`, written. A change of state goes through `platform::lifecycle`, which alone calls [`compare_and_set`].
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use serde_json::Value;
+
+use super::machine_row::{Failure, Kind, MachineRow};
+use super::{DbError, execute};
+use crate::http::tls::SpkiPin;
+use crate::machine::epoch::Epoch;
+use crate::machine::event::RestoreMode;
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::state::Status;
+
+/// A machine to be.
+pub struct NewMachine {
+    pub id: MachineId,
+    pub user: IdpUserId,
+    pub slot: Slot,
+    pub handle: Handle,
+    pub kind: Kind,
+    pub status: Status,
+    pub epoch: Epoch,
+    pub restore: RestoreMode,
+    pub server_type: ServerType,
+    pub location: Location,
+    pub image_version: ImageVersion,
+    pub bundle_sha256: String,
+    pub https_port: u16,
+    pub registration_token_hash: Vec<u8>,
+    pub upgrade_token_hash: Vec<u8>,
+    /// From now; for previews.
+    pub lives_for: Option<Duration>,
+}
+
+/// # Errors
+/// [`DbError`]; `user_machines_active` is violated where the slot is held.
+pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
+    let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
+               restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
+               registration_token_hash, upgrade_token_hash, preview_expires_at) \
+               VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
+               now() + make_interval(secs => $16))";
+    let epoch = i32::try_from(new.epoch.0)
+        .map_err(|_| DbError::Unreadable { what: "epoch", why: new.epoch.to_string() })?;
+    let lives_for = new.lives_for.map(|time| time.as_secs_f64());
+    execute(
+        tx,
+        sql,
+        &[
+            &new.id.0,
+            &new.user.as_str(),
+            &new.slot.as_str(),
+            &new.handle.as_str(),
+            &new.kind.as_str(),
+            &new.status.as_str(),
+            &epoch,
+            &new.restore.as_str(),
+            &new.server_type.as_str(),
+            &new.location.as_str(),
+            &new.image_version.as_str(),
+            &new.bundle_sha256,
+            &i32::from(new.https_port),
+            &new.registration_token_hash,
+            &new.upgrade_token_hash,
+            &lives_for,
+        ],
+    )
+    .await
+    .map(drop)
+}
+
+/// What a change of state writes.
+pub struct NextState<'a> {
+    pub status: Status,
+    pub failure: Option<&'a Failure>,
+    pub server_type: &'a ServerType,
+    pub resize_to: Option<&'a ServerType>,
+    pub end: End,
+}
+
+/// Whether the machine leaves its slot with the change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Stays,
+    Retired { by: MachineId },
+    Deleted,
+}
+
+/// Writes the next state if the machine still is what it was read as.
+///
+/// # Errors
+/// [`DbError`]; `Contended` when it is not any more.
+pub async fn compare_and_set(
+    tx: &Transaction<'_>,
+    was: &MachineRow,
+    next: &NextState<'_>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET status = $5, failure_cause = $6, failure_stage = $7, \
+               failure_message = $8, server_type = $9, resize_to = $10, replaced_by = coalesce($11, replaced_by), \
+               retired_at = CASE WHEN $11::uuid IS NULL THEN retired_at ELSE now() END, \
+               deleted_at = CASE WHEN $12 THEN now() ELSE deleted_at END \
+               WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
+               AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
+    let epoch = i32::try_from(was.epoch.0).unwrap_or(i32::MAX);
+    let by = match next.end {
+        End::Retired { by } => Some(by.0),
+        End::Stays | End::Deleted => None,
+    };
+    let changed = execute(
+        tx,
+        sql,
+        &[
+            &was.id.0,
+            &was.status.as_str(),
+            &epoch,
+            &was.is_active(),
+            &next.status.as_str(),
+            &next.failure.map(|failure| failure.cause.as_str()),
+            &next.failure.and_then(|failure| failure.stage.as_deref()),
+            &next.failure.and_then(|failure| failure.message.as_deref()),
+            &next.server_type.as_str(),
+            &next.resize_to.map(ServerType::as_str),
+            &by,
+            &(next.end == End::Deleted),
+        ],
+    )
+    .await?;
+    if changed == 1 { Ok(()) } else { Err(DbError::Contended) }
+}
+
+/// Notes that a create is about to be sent.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the create that was sent is known not to have happened.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes the server, and starts the time in which its host may register.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn create_accepted(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    server: i64,
+    address: Option<Ipv4Addr>,
+    registration_ttl: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET provider_server_id = $2, public_ipv4 = $3, create_ordered_at = NULL, \
+               registration_expires_at = clock_timestamp() + make_interval(secs => $4) WHERE machine_id = $1";
+    let address = address.map(|address| address.to_string());
+    execute(tx, sql, &[&id.0, &server, &address, &registration_ttl.as_secs_f64()]).await.map(drop)
+}
+
+/// Notes that the provider has no server of this machine any more.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET server_deleted_at = clock_timestamp() WHERE machine_id = $1";
+    execute(client, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes a server that showed up after its machine had ended and was thought to have none; says whether it was so.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn server_came_back(
+    client: &impl GenericClient,
+    id: MachineId,
+    server: i64,
+) -> Result<bool, DbError> {
+    // A listing can be older than the deletion: only what was deleted a while ago has come back.
+    let sql = "UPDATE user_machines SET provider_server_id = $2, server_deleted_at = NULL WHERE machine_id = $1 \
+               AND (deleted_at IS NOT NULL OR retired_at IS NOT NULL) \
+               AND server_deleted_at < clock_timestamp() - interval '1 minute'";
+    Ok(execute(client, sql, &[&id.0, &server]).await? == 1)
+}
+
+/// What a host says of itself when it registers.
+pub struct Registration<'a> {
+    pub image_version: &'a ImageVersion,
+    pub bundle_sha256: &'a str,
+    pub tls_pin: SpkiPin,
+    pub body_hash: &'a [u8],
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn registered(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    registration: &Registration<'_>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET image_version = $2, bundle_sha256 = $3, tls_spki_sha256 = $4, \
+               registration_body_hash = $5, registered_at = now() WHERE machine_id = $1";
+    let pin = registration.tls_pin.to_string();
+    let version = registration.image_version.as_str();
+    execute(tx, sql, &[&id.0, &version, &registration.bundle_sha256, &pin, &registration.body_hash])
+        .await
+        .map(drop)
+}
+
+/// What a heartbeat leaves behind.
+pub struct Heartbeat<'a> {
+    pub image_version: &'a ImageVersion,
+    pub health: &'a Value,
+    pub last_backup: Option<&'a Value>,
+    pub proof_kids: &'a [String],
+}
+
+/// Writes a heartbeat.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn heartbeat(
+    client: &impl GenericClient,
+    id: MachineId,
+    beat: &Heartbeat<'_>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET heartbeat_at = now(), image_version = $2, health = $3, \
+               last_backup = coalesce($4, last_backup) WHERE machine_id = $1";
+    let version = beat.image_version.as_str();
+    execute(client, sql, &[&id.0, &version, &beat.health, &beat.last_backup]).await?;
+    // Apart, because naming this column wakes every router.
+    let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
+    execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
+}

@@ -1,0 +1,236 @@
+//! One row of `user_machines` in our types, and as it is shown.
+
+use std::fmt::Display;
+use std::net::Ipv4Addr;
+use std::str::FromStr;
+
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+
+use super::DbError;
+use crate::clock::rfc3339_ms;
+use crate::http::tls::SpkiPin;
+use crate::machine::epoch::Epoch;
+use crate::machine::event::RestoreMode;
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::state::{self, FailureCause, State, Status};
+
+/// The columns that [`MachineRow::parse`] reads.
+pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
+    failure_message, epoch, restore_mode, server_type, resize_to, location, image_version, bundle_sha256, \
+    provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
+    registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
+    last_backup, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
+    created_at, updated_at";
+
+/// Whether a machine is a paying customer's or an operator's preview.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Customer,
+    Preview,
+}
+
+impl Kind {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Customer => "customer",
+            Self::Preview => "preview",
+        }
+    }
+}
+
+impl FromStr for Kind {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "customer" => Ok(Self::Customer),
+            "preview" => Ok(Self::Preview),
+            _ => Err("must be customer or preview"),
+        }
+    }
+}
+
+/// Why a machine is failed, for people.
+#[derive(Debug, Clone)]
+pub struct Failure {
+    pub cause: FailureCause,
+    pub stage: Option<String>,
+    pub message: Option<String>,
+}
+
+#[derive(Debug, Clone)]
+pub struct MachineRow {
+    pub id: MachineId,
+    pub user: IdpUserId,
+    pub slot: Slot,
+    pub handle: Handle,
+    pub kind: Kind,
+    pub status: Status,
+    pub failure: Option<Failure>,
+    pub epoch: Epoch,
+    pub restore: RestoreMode,
+    pub server_type: ServerType,
+    pub resize_to: Option<ServerType>,
+    pub location: Location,
+    pub image_version: ImageVersion,
+    pub bundle_sha256: String,
+    pub provider_server_id: Option<i64>,
+    pub public_ipv4: Option<Ipv4Addr>,
+    pub https_port: u16,
+    pub tls_pin: Option<SpkiPin>,
+    pub registration_token_hash: Vec<u8>,
+    pub registration_expires_at: Option<Timestamp>,
+    pub registration_body_hash: Option<Vec<u8>>,
+    pub registered_at: Option<Timestamp>,
+    pub upgrade_token_hash: Vec<u8>,
+    pub heartbeat_at: Option<Timestamp>,
+    pub health: Option<Value>,
+    pub last_backup: Option<Value>,
+    pub proof_kids: Vec<String>,
+    pub replaced_by: Option<MachineId>,
+    pub retired_at: Option<Timestamp>,
+    pub deleted_at: Option<Timestamp>,
+    pub create_ordered_at: Option<Timestamp>,
+    pub server_deleted_at: Option<Timestamp>,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+}
+
+fn read<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<T, DbError> {
+    let text: &str = row.get(column);
+    text.parse().map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
+}
+
+fn read_option<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Option<T>, DbError> {
+    let text: Option<&str> = row.get(column);
+    text.map(str::parse)
+        .transpose()
+        .map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
+}
+
+fn number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
+    let value: i32 = row.get(column);
+    T::try_from(value).map_err(|_| DbError::Unreadable { what: column, why: value.to_string() })
+}
+
+impl MachineRow {
+    /// # Errors
+    /// `Unreadable` where a value is not one that we write.
+    pub fn parse(row: &Row) -> Result<Self, DbError> {
+        let failure = read_option(row, "failure_cause")?.map(|cause| Failure {
+            cause,
+            stage: row.get("failure_stage"),
+            message: row.get("failure_message"),
+        });
+        Ok(Self {
+            id: MachineId(row.get("machine_id")),
+            user: read(row, "idp_user_id")?,
+            slot: read(row, "slot")?,
+            handle: read(row, "handle")?,
+            kind: read(row, "kind")?,
+            status: read(row, "status")?,
+            failure,
+            epoch: Epoch(number(row, "epoch")?),
+            restore: read(row, "restore_mode")?,
+            server_type: read(row, "server_type")?,
+            resize_to: read_option(row, "resize_to")?,
+            location: read(row, "location")?,
+            image_version: read(row, "image_version")?,
+            bundle_sha256: row.get("bundle_sha256"),
+            provider_server_id: row.get("provider_server_id"),
+            public_ipv4: read_option(row, "public_ipv4")?,
+            https_port: number(row, "https_port")?,
+            tls_pin: read_option(row, "tls_spki_sha256")?,
+            registration_token_hash: row.get("registration_token_hash"),
+            registration_expires_at: row.get("registration_expires_at"),
+            registration_body_hash: row.get("registration_body_hash"),
+            registered_at: row.get("registered_at"),
+            upgrade_token_hash: row.get("upgrade_token_hash"),
+            heartbeat_at: row.get("heartbeat_at"),
+            health: row.get("health"),
+            last_backup: row.get("last_backup"),
+            proof_kids: row.get("proof_kids"),
+            replaced_by: row.get::<_, Option<_>>("replaced_by").map(MachineId),
+            retired_at: row.get("retired_at"),
+            deleted_at: row.get("deleted_at"),
+            create_ordered_at: row.get("create_ordered_at"),
+            server_deleted_at: row.get("server_deleted_at"),
+            created_at: row.get("created_at"),
+            updated_at: row.get("updated_at"),
+        })
+    }
+
+    /// The machine as the lifecycle sees it.
+    pub fn lifecycle(&self) -> state::Machine {
+        state::Machine { state: self.state(), epoch: self.epoch }
+    }
+
+    fn state(&self) -> State {
+        if self.deleted_at.is_some() {
+            return State::Deleted;
+        }
+        if self.retired_at.is_some() {
+            return State::Retired;
+        }
+        match self.status {
+            Status::Provisioning => State::Provisioning,
+            Status::Recovering => State::Recovering,
+            Status::Running => State::Running { server_type: self.server_type.clone() },
+            Status::Resizing => State::Resizing {
+                from: self.server_type.clone(),
+                to: self.resize_to.clone().unwrap_or_else(|| self.server_type.clone()),
+            },
+            Status::Failed => State::Failed {
+                // A failed row always has its cause; the strictest one stands in for a damaged row.
+                cause: self.failure.as_ref().map_or(FailureCause::Operator, |failure| failure.cause),
+            },
+        }
+    }
+
+    pub fn is_active(&self) -> bool {
+        self.deleted_at.is_none() && self.retired_at.is_none()
+    }
+
+    /// The server's name at the provider.
+    pub fn server_name(&self) -> String {
+        format!("svc-{}", self.id)
+    }
+
+    /// The machine record as the API shows it.
+    pub fn record(&self) -> Value {
+        let time = |at: Option<Timestamp>| at.map(rfc3339_ms);
+        let failure = self.failure.as_ref().map(|failure| {
+            json!({"cause": failure.cause.as_str(), "stage": failure.stage, "message": failure.message})
+        });
+        json!({
+            "machineId": self.id,
+            "idpUserId": self.user,
+            "slot": self.slot,
+            "handle": self.handle,
+            "kind": self.kind.as_str(),
+            "status": self.status,
+            "failure": failure,
+            "epoch": self.epoch,
+            "restoreMode": self.restore.as_str(),
+            "serverType": self.server_type,
+            "location": self.location,
+            "imageVersion": self.image_version,
+            "providerServerId": self.provider_server_id.map(|id| id.to_string()),
+            "publicIpv4": self.public_ipv4,
+            "httpsPort": self.https_port,
+            "tlsSpkiSha256": self.tls_pin.map(|pin| pin.to_string()),
+            "registeredAt": time(self.registered_at),
+            "heartbeatAt": time(self.heartbeat_at),
+            "health": self.health,
+            "lastBackup": self.last_backup,
+            "replacedBy": self.replaced_by,
+            "retiredAt": time(self.retired_at),
+            "deletedAt": time(self.deleted_at),
+            "createdAt": rfc3339_ms(self.created_at),
+            "updatedAt": rfc3339_ms(self.updated_at),
+        })
+    }
+}

@@ -1,0 +1,225 @@
+//! `user_machines`, read: by id, by slot, in lists, and what is left to do about them.
+
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+
+use super::machine_row::{COLUMNS, MachineRow};
+use super::{DbError, Params, row, rows};
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, Slot};
+use crate::machine::state::Status;
+
+async fn one(
+    client: &impl GenericClient,
+    rest: &str,
+    params: Params<'_>,
+) -> Result<Option<MachineRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
+    row(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
+}
+
+async fn many(
+    client: &impl GenericClient,
+    rest: &str,
+    params: Params<'_>,
+) -> Result<Vec<MachineRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM user_machines WHERE {rest}");
+    rows(client, &sql, params).await?.iter().map(MachineRow::parse).collect()
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+    one(client, "machine_id = $1", &[&id.0]).await
+}
+
+/// The row, held against other writers until the transaction ends.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn locked(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+    one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
+}
+
+/// The machine that holds a slot.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_slot(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<MachineRow>, DbError> {
+    let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL";
+    one(client, rest, &[&user.as_str(), &slot.as_str()]).await
+}
+
+/// [`of_slot`], held against other writers.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_slot_locked(
+    tx: &Transaction<'_>,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<MachineRow>, DbError> {
+    let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL FOR UPDATE";
+    one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
+}
+
+/// The machine that was replaced by this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+    one(client, "replaced_by = $1", &[&id.0]).await
+}
+
+/// The highest epoch that a slot ever had.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn highest_epoch(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Epoch, DbError> {
+    let sql = "SELECT coalesce(max(epoch), 0) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
+    let found = rows(client, sql, &[&user.as_str(), &slot.as_str()]).await?;
+    let highest: i32 = found.first().map_or(0, |row| row.get(0));
+    Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
+}
+
+/// Active previews of one user.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> Result<i64, DbError> {
+    let sql = "SELECT count(*) FROM user_machines WHERE idp_user_id = $1 AND kind = 'preview' \
+               AND deleted_at IS NULL AND retired_at IS NULL";
+    let found = rows(client, sql, &[&user.as_str()]).await?;
+    Ok(found.first().map_or(0, |row| row.get(0)))
+}
+
+/// Machines of the slot up to an epoch whose servers are not known to be gone, the oldest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn with_servers(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+    up_to: Epoch,
+) -> Result<Vec<MachineRow>, DbError> {
+    let rest = "idp_user_id = $1 AND slot = $2 AND epoch <= $3 AND server_deleted_at IS NULL ORDER BY epoch";
+    let up_to = i32::try_from(up_to.0).unwrap_or(i32::MAX);
+    many(client, rest, &[&user.as_str(), &slot.as_str(), &up_to]).await
+}
+
+/// Machines that boot and whose registration has run out.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') \
+               AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= clock_timestamp()";
+    Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// Previews whose time is over.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND deleted_at IS NULL \
+               AND retired_at IS NULL AND preview_expires_at <= clock_timestamp()";
+    Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// Retired or deleted machines whose servers nobody is deleting: an operation of their own slot that will do it is
+/// not under way.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn leftovers(client: &impl GenericClient) -> Result<Vec<MachineRow>, DbError> {
+    let rest = "server_deleted_at IS NULL AND (deleted_at IS NOT NULL OR retired_at IS NOT NULL) \
+                AND NOT EXISTS (SELECT 1 FROM operations o JOIN user_machines later USING (machine_id) \
+                    WHERE o.state = 'running' AND later.idp_user_id = user_machines.idp_user_id \
+                    AND later.slot = user_machines.slot AND later.epoch >= user_machines.epoch \
+                    AND o.step IN ('last_backup', 'fence', 'delete_predecessor', 'delete_server')) \
+                ORDER BY machine_id LIMIT 100";
+    many(client, rest, &[]).await
+}
+
+/// How long a booting host still has to register, by the database's clock.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+    let sql = "SELECT coalesce(extract(epoch FROM registration_expires_at - clock_timestamp()), 0)::float8 \
+               FROM user_machines WHERE machine_id = $1";
+    Ok(span(row(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
+}
+
+/// How long ago a create was sent whose outcome is not known; for ever where none was.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn since_order(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+    let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
+               FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
+    let found = row(client, sql, &[&id.0]).await?;
+    Ok(found.map_or(Duration::MAX, |row| span(Some(row.get(0)))))
+}
+
+fn span(seconds: Option<f64>) -> Duration {
+    Duration::try_from_secs_f64(seconds.unwrap_or(0.0).max(0.0)).unwrap_or(Duration::MAX)
+}
+
+/// What a list may be narrowed by.
+#[derive(Debug, Default)]
+pub struct Filter {
+    pub status: Option<Status>,
+    pub user: Option<IdpUserId>,
+    pub slot: Option<Slot>,
+    pub handle: Option<Handle>,
+    pub which: Which,
+    /// Only machines made before this one.
+    pub before: Option<MachineId>,
+}
+
+/// Machines that hold their slots, or those that no longer do.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Which {
+    #[default]
+    Active,
+    Ended,
+}
+
+/// A page, the newest first; ids are in time order.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn list(
+    client: &impl GenericClient,
+    filter: &Filter,
+    limit: i64,
+) -> Result<Vec<MachineRow>, DbError> {
+    let which = match filter.which {
+        Which::Active => "deleted_at IS NULL AND retired_at IS NULL",
+        Which::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
+    };
+    let status = filter.status.map(Status::as_str);
+    let before = filter.before.map(|id| id.0);
+    let user = filter.user.as_ref().map(IdpUserId::as_str);
+    let slot = filter.slot.as_ref().map(Slot::as_str);
+    let handle = filter.handle.as_ref().map(Handle::as_str);
+    let rest = format!(
+        "{which} AND ($1::text IS NULL OR status = $1) AND ($2::text IS NULL OR idp_user_id = $2) \
+         AND ($3::text IS NULL OR slot = $3) AND ($4::text IS NULL OR handle = $4) \
+         AND ($5::uuid IS NULL OR machine_id < $5) ORDER BY machine_id DESC LIMIT $6"
+    );
+    many(client, &rest, &[&status, &user, &slot, &handle, &before, &limit]).await
+}

@@ -1,0 +1,259 @@
+//! The platform's database: the pool, and statements with a deadline. One file per noun lies beside this one.
+//!
+//! Nothing here decides what may happen to a machine. The invariant: no statement waits without end, and an error
+//! says whether the database could not be reached or refused what was asked.
+
+pub mod audit;
+pub mod idempotency;
+pub mod keys;
+pub mod machine_changes;
+pub mod machine_row;
+pub mod machines;
+pub mod migrate;
+pub mod operations;
+pub mod slots;
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use deadpool_postgres::{
+    GenericClient, Manager, ManagerConfig, Object, Pool, RecyclingMethod, Runtime, Transaction,
+};
+use tokio::task::JoinHandle;
+use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres::error::SqlState;
+use tokio_postgres::types::ToSql;
+use tokio_postgres::{Client, Config, NoTls, Row};
+
+use crate::http::resolve;
+
+/// For one statement, seen from here; the server ends it a little earlier by itself.
+const STATEMENT: Duration = Duration::from_secs(6);
+const STATEMENT_AT_SERVER_MS: u32 = 5000;
+const CONNECT: Duration = Duration::from_secs(5);
+const LARGEST_POOL: usize = 16;
+
+/// A statement's parameters.
+pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
+
+/// What went wrong at the database, by what it means.
+#[derive(Debug, thiserror::Error)]
+pub enum DbError {
+    #[error("the database cannot be reached: {what}")]
+    Unavailable {
+        what: &'static str,
+        #[source]
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    },
+    /// A rule that the database holds was hit; named by its constraint.
+    #[error("the database holds the rule {constraint}")]
+    Violated { constraint: String },
+    /// Another transaction was in the way; the whole of this one may be tried again.
+    #[error("the transaction lost against another one")]
+    Contended,
+    #[error("a statement failed")]
+    Failed(#[source] tokio_postgres::Error),
+    /// A stored value is not one that we write.
+    #[error("a stored {what} cannot be read: {why}")]
+    Unreadable { what: &'static str, why: String },
+}
+
+impl DbError {
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Unavailable { .. } | Self::Contended)
+    }
+
+    pub fn violates(&self, rule: &str) -> bool {
+        matches!(self, Self::Violated { constraint } if constraint == rule)
+    }
+}
+
+impl From<tokio_postgres::Error> for DbError {
+    fn from(error: tokio_postgres::Error) -> Self {
+        let Some(answer) = error.as_db_error() else {
+            if error.is_closed()
+                || std::error::Error::source(&error)
+                    .is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
+            {
+                return Self::Unavailable { what: "connection lost", source: Some(Box::new(error)) };
+            }
+            return Self::Failed(error);
+        };
+        let code = answer.code();
+        if *code == SqlState::UNIQUE_VIOLATION || *code == SqlState::FOREIGN_KEY_VIOLATION {
+            return Self::Violated { constraint: answer.constraint().unwrap_or_default().to_owned() };
+        }
+        if *code == SqlState::T_R_SERIALIZATION_FAILURE || *code == SqlState::T_R_DEADLOCK_DETECTED {
+            return Self::Contended;
+        }
+        // Classes 08, 53 and 57: connection, resources, operator intervention (a deadline is among them).
+        if ["08", "53", "57"].iter().any(|class| code.code().starts_with(class)) {
+            return Self::Unavailable { what: "not serving", source: Some(Box::new(error)) };
+        }
+        Self::Failed(error)
+    }
+}
+
+/// Says what of a connection string we cannot do.
+pub fn usable(config: &Config) -> Result<(), &'static str> {
+    if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
+        return Err("names no host");
+    }
+    if config.get_ssl_mode() == SslMode::Require {
+        return Err("sslmode=require is not built: reach the database by a socket or a private network");
+    }
+    Ok(())
+}
+
+/// The connections of one platform process.
+#[derive(Clone)]
+pub struct Db {
+    pool: Pool,
+}
+
+impl Db {
+    /// Makes the pool; no connection is opened yet.
+    ///
+    /// # Errors
+    /// When deadpool refuses its settings.
+    pub fn new(config: &Config) -> anyhow::Result<Self> {
+        let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
+        let manager = Manager::from_connect(bounded(config), Resolved, settings);
+        let pool = Pool::builder(manager)
+            .max_size(LARGEST_POOL)
+            .runtime(Runtime::Tokio1)
+            .wait_timeout(Some(CONNECT))
+            .create_timeout(Some(CONNECT))
+            .recycle_timeout(Some(CONNECT))
+            .build()?;
+        Ok(Self { pool })
+    }
+
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// # Errors
+    /// `Unavailable` when no connection comes in time.
+    pub async fn session(&self) -> Result<Object, DbError> {
+        self.pool
+            .get()
+            .await
+            .map_err(|error| DbError::Unavailable { what: "no connection", source: Some(Box::new(error)) })
+    }
+}
+
+/// Begins a transaction. Dropped without [`commit`], it is rolled back.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
+    in_time(session.transaction()).await
+}
+
+/// # Errors
+/// [`DbError`]; after `Unavailable` it is unknown whether the commit happened.
+pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
+    in_time(tx.commit()).await
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn rows(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
+    let statement = in_time(client.prepare_cached(sql)).await?;
+    in_time(client.query(&statement, params)).await
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn row(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Option<Row>, DbError> {
+    let statement = in_time(client.prepare_cached(sql)).await?;
+    in_time(client.query_opt(&statement, params)).await
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<u64, DbError> {
+    let statement = in_time(client.prepare_cached(sql)).await?;
+    in_time(client.execute(&statement, params)).await
+}
+
+/// Holds everybody else who asks for the same subject until this transaction ends.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
+    rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
+}
+
+async fn in_time<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
+    match tokio::time::timeout(STATEMENT, work).await {
+        Ok(done) => Ok(done?),
+        Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
+    }
+}
+
+fn bounded(config: &Config) -> Config {
+    let mut config = config.clone();
+    let options = config.get_options().unwrap_or_default();
+    let options = format!(
+        "{options} -c statement_timeout={STATEMENT_AT_SERVER_MS} -c idle_in_transaction_session_timeout=30000"
+    );
+    config
+        .options(options.trim())
+        .application_name("svc-platform")
+        .connect_timeout(CONNECT)
+        .keepalives_idle(Duration::from_secs(15))
+        .tcp_user_timeout(Duration::from_secs(15));
+    config
+}
+
+/// Connects after resolving host names here: a static glibc binary must not call getaddrinfo.
+struct Resolved;
+
+type Connected = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
+
+impl deadpool_postgres::Connect for Resolved {
+    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = Connected> + Send + '_>> {
+        let config = config.clone();
+        Box::pin(async move { connect(&config).await })
+    }
+}
+
+/// One connection and the task that serves it.
+///
+/// # Errors
+/// When it cannot be made.
+pub async fn connect(config: &Config) -> Connected {
+    let config = match with_addresses(config).await {
+        Ok(config) => config,
+        Err(error) => {
+            tracing::warn!(%error, "the database's host name does not resolve");
+            // The driver's error cannot be built outside: one without a host fails with "host missing".
+            Config::new()
+        }
+    };
+    let (client, connection) = config.connect(NoTls).await?;
+    let served = tokio::spawn(async move {
+        if let Err(error) = connection.await {
+            tracing::warn!(%error, "a database connection ended");
+        }
+    });
+    Ok((client, served))
+}
+
+async fn with_addresses(config: &Config) -> Result<Config, resolve::ResolveError> {
+    let mut config = config.clone();
+    if !config.get_hostaddrs().is_empty()
+        || config.get_hosts().iter().any(|host| matches!(host, Host::Unix(_)))
+    {
+        return Ok(config);
+    }
+    for host in config.get_hosts().to_vec() {
+        if let Host::Tcp(name) = host {
+            let found = resolve::addresses(&name).await?;
+            config.hostaddr(found[0]);
+        }
+    }
+    Ok(config)
+}

@@ -1,0 +1,275 @@
+//! `operations` and their log: filed, claimed under a lease, moved on by whoever holds it, ended.
+//!
+//! The invariant: a write that moves an operation on checks the lease by the database's clock in the same statement.
+
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+use uuid::Uuid;
+
+use super::{DbError, execute, row, rows};
+use crate::clock::rfc3339_ms;
+use crate::machine::id::{MachineId, OperationId};
+
+#[derive(Debug, Clone)]
+pub struct OperationRow {
+    pub id: OperationId,
+    pub machine: MachineId,
+    pub kind: String,
+    pub state: String,
+    pub step: String,
+    pub facts: Value,
+    pub attempts: i32,
+    pub error_code: Option<String>,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+    pub ended_at: Option<Timestamp>,
+}
+
+const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, attempts, error_code, created_at, \
+                       updated_at, ended_at";
+
+impl OperationRow {
+    fn parse(row: &Row) -> Self {
+        Self {
+            id: OperationId(row.get("operation_id")),
+            machine: MachineId(row.get("machine_id")),
+            kind: row.get("kind"),
+            state: row.get("state"),
+            step: row.get("step"),
+            facts: row.get("facts"),
+            attempts: row.get("attempts"),
+            error_code: row.get("error_code"),
+            created_at: row.get("created_at"),
+            updated_at: row.get("updated_at"),
+            ended_at: row.get("ended_at"),
+        }
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.state != "running"
+    }
+
+    pub fn record(&self, log: &[Value]) -> Value {
+        json!({
+            "operationId": self.id,
+            "machineId": self.machine,
+            "kind": self.kind,
+            "state": self.state,
+            "step": self.step,
+            "attempts": self.attempts,
+            "errorCode": self.error_code,
+            "createdAt": rfc3339_ms(self.created_at),
+            "updatedAt": rfc3339_ms(self.updated_at),
+            "endedAt": self.ended_at.map(rfc3339_ms),
+            "log": log,
+        })
+    }
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn file(
+    tx: &Transaction<'_>,
+    machine: MachineId,
+    kind: &str,
+    first_step: &str,
+) -> Result<OperationId, DbError> {
+    let id = OperationId::new();
+    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
+               VALUES ($1, $2, $3, 'running', $4)";
+    execute(tx, sql, &[&id.0, &machine.0, &kind, &first_step]).await?;
+    log(tx, id, first_step, "filed", None).await?;
+    Ok(id)
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1");
+    Ok(row(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
+}
+
+/// A machine's operations, the newest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_machine(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Vec<OperationRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operations WHERE machine_id = $1 ORDER BY operation_id DESC");
+    Ok(rows(client, &sql, &[&machine.0]).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// The newest operation of a kind on a machine.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn newest(
+    client: &impl GenericClient,
+    machine: MachineId,
+    kind: &str,
+) -> Result<Option<OperationRow>, DbError> {
+    Ok(of_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn log_of(client: &impl GenericClient, id: OperationId) -> Result<Vec<Value>, DbError> {
+    let sql = "SELECT at, step, outcome, detail FROM operation_log WHERE operation_id = $1 ORDER BY seq";
+    let found = rows(client, sql, &[&id.0]).await?;
+    Ok(found
+        .iter()
+        .map(|row| {
+            let (at, step, outcome): (Timestamp, &str, &str) = (row.get(0), row.get(1), row.get(2));
+            json!({"at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": row.get::<_, Option<&str>>(3)})
+        })
+        .collect())
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn log(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+    outcome: &str,
+    detail: Option<&str>,
+) -> Result<(), DbError> {
+    let sql = "INSERT INTO operation_log (operation_id, step, outcome, detail) VALUES ($1, $2, $3, $4)";
+    execute(client, sql, &[&id.0, &step, &outcome, &detail]).await.map(drop)
+}
+
+/// Ends what is under way on a machine; the lease stays noted, so that it shows who may still be at work.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn end_running(
+    tx: &Transaction<'_>,
+    machine: MachineId,
+    state: &str,
+    error_code: Option<&str>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now() \
+               WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step";
+    for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
+        log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
+    }
+    Ok(())
+}
+
+/// How long ago it was filed, by the database's clock.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duration, DbError> {
+    let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
+               WHERE operation_id = $1";
+    let seconds: f64 = row(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
+/// Whether an ended operation of the machine may still be at work in some process.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn lease_lingers(
+    client: &impl GenericClient,
+    machine: MachineId,
+    besides: OperationId,
+) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operations WHERE machine_id = $1 AND operation_id <> $2 \
+               AND lease_until > clock_timestamp() LIMIT 1";
+    Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
+}
+
+/// Takes the operation that has been due the longest and that nobody holds.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn claim(
+    client: &impl GenericClient,
+    owner: Uuid,
+    lease: Duration,
+) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!(
+        "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
+         WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
+           AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
+           ORDER BY due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
+    );
+    Ok(row(client, &sql, &[&owner, &lease.as_secs_f64()]).await?.as_ref().map(OperationRow::parse))
+}
+
+/// What a held operation is moved on to. A lease of nothing gives it up.
+pub struct Advance<'a> {
+    pub state: &'a str,
+    pub step: &'a str,
+    pub facts: &'a Value,
+    pub attempts: i32,
+    pub error_code: Option<&'a str>,
+    pub due_in: Duration,
+    pub lease: Option<Duration>,
+}
+
+/// Moves an operation on if `owner` still holds it; says whether that was so.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn advance(
+    client: &impl GenericClient,
+    id: OperationId,
+    owner: Uuid,
+    to: &Advance<'_>,
+) -> Result<bool, DbError> {
+    let sql = "UPDATE operations SET state = $3, step = $4, facts = $5, attempts = $6, error_code = $7, \
+               due_at = clock_timestamp() + make_interval(secs => $8), \
+               lease_owner = CASE WHEN $9::float8 IS NULL THEN NULL ELSE lease_owner END, \
+               lease_until = clock_timestamp() + make_interval(secs => $9), updated_at = clock_timestamp(), \
+               ended_at = CASE WHEN $3 = 'running' THEN NULL ELSE clock_timestamp() END \
+               WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
+               AND state = 'running'";
+    let lease = to.lease.map(|lease| lease.as_secs_f64());
+    let params: super::Params<'_> = &[
+        &id.0,
+        &owner,
+        &to.state,
+        &to.step,
+        &to.facts,
+        &to.attempts,
+        &to.error_code,
+        &to.due_in.as_secs_f64(),
+        &lease,
+    ];
+    Ok(execute(client, sql, params).await? == 1)
+}
+
+/// Prolongs a lease that still holds; says whether it did.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn renew(
+    client: &impl GenericClient,
+    id: OperationId,
+    owner: Uuid,
+    lease: Duration,
+) -> Result<bool, DbError> {
+    let sql = "UPDATE operations SET lease_until = clock_timestamp() + make_interval(secs => $3) \
+               WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
+               AND state = 'running'";
+    Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
+}
+
+/// Gives up a lease, also of an operation that has ended, so that nobody waits for it.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn release(client: &impl GenericClient, id: OperationId, owner: Uuid) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET lease_owner = NULL, lease_until = NULL \
+               WHERE operation_id = $1 AND lease_owner = $2";
+    execute(client, sql, &[&id.0, &owner]).await.map(drop)
+}

@@ -1,0 +1,164 @@
+//! Subscriptions of slots, and who owns a handle.
+
+use std::str::FromStr;
+
+use deadpool_postgres::GenericClient;
+use jiff::{SignedDuration, Timestamp};
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+
+use super::{DbError, execute, row, rows};
+use crate::clock::rfc3339_ms;
+use crate::machine::name::{Handle, IdpUserId, Slot};
+use crate::machine::plan::Plan;
+
+/// How long after its period's end a subscription still counts.
+const GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subscription {
+    Active,
+    Inactive,
+}
+
+impl Subscription {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Inactive => "inactive",
+        }
+    }
+}
+
+impl FromStr for Subscription {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "active" => Ok(Self::Active),
+            "inactive" => Ok(Self::Inactive),
+            _ => Err("must be active or inactive"),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct SlotRow {
+    pub user: IdpUserId,
+    pub slot: Slot,
+    pub plan: Plan,
+    pub status: Subscription,
+    pub current_period_end: Option<Timestamp>,
+}
+
+impl SlotRow {
+    /// Whether the slot may be provisioned at `now`.
+    pub fn is_entitled(&self, now: Timestamp) -> bool {
+        let lasts = |end: Timestamp| end.saturating_add(GRACE).is_ok_and(|end| now <= end);
+        self.status == Subscription::Active && self.current_period_end.is_none_or(lasts)
+    }
+
+    pub fn record(&self) -> Value {
+        json!({
+            "idpUserId": self.user,
+            "slot": self.slot,
+            "plan": self.plan,
+            "status": self.status.as_str(),
+            "currentPeriodEnd": self.current_period_end.map(rfc3339_ms),
+        })
+    }
+
+    fn parse(row: &Row) -> Result<Self, DbError> {
+        let unreadable = |what, why: String| DbError::Unreadable { what, why };
+        let text = |column: &str| row.get::<_, &str>(column);
+        Ok(Self {
+            user: text("idp_user_id").parse().map_err(|e| unreadable("idp_user_id", format!("{e}")))?,
+            slot: text("slot").parse().map_err(|e| unreadable("slot", format!("{e}")))?,
+            plan: text("plan").parse().map_err(|e| unreadable("plan", e))?,
+            status: text("status").parse().map_err(|e: &str| unreadable("status", e.to_owned()))?,
+            current_period_end: row.get("current_period_end"),
+        })
+    }
+}
+
+const COLUMNS: &str = "idp_user_id, slot, plan, status, current_period_end";
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<SlotRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM slots WHERE idp_user_id = $1 AND slot = $2");
+    row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
+}
+
+/// All of a user, or of everybody (the first thousand).
+///
+/// # Errors
+/// [`DbError`].
+pub async fn list(client: &impl GenericClient, user: Option<&IdpUserId>) -> Result<Vec<SlotRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM slots WHERE $1::text IS NULL OR idp_user_id = $1 \
+         ORDER BY idp_user_id, slot LIMIT 1000"
+    );
+    let user = user.map(IdpUserId::as_str);
+    rows(client, &sql, &[&user]).await?.iter().map(SlotRow::parse).collect()
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn put(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbError> {
+    let sql = "INSERT INTO slots (idp_user_id, slot, plan, status, current_period_end) \
+               VALUES ($1, $2, $3, $4, $5) ON CONFLICT (idp_user_id, slot) DO UPDATE SET plan = EXCLUDED.plan, \
+               status = EXCLUDED.status, current_period_end = EXCLUDED.current_period_end, updated_at = now()";
+    let (user, name) = (slot.user.as_str(), slot.slot.as_str());
+    let params: super::Params<'_> =
+        &[&user, &name, &slot.plan.as_str(), &slot.status.as_str(), &slot.current_period_end];
+    execute(client, sql, params).await.map(drop)
+}
+
+/// Gives a free handle to a user for good, and says who has it now.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn claim_handle(
+    client: &impl GenericClient,
+    handle: &Handle,
+    user: &IdpUserId,
+) -> Result<String, DbError> {
+    let sql = "INSERT INTO handles (handle, idp_user_id) VALUES ($1, $2) ON CONFLICT (handle) DO NOTHING";
+    execute(client, sql, &[&handle.as_str(), &user.as_str()]).await?;
+    let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
+    let owner = row(client, sql, &[&handle.as_str()]).await?;
+    Ok(owner.map(|row| row.get(0)).unwrap_or_default())
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Result<Option<String>, DbError> {
+    let sql = "SELECT idp_user_id FROM handles WHERE handle = $1";
+    Ok(row(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_subscription_counts_for_three_days_after_its_end() {
+        let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
+        let slot = |status, end: Option<&str>| SlotRow {
+            user: "user_1".parse().unwrap(),
+            slot: Slot::primary(),
+            plan: Plan::Starter,
+            status,
+            current_period_end: end.map(|end| end.parse().unwrap()),
+        };
+        assert!(slot(Subscription::Active, None).is_entitled(now));
+        assert!(slot(Subscription::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));
+        assert!(!slot(Subscription::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
+        assert!(!slot(Subscription::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
+    }
+}

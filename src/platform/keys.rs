@@ -1,0 +1,161 @@
+//! Signing keys of the platform: made in the database under a lock, sealed with a key derived from `PLATFORM_KEY`,
+//! shared by every platform process.
+//!
+//! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::hkdf;
+use ring::rand::{SecureRandom, SystemRandom};
+use secrecy::{ExposeSecret, SecretSlice};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::db::{self, Db, DbError};
+use crate::http::problem::chain;
+use crate::http::proof::{ProofKeys, Signer};
+
+const REFRESH: Duration = Duration::from_secs(10);
+
+/// The keys that sign proofs, as one process sees them now.
+pub struct SigningSet {
+    pub current: Arc<Signer>,
+    /// Takes over where the host has acknowledged it.
+    pub next: Option<Arc<Signer>>,
+    pub public: ProofKeys,
+}
+
+/// Why there are no keys.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    #[error(transparent)]
+    Db(#[from] DbError),
+    #[error("signing key {kid} cannot be opened: PLATFORM_KEY is not the one that it was sealed with")]
+    Sealed { kid: String },
+    #[error("signing key {kid} is damaged")]
+    Damaged { kid: String },
+    #[error("the system has no randomness")]
+    Randomness,
+}
+
+impl From<ring::error::Unspecified> for KeyError {
+    fn from(_: ring::error::Unspecified) -> Self {
+        Self::Randomness
+    }
+}
+
+/// Seals and opens private keys.
+pub struct Seal {
+    key: LessSafeKey,
+}
+
+impl Seal {
+    pub fn new(platform_key: &SecretSlice<u8>) -> Self {
+        let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"svc-platform");
+        let derived = salt.extract(platform_key.expose_secret());
+        let info: [&[u8]; 1] = [b"seal of signing keys, version 1"];
+        let okm = derived.expand(&info, &CHACHA20_POLY1305).expect("one key is within HKDF's reach");
+        Self { key: LessSafeKey::new(UnboundKey::from(okm)) }
+    }
+
+    /// Nonce, ciphertext and tag.
+    fn close(&self, kid: &str, secret: &[u8]) -> Result<Vec<u8>, KeyError> {
+        let mut nonce = [0; NONCE_LEN];
+        SystemRandom::new().fill(&mut nonce)?;
+        let mut sealed = secret.to_vec();
+        let bound = Aad::from(kid.as_bytes());
+        self.key.seal_in_place_append_tag(Nonce::assume_unique_for_key(nonce), bound, &mut sealed)?;
+        Ok([nonce.as_slice(), &sealed].concat())
+    }
+
+    fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
+        let wrong = || KeyError::Sealed { kid: kid.to_owned() };
+        let (nonce, body) = sealed.split_at_checked(NONCE_LEN).ok_or_else(wrong)?;
+        let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| wrong())?;
+        let mut body = body.to_vec();
+        let opened = self.key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body);
+        Ok(opened.map_err(|_| wrong())?.to_vec())
+    }
+}
+
+/// The keys in the database; makes the first one where there is none.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
+    let mut session = db.session().await?;
+    let mut stored = db::keys::active(&session, db::keys::PROOF).await?;
+    if stored.is_empty() {
+        let tx = db::begin(&mut session).await?;
+        db::lock(&tx, "signing keys").await?;
+        stored = db::keys::active(&tx, db::keys::PROOF).await?;
+        if stored.is_empty() {
+            stored.push(generate(&tx, seal).await?);
+        }
+        db::commit(tx).await?;
+    }
+    assemble(stored, seal)
+}
+
+async fn generate(
+    tx: &deadpool_postgres::Transaction<'_>,
+    seal: &Seal,
+) -> Result<db::keys::StoredKey, KeyError> {
+    let kid = format!("proof-{}", uuid::Uuid::now_v7().simple());
+    let pkcs8 = Signer::generate()?;
+    let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
+    let sealed = seal.close(&kid, &pkcs8)?;
+    let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed };
+    db::keys::insert(tx, db::keys::PROOF, &key).await?;
+    Ok(key)
+}
+
+/// The oldest key signs until hosts know the newer one.
+fn assemble(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<SigningSet, KeyError> {
+    let mut signers = Vec::new();
+    for key in stored {
+        let pkcs8 = seal.open(&key.kid, &key.sealed)?;
+        let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
+        signers.push(Arc::new(signer.map_err(|_| KeyError::Damaged { kid: key.kid })?));
+    }
+    let public = ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() };
+    let mut signers = signers.into_iter();
+    let current = signers.next().ok_or_else(|| KeyError::Damaged { kid: "(none)".to_owned() })?;
+    Ok(SigningSet { current, next: signers.next(), public })
+}
+
+/// Keeps the process's view of the keys fresh until `stop`; what cannot be read leaves the last view.
+pub async fn refresh(db: Db, seal: Seal, keys: watch::Sender<Arc<SigningSet>>, stop: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(REFRESH) => {}
+        }
+        match load(&db, &seal).await {
+            Ok(fresh) if fresh.public != keys.borrow().public => {
+                keys.send_replace(Arc::new(fresh));
+            }
+            Ok(_) => {}
+            Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sealed_key_opens_under_its_own_kid_and_platform_key_only() {
+        let seal = Seal::new(&vec![1; 32].into());
+        let sealed = seal.close("k1", b"private").unwrap();
+        assert_eq!(seal.open("k1", &sealed).unwrap(), b"private");
+        assert!(!sealed.windows(7).any(|part| part == b"private"));
+        assert!(matches!(seal.open("k2", &sealed), Err(KeyError::Sealed { .. })));
+        let other = Seal::new(&vec![2; 32].into());
+        assert!(matches!(other.open("k1", &sealed), Err(KeyError::Sealed { .. })));
+        assert!(matches!(seal.open("k1", b"short"), Err(KeyError::Sealed { .. })));
+    }
+}

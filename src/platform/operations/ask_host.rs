@@ -1,0 +1,103 @@
+//! The step `last_backup`: asks the host that is replaced for one last backup, within a deadline, best effort.
+//!
+//! Nothing depends on the answer: the pointer alone says whether there is a newer snapshot.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use jiff::{SignedDuration, Timestamp};
+use serde_json::json;
+
+use super::held::Held;
+use super::step::{Answer, StepError};
+use crate::config::Flag;
+use crate::http::client::{self, Deadlines};
+use crate::http::proof::{self, Claims, Route};
+use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::platform::db::machine_row::MachineRow;
+use crate::store::key::SlotPrefix;
+use crate::store::pointer_io;
+
+const PATH: &str = "/_svc/internal/backup";
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+const ASK: Deadlines = Deadlines {
+    connect: Duration::from_secs(3),
+    whole: Some(Duration::from_secs(6)),
+    idle: Duration::from_secs(6),
+};
+
+pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
+    let platform = held.platform;
+    let session = platform.db.session().await?;
+    let old = db::machines::replaced_by(&session, held.operation.machine).await?;
+    drop(session);
+    let Some(old) = old else { return Ok(Answer::done_noting("nothing was replaced")) };
+    let facts = held.facts();
+    let asked = facts.get("seqBefore").and_then(serde_json::Value::as_u64);
+    let deadline = facts.get("deadline").and_then(|at| at.as_str()).and_then(|at| at.parse().ok());
+    if let (Some(before), Some(deadline)) = (asked, deadline) {
+        return Ok(look(platform, &old, before, deadline).await);
+    }
+    let (Some(address), Some(pin)) = (old.public_ipv4, old.tls_pin) else {
+        return Ok(Answer::done_noting("the old host never registered"));
+    };
+    let Some(before) = seq(platform, &old).await else {
+        return Ok(Answer::done_noting("the pointer could not be read"));
+    };
+    let url = format!("https://{address}:{}{PATH}", old.https_port);
+    if let Err(error) = ask(platform, &old, &url, pin).await {
+        tracing::info!(machine = %old.id, error = format!("{error:#}"), "no last backup");
+        return Ok(Answer::done_noting("the old host could not be asked"));
+    }
+    let wait = platform.config.timing.last_backup_deadline;
+    let wait = SignedDuration::try_from(wait).unwrap_or(SignedDuration::from_mins(1));
+    let deadline = Timestamp::now().saturating_add(wait).unwrap_or(Timestamp::MAX);
+    let mut facts = held.facts();
+    facts.insert("seqBefore".to_owned(), json!(before));
+    facts.insert("deadline".to_owned(), json!(deadline.to_string()));
+    Ok(Answer::Wait { again_in: LOOK_AGAIN, facts: Some(facts) })
+}
+
+async fn look(platform: &Platform, old: &MachineRow, before: u64, deadline: Timestamp) -> Answer {
+    match seq(platform, old).await {
+        Some(now) if now > before => Answer::done_noting("the old host made a last backup"),
+        _ if Timestamp::now() >= deadline => Answer::done_noting("no last backup in time"),
+        _ => Answer::wait(LOOK_AGAIN),
+    }
+}
+
+/// `None` where the store does not tell; no pointer counts as before the first.
+async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
+    let slot = SlotPrefix::new(&old.user, &old.slot);
+    let pointer = pointer_io::read(&platform.bucket, &slot).await.ok()?;
+    Some(pointer.map_or(0, |pointer| pointer.value.seq))
+}
+
+async fn ask(platform: &Platform, old: &MachineRow, url: &str, pin: SpkiPin) -> anyhow::Result<()> {
+    let check = match platform.config.hosts.tls_verify {
+        Flag::On => ChainCheck::PinAndChain,
+        Flag::Off => ChainCheck::PinOnly,
+    };
+    let now = Timestamp::now().as_second();
+    let claims = Claims {
+        iss: proof::ISSUER.to_owned(),
+        aud: old.id,
+        sub: old.user.clone(),
+        handle: old.handle.clone(),
+        slot: old.slot.clone(),
+        route: Route::Internal,
+        app: None,
+        method: Some("POST".to_owned()),
+        path: Some(PATH.to_owned()),
+        jti: Some(uuid::Uuid::new_v4().simple().to_string()),
+        iat: now,
+        exp: now + 30,
+    };
+    let signed = platform.keys.borrow().current.sign(&claims);
+    let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
+    let answer = client.post(url).header(proof::HEADER, signed).send().await.context("ask the host")?;
+    anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! The step `create_server`: at most one server per machine, whatever becomes of an answer.
+//!
+//! The machine's row says that a create may be out before it is sent. While that stands, the server is looked for by
+//! name before another create goes out under the same name, which the provider keeps unique.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use super::held::Held;
+use super::step::{Answer, Record, StepError};
+use super::{Place, Step};
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::userdata;
+use crate::provider::{ErrorKind, ProviderError, Server, ServerOrder};
+
+/// The label that names a server's machine.
+pub const MACHINE_LABEL: &str = "svc-machine";
+
+/// How often a server whose create is in doubt is looked for.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// The adapter's own deadline and repeats lie below it.
+const CREATE_DEADLINE: Duration = Duration::from_secs(45);
+
+pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    let platform = held.platform;
+    if machine.create_ordered_at.is_some() {
+        if let Some(found) = find(platform, &machine).await? {
+            return Ok(adopted(&found));
+        }
+        let session = platform.db.session().await?;
+        let since = db::machines::since_order(&session, machine.id).await?;
+        let left = platform.config.provider.ambiguous_wait.saturating_sub(since);
+        if !left.is_zero() {
+            return Ok(Answer::wait(left.min(LOOK_AGAIN)));
+        }
+    }
+    let order = order(platform, &machine)?;
+    held.order_sent().await?;
+    held.pass(Step::CreateServer, Place::Ordered)?;
+    let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
+    let Ok(answer) = sent else { return Ok(Answer::wait(LOOK_AGAIN)) };
+    match answer {
+        Ok(server) => Ok(accepted("created", &server)),
+        Err(error) => settle(held, &machine, error).await,
+    }
+}
+
+/// After a create that failed: what is at the provider, and may it be tried again.
+async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+    match error.kind() {
+        ErrorKind::Ambiguous => {
+            tracing::warn!(machine = %machine.id, error = %crate::http::problem::chain(&error),
+                "the outcome of a create is not known");
+            Ok(Answer::wait(Duration::ZERO))
+        }
+        ErrorKind::Conflict => match find(held.platform, machine).await? {
+            Some(found) => Ok(adopted(&found)),
+            None => Err(StepError::from(error)),
+        },
+        ErrorKind::Refused | ErrorKind::NotFound | ErrorKind::Transient => {
+            held.order_refused().await?;
+            Err(StepError::from(error))
+        }
+    }
+}
+
+fn adopted(server: &Server) -> Answer {
+    accepted("adopted", server)
+}
+
+fn accepted(note: &'static str, server: &Server) -> Answer {
+    let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4 };
+    Answer::Done { note: Some(note), record }
+}
+
+/// The machine's server by its name, else by its label.
+///
+/// # Errors
+/// [`ProviderError`].
+pub async fn find(platform: &Platform, machine: &MachineRow) -> Result<Option<Server>, ProviderError> {
+    if let Some(found) = platform.provider.find(&machine.server_name()).await? {
+        return Ok(Some(found));
+    }
+    let labelled = platform.provider.find_by_label(&selector(machine.id)).await?;
+    Ok(labelled.into_iter().next())
+}
+
+fn selector(machine: MachineId) -> String {
+    format!("{MACHINE_LABEL}={machine}")
+}
+
+fn order(platform: &Platform, machine: &MachineRow) -> Result<ServerOrder, StepError> {
+    let config = &platform.config;
+    let keys = platform.keys.borrow().public.clone();
+    let user_data = userdata::render(machine, &config.hosts, &config.store, &keys, &platform.mint)
+        .map_err(|error| StepError::permanent("the user-data is too large", error))?;
+    let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
+    let labels = BTreeMap::from([
+        (MACHINE_LABEL.to_owned(), machine.id.to_string()),
+        ("svc-slot".to_owned(), hex::encode(&slot[..16])),
+        ("svc-epoch".to_owned(), machine.epoch.to_string()),
+    ]);
+    Ok(ServerOrder {
+        name: machine.server_name(),
+        server_type: machine.server_type.clone(),
+        image: config.provider.image.clone(),
+        location: machine.location.clone(),
+        labels,
+        user_data,
+    })
+}

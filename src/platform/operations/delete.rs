@@ -1,0 +1,66 @@
+//! Deleting servers: those of earlier machines of a slot before a new one is made, and those of a deleted machine.
+//!
+//! The invariant: a machine counts as without a server only when the provider said so after nobody could still be
+//! creating one.
+
+use std::time::Duration;
+
+use super::create;
+use super::held::Held;
+use super::step::{Answer, StepError};
+use crate::machine::epoch::Epoch;
+use crate::platform::db;
+use crate::platform::db::machine_row::MachineRow;
+use crate::provider::ServerId;
+
+const LOOK_AGAIN: Duration = Duration::from_millis(500);
+
+/// The servers of all machines of the slot before this one.
+pub async fn predecessors(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    up_to(held, &machine, Epoch(machine.epoch.0.saturating_sub(1))).await
+}
+
+/// The servers of this machine and of those before it.
+pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    up_to(held, &machine, machine.epoch).await
+}
+
+async fn up_to(held: &Held<'_>, machine: &MachineRow, epoch: Epoch) -> Result<Answer, StepError> {
+    let session = held.platform.db.session().await?;
+    let left = db::machines::with_servers(&session, &machine.user, &machine.slot, epoch).await?;
+    drop(session);
+    let mut waiting = false;
+    for one in left {
+        waiting |= !is_gone(held, &one).await?;
+    }
+    Ok(if waiting { Answer::wait(LOOK_AGAIN) } else { Answer::done() })
+}
+
+/// Deletes the server of one machine; `false` while one may still appear.
+async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let platform = held.platform;
+    let session = platform.db.session().await?;
+    if db::operations::lease_lingers(&session, machine.id, held.operation.id).await? {
+        return Ok(false);
+    }
+    // Read again: whoever held it may have noted a server before they let go.
+    let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
+    let since_order = db::machines::since_order(&session, machine.id).await?;
+    drop(session);
+    if let Some(id) = machine.provider_server_id {
+        platform.provider.delete(ServerId(id)).await?;
+    } else if machine.create_ordered_at.is_some() {
+        match create::find(platform, &machine).await? {
+            Some(found) => {
+                platform.provider.delete(found.id).await?;
+            }
+            None if since_order < platform.config.provider.ambiguous_wait => return Ok(false),
+            None => {}
+        }
+    }
+    let session = platform.db.session().await?;
+    db::machine_changes::server_deleted(&session, machine.id).await?;
+    Ok(true)
+}

@@ -1,0 +1,116 @@
+//! An operation that this process holds: what its steps may read, and the few writes that they make half-way.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use uuid::Uuid;
+
+use super::step::StepError;
+use super::{OperationKind, Place, Step, point};
+use crate::failpoint;
+use crate::machine::event::Event;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::operations::OperationRow;
+use crate::platform::db::{self, DbError};
+use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+
+pub struct Held<'a> {
+    pub platform: &'a Platform,
+    pub operation: &'a OperationRow,
+    pub kind: OperationKind,
+    /// This process, for the database.
+    pub owner: Uuid,
+}
+
+impl Held<'_> {
+    pub async fn machine(&self) -> Result<MachineRow, DbError> {
+        let session = self.platform.db.session().await?;
+        let found = db::machines::get(&session, self.operation.machine).await?;
+        found.ok_or(DbError::Unreadable { what: "operation", why: "its machine is missing".to_owned() })
+    }
+
+    pub fn facts(&self) -> Map<String, Value> {
+        self.operation.facts.as_object().cloned().unwrap_or_default()
+    }
+
+    pub fn pass(&self, step: Step, place: Place) -> Result<(), StepError> {
+        Ok(failpoint::pass(&point(self.kind, step, place))?)
+    }
+
+    /// Notes, under the lease, that a create goes out now.
+    pub async fn order_sent(&self) -> Result<(), StepError> {
+        self.under_lease(Note::OrderSent).await
+    }
+
+    /// Notes, under the lease, that the create did not happen.
+    pub async fn order_refused(&self) -> Result<(), StepError> {
+        self.under_lease(Note::OrderRefused).await
+    }
+
+    async fn under_lease(&self, note: Note) -> Result<(), StepError> {
+        let mut session = self.platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let lease = self.platform.config.timing.lease;
+        if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
+            return Err(StepError::Lost);
+        }
+        let machine = self.operation.machine;
+        match note {
+            Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
+            Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
+        }
+        Ok(db::commit(tx).await?)
+    }
+
+    /// Lets the machine fail because its registration has run out.
+    pub async fn expire(&self) -> Result<(), StepError> {
+        expire(self.platform, self.operation.machine).await?;
+        Ok(())
+    }
+
+    /// Lets the machine fail because trying again cannot help.
+    pub async fn refuse(&self, stage: &str, message: &str) -> Result<(), DbError> {
+        let machine = self.operation.machine;
+        fail(self.platform, machine, &Event::ProviderRefused, (stage, message)).await
+    }
+
+    /// How long the operation has been going, by the database's clock.
+    pub async fn age(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::age(&session, self.operation.id).await
+    }
+}
+
+enum Note {
+    OrderSent,
+    OrderRefused,
+}
+
+/// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn expire(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
+    let message = "the host did not register in time";
+    fail(platform, machine, &Event::RegistrationExpired, ("register", message)).await
+}
+
+async fn fail(
+    platform: &Platform,
+    machine: MachineId,
+    event: &Event,
+    failed_at: (&str, &str),
+) -> Result<(), DbError> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
+    let with = Circumstances { failed_at: Some(failed_at), successor: None };
+    match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
+        Ok(_) => db::commit(tx).await,
+        Err(LifecycleError::Db(error)) => Err(error),
+        // It has left its slot or moved on: the news comes too late.
+        Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => Ok(()),
+    }
+}

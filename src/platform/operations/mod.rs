@@ -1,0 +1,174 @@
+//! Persisted operations: what they are made of, the runner that takes them step by step, the reconciler behind it.
+//!
+//! The invariants: a step is stored before it runs and can run again after a kill at any point; one process at a time
+//! holds an operation; every accepted operation ends.
+
+pub mod ask_host;
+pub mod create;
+pub mod delete;
+pub mod held;
+pub mod reconcile;
+pub mod runner;
+pub mod step;
+
+use std::str::FromStr;
+
+/// What an operation does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OperationKind {
+    Provision,
+    Recover,
+    Delete,
+}
+
+/// One step of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// Asks the replaced host for one last backup; best effort.
+    LastBackup,
+    /// Puts the fence at the new machine's epoch.
+    Fence,
+    /// Deletes the servers of all earlier machines of the slot.
+    DeletePredecessor,
+    CreateServer,
+    AwaitRegistration,
+    /// Deletes the servers of this machine and of all earlier ones of its slot.
+    DeleteServer,
+}
+
+impl OperationKind {
+    pub const ALL: [Self; 3] = [Self::Provision, Self::Recover, Self::Delete];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Provision => "provision",
+            Self::Recover => "recover",
+            Self::Delete => "delete",
+        }
+    }
+
+    /// Its steps in order. A new machine's fence stands before anything else of it exists.
+    pub fn steps(self) -> &'static [Step] {
+        match self {
+            Self::Provision => {
+                &[Step::Fence, Step::DeletePredecessor, Step::CreateServer, Step::AwaitRegistration]
+            }
+            Self::Recover => &[
+                Step::LastBackup,
+                Step::Fence,
+                Step::DeletePredecessor,
+                Step::CreateServer,
+                Step::AwaitRegistration,
+            ],
+            Self::Delete => &[Step::DeleteServer],
+        }
+    }
+
+    pub fn first_step(self) -> Step {
+        self.steps()[0]
+    }
+
+    /// The step after this one; `None` after the last.
+    pub fn after(self, step: Step) -> Option<Step> {
+        let steps = self.steps();
+        let at = steps.iter().position(|known| *known == step)?;
+        steps.get(at + 1).copied()
+    }
+}
+
+impl FromStr for OperationKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
+        found.ok_or_else(|| format!("{text:?} is no kind of operation"))
+    }
+}
+
+impl Step {
+    pub const ALL: [Self; 6] = [
+        Self::LastBackup,
+        Self::Fence,
+        Self::DeletePredecessor,
+        Self::CreateServer,
+        Self::AwaitRegistration,
+        Self::DeleteServer,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::LastBackup => "last_backup",
+            Self::Fence => "fence",
+            Self::DeletePredecessor => "delete_predecessor",
+            Self::CreateServer => "create_server",
+            Self::AwaitRegistration => "await_registration",
+            Self::DeleteServer => "delete_server",
+        }
+    }
+}
+
+impl FromStr for Step {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
+        found.ok_or_else(|| format!("{text:?} is no step"))
+    }
+}
+
+/// Where a step can be stopped: stored and not begun; done and not yet stored as done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Before,
+    After,
+    /// Of `create_server` alone: noted as sent, and not yet sent.
+    Ordered,
+}
+
+/// The fail point of a place.
+pub fn point(kind: OperationKind, step: Step, place: Place) -> String {
+    let place = match place {
+        Place::Before => "before",
+        Place::After => "after",
+        Place::Ordered => "ordered",
+    };
+    format!("operations.{}.{}.{place}", kind.as_str(), step.as_str())
+}
+
+/// Every fail point of an operation, so that tests miss none.
+pub fn points(kind: OperationKind) -> Vec<String> {
+    let places = |step: Step| {
+        let ordered = (step == Step::CreateServer).then_some(Place::Ordered);
+        [Some(Place::Before), ordered, Some(Place::After)].into_iter().flatten()
+    };
+    kind.steps().iter().flat_map(|step| places(*step).map(|place| point(kind, *step, place))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_of_making_a_machine_fences_before_it_deletes_or_creates() {
+        for kind in [OperationKind::Provision, OperationKind::Recover] {
+            let at = |step| kind.steps().iter().position(|known| *known == step).unwrap();
+            assert!(at(Step::Fence) < at(Step::DeletePredecessor));
+            assert!(at(Step::DeletePredecessor) < at(Step::CreateServer));
+        }
+    }
+
+    #[test]
+    fn names_read_back_and_points_cover_every_step() {
+        for kind in OperationKind::ALL {
+            assert_eq!(kind.as_str().parse(), Ok(kind));
+            for step in kind.steps() {
+                assert_eq!(step.as_str().parse(), Ok(*step));
+                assert!(points(kind).contains(&point(kind, *step, Place::Before)));
+                assert!(points(kind).contains(&point(kind, *step, Place::After)));
+            }
+        }
+        assert!(
+            points(OperationKind::Recover).contains(&"operations.recover.create_server.ordered".to_owned())
+        );
+    }
+}

@@ -1,0 +1,288 @@
+//! The runner: claims due operations, takes them step by step, stores what came of it, gives them back.
+//!
+//! The invariant: what a step leads to is written only while the lease holds by the database's clock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+use super::held::Held;
+use super::step::{self, Answer, Record, StepError};
+use super::{OperationKind, Place, Step};
+use crate::http::problem::chain;
+use crate::platform::context::Platform;
+use crate::platform::db::operations::{Advance, OperationRow};
+use crate::platform::db::{self, DbError};
+
+/// Operations that one process drives at a time.
+const AT_ONCE: usize = 16;
+/// A new machine that could not be made for this long fails; recover can be asked again.
+const GIVE_UP: Duration = Duration::from_secs(3600);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Drives operations until `stop`, then lets the steps under way end.
+pub async fn run(platform: Arc<Platform>) {
+    let owner = Uuid::now_v7();
+    let mut driven = JoinSet::new();
+    while !platform.stop.is_cancelled() {
+        while driven.len() < AT_ONCE {
+            match claim(&platform, owner).await {
+                Ok(Some(operation)) => {
+                    let platform = platform.clone();
+                    driven.spawn(async move { drive(&platform, operation, owner).await });
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    tracing::warn!(error = %chain(&error), "operations cannot be claimed");
+                    break;
+                }
+            }
+        }
+        tokio::select! {
+            () = platform.stop.cancelled() => {}
+            () = platform.nudge.notified() => {}
+            () = tokio::time::sleep(platform.config.timing.poll) => {}
+            Some(ended) = driven.join_next() => if let Err(error) = ended {
+                tracing::error!(%error, "a step panicked; its lease runs out");
+            }
+        }
+    }
+    while driven.join_next().await.is_some() {}
+}
+
+async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
+    let session = platform.db.session().await?;
+    db::operations::claim(&session, owner, platform.config.timing.lease).await
+}
+
+/// Takes one operation as far as it goes now.
+async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
+    loop {
+        match one_step(platform, &operation, owner).await {
+            Ok(Some(next)) if !platform.stop.is_cancelled() => operation = next,
+            Ok(_) => break,
+            Err(StepError::Lost) => break,
+            Err(error) => {
+                // Not even the failure could be stored: the lease runs out and somebody tries again.
+                tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");
+                break;
+            }
+        }
+    }
+    let released = async {
+        let session = platform.db.session().await?;
+        db::operations::release(&session, operation.id, owner).await
+    };
+    if let Err(error) = released.await {
+        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not given back");
+    }
+}
+
+/// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
+async fn one_step(
+    platform: &Platform,
+    operation: &OperationRow,
+    owner: Uuid,
+) -> Result<Option<OperationRow>, StepError> {
+    let unreadable = |why: String| DbError::Unreadable { what: "operation", why };
+    let kind: OperationKind = operation.kind.parse().map_err(unreadable)?;
+    let step: Step = operation.step.parse().map_err(unreadable)?;
+    let operation = begun(platform, operation, owner, step).await?;
+    let held = Held { platform, operation: &operation, kind, owner };
+    let work = async {
+        held.pass(step, Place::Before)?;
+        let answer = step::run(&held, step).await?;
+        held.pass(step, Place::After)?;
+        Ok(answer)
+    };
+    let answer = tokio::select! {
+        answer = work => answer,
+        () = lease_lost(&held) => Err(StepError::Lost),
+    };
+    match answer {
+        Ok(Answer::Done { note, record }) => done(&held, step, note, record).await,
+        Ok(Answer::Wait { again_in, facts }) => {
+            let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
+            let to = Next { step, facts: &facts, attempts: 0, due_in: again_in };
+            set_aside(&held, to, None).await.map(|()| None)
+        }
+        Err(StepError::Lost) => Err(StepError::Lost),
+        Err(StepError::Permanent { what, source }) if kind != OperationKind::Delete => {
+            tracing::error!(operation = %operation.id, step = step.as_str(), what,
+                error = %chain(source.as_ref()), "an operation failed");
+            held.refuse(step.as_str(), what).await?;
+            Ok(None)
+        }
+        Err(error) => retry(&held, step, &error).await.map(|()| None),
+    }
+}
+
+/// Stores that the step is begun, once, before anything of it runs.
+async fn begun(
+    platform: &Platform,
+    operation: &OperationRow,
+    owner: Uuid,
+    step: Step,
+) -> Result<OperationRow, StepError> {
+    if operation.facts.get("begun").and_then(Value::as_str) == Some(step.as_str()) {
+        return Ok(operation.clone());
+    }
+    let mut operation = operation.clone();
+    // What the step before found out is of no use to this one.
+    operation.facts = json!({"begun": step.as_str()});
+    operation.attempts = 0;
+    let kind: OperationKind =
+        operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
+    let held = Held { platform, operation: &operation, kind, owner };
+    let lease = Some(platform.config.timing.lease);
+    let facts = &operation.facts;
+    let to = Next { step, facts, attempts: 0, due_in: Duration::ZERO };
+    store(&held, to, lease, Some(("begun", None)), Record::Nothing).await?;
+    Ok(operation)
+}
+
+async fn done(
+    held: &Held<'_>,
+    step: Step,
+    note: Option<&str>,
+    record: Record,
+) -> Result<Option<OperationRow>, StepError> {
+    let operation = held.operation;
+    let lease = Some(held.platform.config.timing.lease);
+    let Some(next) = held.kind.after(step) else {
+        end(held, step, note).await?;
+        return Ok(None);
+    };
+    let to = Next { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    store(held, to, lease, Some(("done", note)), record).await?;
+    let next = OperationRow { step: next.as_str().to_owned(), attempts: 0, ..operation.clone() };
+    Ok(Some(next))
+}
+
+async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
+    let operation = held.operation;
+    let attempts = operation.attempts.saturating_add(1);
+    tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
+    if held.kind != OperationKind::Delete && held.age().await? > GIVE_UP {
+        held.refuse(step.as_str(), "it could not be done in an hour of trying").await?;
+        return Ok(());
+    }
+    let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
+    set_aside(held, to, Some(("retry", Some(&error.to_string())))).await
+}
+
+/// Doubles from half a second to a minute, each spread over its second half.
+fn pause(attempts: i32) -> Duration {
+    let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
+    let whole = (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE);
+    let spread =
+        f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
+    whole.mul_f64(0.5 + spread / 2.0)
+}
+
+struct Next<'a> {
+    step: Step,
+    facts: &'a Value,
+    attempts: i32,
+    due_in: Duration,
+}
+
+type Line<'a> = Option<(&'a str, Option<&'a str>)>;
+
+async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), StepError> {
+    store(held, to, None, line, Record::Nothing).await
+}
+
+async fn store(
+    held: &Held<'_>,
+    to: Next<'_>,
+    lease: Option<Duration>,
+    line: Line<'_>,
+    record: Record,
+) -> Result<(), StepError> {
+    let id = held.operation.id;
+    let mut session = held.platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let advance = Advance {
+        state: "running",
+        step: to.step.as_str(),
+        facts: to.facts,
+        attempts: to.attempts,
+        error_code: None,
+        due_in: to.due_in,
+        lease,
+    };
+    if !db::operations::advance(&tx, id, held.owner, &advance).await? {
+        return Err(StepError::Lost);
+    }
+    if let Some((outcome, detail)) = line {
+        db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
+    }
+    if let Record::CreateAccepted { server, address } = record {
+        let ttl = held.platform.config.timing.registration_ttl;
+        db::machine_changes::create_accepted(&tx, held.operation.machine, server, address, ttl).await?;
+    }
+    Ok(db::commit(tx).await?)
+}
+
+async fn end(held: &Held<'_>, step: Step, note: Option<&str>) -> Result<(), StepError> {
+    let id = held.operation.id;
+    let mut session = held.platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let advance = Advance {
+        state: "succeeded",
+        step: step.as_str(),
+        facts: &held.operation.facts,
+        attempts: held.operation.attempts,
+        error_code: None,
+        due_in: Duration::ZERO,
+        lease: None,
+    };
+    if !db::operations::advance(&tx, id, held.owner, &advance).await? {
+        return Err(StepError::Lost);
+    }
+    db::operations::log(&tx, id, step.as_str(), "done", note).await?;
+    db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
+    Ok(db::commit(tx).await?)
+}
+
+/// Ends when the lease is gone: prolongs it while the step runs.
+async fn lease_lost(held: &Held<'_>) {
+    let lease = held.platform.config.timing.lease;
+    let mut silent = Duration::ZERO;
+    loop {
+        let pause = lease / 4;
+        tokio::time::sleep(pause).await;
+        let renewed = async {
+            let session = held.platform.db.session().await?;
+            db::operations::renew(&session, held.operation.id, held.owner, lease).await
+        };
+        match tokio::time::timeout(lease / 2, renewed).await {
+            Ok(Ok(true)) => silent = Duration::ZERO,
+            Ok(Ok(false)) => return,
+            Ok(Err(_)) | Err(_) => {
+                silent += pause;
+                if silent >= lease {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound() {
+        for attempts in [1, 5, 10, i32::MAX] {
+            assert!(pause(attempts) <= LONGEST_PAUSE);
+        }
+        assert!(pause(1) < Duration::from_millis(501));
+        assert!(pause(20) >= LONGEST_PAUSE / 2);
+    }
+}

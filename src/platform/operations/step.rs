@@ -1,0 +1,150 @@
+//! What a step answers, and the step for each name.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::held::Held;
+use super::{Step, ask_host, create, delete};
+use crate::failpoint::Injected;
+use crate::platform::db::{self, DbError};
+use crate::platform::keys::KeyError;
+use crate::provider::{ErrorKind, ProviderError};
+use crate::store::StoreError;
+use crate::store::key::SlotPrefix;
+use crate::store::pointer_io::{self, PointerError};
+
+/// How a step ended without an error.
+pub enum Answer {
+    /// On to the next step; the record is written together with it.
+    Done { note: Option<&'static str>, record: Record },
+    /// Nothing to do but look again; these facts are kept.
+    Wait { again_in: Duration, facts: Option<Map<String, Value>> },
+}
+
+impl Answer {
+    pub fn done() -> Self {
+        Self::Done { note: None, record: Record::Nothing }
+    }
+
+    pub fn done_noting(note: &'static str) -> Self {
+        Self::Done { note: Some(note), record: Record::Nothing }
+    }
+
+    pub fn wait(again_in: Duration) -> Self {
+        Self::Wait { again_in, facts: None }
+    }
+}
+
+/// What is written of the machine in the transaction that ends the step.
+pub enum Record {
+    Nothing,
+    CreateAccepted { server: i64, address: Option<Ipv4Addr> },
+}
+
+/// Why a step did not get on.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    /// Tried again with a growing pause.
+    #[error("{what}")]
+    Transient {
+        what: &'static str,
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Trying again cannot help: the machine fails.
+    #[error("{what}")]
+    Permanent {
+        what: &'static str,
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Another process has the operation, or it was ended meanwhile.
+    #[error("the operation is no longer held")]
+    Lost,
+}
+
+impl StepError {
+    pub fn transient(what: &'static str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Transient { what, source: Box::new(source) }
+    }
+
+    pub fn permanent(what: &'static str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Permanent { what, source: Box::new(source) }
+    }
+}
+
+impl From<DbError> for StepError {
+    fn from(error: DbError) -> Self {
+        Self::transient("the database did not do its part", error)
+    }
+}
+
+impl From<KeyError> for StepError {
+    fn from(error: KeyError) -> Self {
+        Self::transient("the signing keys cannot be used", error)
+    }
+}
+
+impl From<Injected> for StepError {
+    fn from(error: Injected) -> Self {
+        Self::transient("a test asked for a failure", error)
+    }
+}
+
+impl From<ProviderError> for StepError {
+    fn from(error: ProviderError) -> Self {
+        match error.kind() {
+            ErrorKind::Refused => Self::permanent("the provider refused", error),
+            ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
+                Self::transient("the provider did not do it", error)
+            }
+        }
+    }
+}
+
+/// Runs the step that the operation stands at.
+///
+/// # Errors
+/// [`StepError`].
+pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
+    match step {
+        Step::LastBackup => ask_host::last_backup(held).await,
+        Step::Fence => fence(held).await,
+        Step::DeletePredecessor => delete::predecessors(held).await,
+        Step::CreateServer => create::server(held).await,
+        Step::AwaitRegistration => await_registration(held).await,
+        Step::DeleteServer => delete::own(held).await,
+    }
+}
+
+async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch).await {
+        Ok(()) => Ok(Answer::done()),
+        Err(error @ PointerError::Fenced(_)) => {
+            Err(StepError::permanent("a later machine has fenced the slot", error))
+        }
+        Err(error @ PointerError::Store(StoreError::Corrupt { .. })) => {
+            Err(StepError::permanent("the snapshot pointer is not readable", error))
+        }
+        Err(error) => Err(StepError::transient("the object store did not take the fence", error)),
+    }
+}
+
+/// Registering ends the operation by itself; what is left to see here is that the time runs out.
+async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    if machine.registered_at.is_some() {
+        return Ok(Answer::done());
+    }
+    let session = held.platform.db.session().await?;
+    let left = db::machines::registration_left(&session, machine.id).await?;
+    if left.is_zero() {
+        held.expire().await?;
+        return Err(StepError::Lost);
+    }
+    Ok(Answer::wait(left.min(Duration::from_secs(30))))
+}

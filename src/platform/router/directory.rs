@@ -1,0 +1,118 @@
+//! Which machine serves a user: the active rows of `user_machines` in memory, and how old that knowledge is.
+//!
+//! The watcher replaces the whole table; requests read it. Invariant: a way exists exactly for a running, active row,
+//! and is closed, with all that goes over it, when its row is no longer that.
+
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use crate::http::tls::ChainCheck;
+use crate::machine::id::MachineId;
+use crate::machine::name::{IdpUserId, Slot};
+
+use super::machine::{Machine, Row, Way};
+
+/// Without the database the last table serves this long.
+const TRUSTED: Duration = Duration::from_secs(15);
+
+pub(super) struct Directory {
+    check: ChainCheck,
+    table: RwLock<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    users: Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>,
+    seen: Option<Instant>,
+}
+
+/// What there is for a user.
+pub(super) enum Found {
+    /// Runs, and its way was open when it was looked up.
+    Running(Arc<Machine>, Arc<Way>),
+    Waiting(Arc<Machine>),
+    Nothing,
+    /// The database has not been seen for too long.
+    Unknown,
+}
+
+impl Directory {
+    pub(super) fn new(check: ChainCheck) -> Self {
+        Self { check, table: RwLock::default() }
+    }
+
+    /// The machine of the chosen slot; without a choice, or where the chosen slot is gone, the running one of
+    /// `primary`, else the oldest running one.
+    pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> Found {
+        let Some(users) = self.trusted() else { return Found::Unknown };
+        let Some(machines) = users.get(user) else { return Found::Nothing };
+        let of_choice = chosen.and_then(|slot| machines.iter().find(|machine| machine.row.slot == *slot));
+        let primary = |machine: &&Arc<Machine>| machine.row.slot.as_str() == "primary";
+        let running = || machines.iter().filter(|machine| machine.way.is_some());
+        let machine = of_choice
+            .or_else(|| running().find(primary))
+            .or_else(|| running().next())
+            .or_else(|| machines.iter().find(primary))
+            .or_else(|| machines.first());
+        match machine {
+            None => Found::Nothing,
+            Some(machine) => match &machine.way {
+                Some(way) => Found::Running(Arc::clone(machine), Arc::clone(way)),
+                None => Found::Waiting(Arc::clone(machine)),
+            },
+        }
+    }
+
+    /// The user's active machines, oldest first; `None` when the database has not been seen for too long.
+    pub(super) fn machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
+        Some(self.trusted()?.get(user).cloned().unwrap_or_default())
+    }
+
+    fn trusted(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let trusted = table.seen.is_some_and(|seen| seen.elapsed() < TRUSTED);
+        trusted.then(|| Arc::clone(&table.users))
+    }
+
+    /// Nothing has changed up to `seen`.
+    pub(super) fn confirm(&self, seen: Instant) {
+        self.table.write().unwrap_or_else(PoisonError::into_inner).seen = Some(seen);
+    }
+
+    /// Takes all active rows, as they were not before `seen`.
+    ///
+    /// # Errors
+    /// When the trusted roots for a new way cannot be read; the old table stays.
+    pub(super) fn replace(&self, mut rows: Vec<Row>, seen: Instant) -> anyhow::Result<()> {
+        rows.sort_by_key(|row| (row.created_at, row.id));
+        let mut ways = self.ways();
+        let mut users: HashMap<IdpUserId, Vec<Arc<Machine>>> = HashMap::new();
+        for row in rows {
+            let endpoint = row.endpoint.filter(|_| row.status.is_routable());
+            let way = match endpoint {
+                None => None,
+                Some(endpoint) => match ways.remove(&row.id) {
+                    Some(way) if way.endpoint == endpoint => Some(way),
+                    other => {
+                        other.inspect(|old| old.proxy.close());
+                        Some(Arc::new(Way::new(endpoint, self.check)?))
+                    }
+                },
+            };
+            users.entry(row.user.clone()).or_default().push(Arc::new(Machine::new(row, way)));
+        }
+        *self.table.write().unwrap_or_else(PoisonError::into_inner) =
+            Table { users: Arc::new(users), seen: Some(seen) };
+        for gone in ways.into_values() {
+            gone.proxy.close();
+        }
+        Ok(())
+    }
+
+    fn ways(&self) -> HashMap<MachineId, Arc<Way>> {
+        let users = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users);
+        let machines = users.values().flatten();
+        machines.filter_map(|machine| Some((machine.row.id, Arc::clone(machine.way.as_ref()?)))).collect()
+    }
+}

@@ -1,0 +1,170 @@
+//! Who asks: the identity provider's token, or the platform's own session that was opened after one.
+//!
+//! A bearer token that is not believed is a refusal, never a fall-through. A cookie of the provider that is not
+//! believed is as good as none: browsers keep sending expired ones.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use http::header::{AUTHORIZATION, HeaderMap};
+use jiff::Timestamp;
+
+use super::cookie;
+use super::door::Door;
+use super::session::{Hash, Session, SessionError, Sessions, hash};
+use crate::http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
+use crate::machine::name::{IdpUserId, Slot};
+
+/// A believed token is checked again after this, against the keys of then.
+const BELIEVED_FOR: Duration = Duration::from_secs(60);
+/// A refused one, which a browser may send with each request.
+const REFUSED_FOR: Duration = Duration::from_secs(5);
+const MOST_KEPT: usize = 20_000;
+
+/// Who asks, and by what credential.
+pub(super) enum Identity {
+    Session(Arc<Session>),
+    /// The provider's cookie, on a browser that has no session for this user yet.
+    Cookie(Arc<Subject>),
+    Bearer(Arc<Subject>),
+}
+
+impl Identity {
+    pub(super) fn user(&self) -> &IdpUserId {
+        match self {
+            Self::Session(session) => &session.user,
+            Self::Cookie(subject) | Self::Bearer(subject) => &subject.user,
+        }
+    }
+
+    pub(super) fn slot(&self) -> Option<&Slot> {
+        match self {
+            Self::Session(session) => session.slot.as_ref(),
+            Self::Cookie(_) | Self::Bearer(_) => None,
+        }
+    }
+}
+
+/// Why nobody is let in by this request.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error("the bearer token is not accepted: {0}")]
+    Bearer(JwtError),
+    #[error("the identity provider's keys cannot be fetched")]
+    NoKeys,
+    #[error("sessions cannot be looked up")]
+    Sessions(#[from] SessionError),
+}
+
+pub(super) struct Gate {
+    verifier: Verifier,
+    sessions: Arc<Sessions>,
+    checked: Mutex<HashMap<Hash, Checked>>,
+}
+
+/// A token's verdict, kept by its hash.
+struct Checked {
+    subject: Option<Arc<Subject>>,
+    until: Instant,
+}
+
+impl Gate {
+    pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>) -> Self {
+        Self { verifier, sessions, checked: Mutex::default() }
+    }
+
+    /// # Errors
+    /// A refusal; `None` is a request without any credential.
+    pub(super) async fn identify(
+        &self,
+        door: Door,
+        headers: &HeaderMap,
+        now: Timestamp,
+    ) -> Result<Option<Identity>, Refusal> {
+        if let Some(token) = bearer(headers) {
+            return match self.check(token, now).await {
+                Ok(subject) => Ok(Some(Identity::Bearer(subject))),
+                Err(JwtError::NoKeys) => Err(Refusal::NoKeys),
+                Err(error) => Err(Refusal::Bearer(error)),
+            };
+        }
+        let session = match cookie::get(headers, door.session_cookie()) {
+            Some(token) => self.sessions.find(door, token, now).await?,
+            None => None,
+        };
+        let token = cookie::get(headers, cookie::IDP);
+        match (session, token) {
+            (None, None) => Ok(None),
+            (Some(session), None) => Ok(Some(Identity::Session(session))),
+            // Nobody with a session waits for the provider; but another user may have signed in on this browser.
+            (Some(session), Some(token)) => match self.check_with_known_keys(token, now) {
+                Ok(subject) if subject.user != session.user => Ok(Some(Identity::Cookie(subject))),
+                _ => Ok(Some(Identity::Session(session))),
+            },
+            (None, Some(token)) => match self.check(token, now).await {
+                Ok(subject) => Ok(Some(Identity::Cookie(subject))),
+                Err(JwtError::NoKeys) => Err(Refusal::NoKeys),
+                Err(_) => Ok(None),
+            },
+        }
+    }
+
+    async fn check(&self, token: &str, now: Timestamp) -> Result<Arc<Subject>, JwtError> {
+        let hash = hash(token.as_bytes());
+        if let Some(verdict) = self.checked_before(&hash) {
+            return verdict;
+        }
+        self.remember(hash, self.verifier.verify(token, now).await, now)
+    }
+
+    fn check_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Arc<Subject>, JwtError> {
+        let hash = hash(token.as_bytes());
+        if let Some(verdict) = self.checked_before(&hash) {
+            return verdict;
+        }
+        self.remember(hash, self.verifier.verify_with_known_keys(token, now), now)
+    }
+
+    fn checked_before(&self, hash: &Hash) -> Option<Result<Arc<Subject>, JwtError>> {
+        let checked = self.checked();
+        let known = checked.get(hash).filter(|known| known.until > Instant::now())?;
+        Some(known.subject.clone().ok_or(JwtError::Refused))
+    }
+
+    fn remember(
+        &self,
+        hash: Hash,
+        verdict: Result<Subject, JwtError>,
+        now: Timestamp,
+    ) -> Result<Arc<Subject>, JwtError> {
+        let verdict = verdict.map(Arc::new);
+        let (subject, lasts) = match &verdict {
+            Ok(subject) => {
+                let left = (subject.expires_at + LEEWAY_SECONDS).saturating_sub(now.as_second());
+                let left = Duration::from_secs(u64::try_from(left).unwrap_or_default());
+                (Some(Arc::clone(subject)), left.min(BELIEVED_FOR))
+            }
+            Err(JwtError::NoKeys) => return verdict,
+            Err(_) => (None, REFUSED_FOR),
+        };
+        let mut checked = self.checked();
+        if checked.len() >= MOST_KEPT {
+            checked.clear();
+        }
+        checked.insert(hash, Checked { subject, until: Instant::now() + lasts });
+        verdict
+    }
+
+    fn checked(&self) -> MutexGuard<'_, HashMap<Hash, Checked>> {
+        self.checked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The token of an `Authorization: Bearer` (RFC 6750); other schemes are not ours.
+pub(super) fn bearer(headers: &HeaderMap) -> Option<&str> {
+    headers.get_all(AUTHORIZATION).iter().find_map(|value| {
+        let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
+    })
+}

@@ -1,0 +1,139 @@
+//! A machine as the router sees it: a row, the way to it while it runs, and the proof for what goes there.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use http::HeaderValue;
+use jiff::Timestamp;
+use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+use crate::http::proof::{Claims, ISSUER, MAX_LIFE_SECONDS, Route};
+use crate::http::proxy::{Dial, Io, Proxy, ProxyLimits};
+use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, Slot};
+use crate::machine::state::Status;
+use crate::platform::keys::SigningSet;
+
+/// A signature serves this long; its proof is still good for the rest of [`MAX_LIFE_SECONDS`].
+const PROOF_REUSE_SECONDS: i64 = 10;
+
+/// What the database says of a machine.
+#[derive(Debug, Clone)]
+pub(super) struct Row {
+    pub(super) id: MachineId,
+    pub(super) user: IdpUserId,
+    pub(super) slot: Slot,
+    pub(super) handle: Handle,
+    pub(super) status: Status,
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) proof_kids: Vec<String>,
+    pub(super) created_at: Timestamp,
+}
+
+/// Where a machine answers, and by which key it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Endpoint {
+    pub(super) ip: Ipv4Addr,
+    pub(super) port: u16,
+    pub(super) pin: SpkiPin,
+}
+
+pub(super) struct Machine {
+    pub(super) row: Row,
+    /// Present exactly while it is routed to.
+    pub(super) way: Option<Arc<Way>>,
+    proofs: Mutex<Vec<Vouched>>,
+}
+
+/// The connections to one endpoint; they survive changes of the row that leave the endpoint as it is.
+pub(super) struct Way {
+    pub(super) endpoint: Endpoint,
+    pub(super) proxy: Proxy,
+}
+
+struct Vouched {
+    route: Route,
+    app: Option<String>,
+    made: i64,
+    header: HeaderValue,
+}
+
+impl Machine {
+    pub(super) fn new(row: Row, way: Option<Arc<Way>>) -> Self {
+        Self { row, way, proofs: Mutex::default() }
+    }
+
+    /// The proof for a request to this machine; the owner is the only user that it can be about.
+    pub(super) fn proof(
+        &self,
+        route: Route,
+        app: Option<&str>,
+        keys: &SigningSet,
+        now: Timestamp,
+    ) -> HeaderValue {
+        let now = now.as_second();
+        let mut proofs = self.proofs.lock().unwrap_or_else(PoisonError::into_inner);
+        proofs.retain(|vouched| (0..PROOF_REUSE_SECONDS).contains(&(now - vouched.made)));
+        let known = proofs.iter().find(|known| known.route == route && known.app.as_deref() == app);
+        if let Some(known) = known {
+            return known.header.clone();
+        }
+        let header = self.sign(route, app, keys, now);
+        let app = app.map(str::to_owned);
+        proofs.push(Vouched { route, app, made: now, header: header.clone() });
+        header
+    }
+
+    fn sign(&self, route: Route, app: Option<&str>, keys: &SigningSet, now: i64) -> HeaderValue {
+        let known_there = |kid: &String| self.row.proof_kids.contains(kid);
+        let next = keys.next.as_ref().filter(|next| known_there(&next.public().kid));
+        let claims = Claims {
+            iss: ISSUER.to_owned(),
+            aud: self.row.id,
+            sub: self.row.user.clone(),
+            handle: self.row.handle.clone(),
+            slot: self.row.slot.clone(),
+            route,
+            app: app.map(str::to_owned),
+            method: None,
+            path: None,
+            jti: None,
+            iat: now,
+            exp: now + MAX_LIFE_SECONDS,
+        };
+        let token = next.unwrap_or(&keys.current).sign(&claims);
+        let mut header = HeaderValue::from_str(&token).expect("a JWT is base64url and dots");
+        header.set_sensitive(true);
+        header
+    }
+}
+
+impl Way {
+    /// # Errors
+    /// When the trusted roots cannot be read.
+    pub(super) fn new(endpoint: Endpoint, check: ChainCheck) -> anyhow::Result<Self> {
+        let mut config = pinned_client_config(endpoint.pin, check)?;
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        let dial = Pinned { endpoint, connector: TlsConnector::from(Arc::new(config)) };
+        Ok(Self { endpoint, proxy: Proxy::new(dial, ProxyLimits::default()) })
+    }
+}
+
+struct Pinned {
+    endpoint: Endpoint,
+    connector: TlsConnector,
+}
+
+#[async_trait]
+impl Dial for Pinned {
+    async fn dial(&self) -> std::io::Result<Box<dyn Io>> {
+        let Endpoint { ip, port, .. } = self.endpoint;
+        let stream = TcpStream::connect(SocketAddr::from((ip, port))).await?;
+        stream.set_nodelay(true)?;
+        Ok(Box::new(self.connector.connect(ServerName::from(std::net::IpAddr::from(ip)), stream).await?))
+    }
+}

@@ -1,0 +1,78 @@
+//! The router: serves `APP_HOST` and `CODE_HOST`, and forwards each request to the running machine of whoever asks.
+//!
+//! Who asks comes from a token or a session, the machine from the database's rows alone. It changes no machine.
+//! Invariant: a request costs no query and no signature check, as long as its session or token is in memory.
+
+pub mod config;
+mod cookie;
+mod directory;
+mod door;
+mod headers;
+mod identity;
+mod machine;
+mod origin;
+mod own;
+mod page;
+mod serve;
+mod session;
+mod sign_in;
+mod watch;
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use axum::Router;
+use deadpool_postgres::Pool;
+use tokio::sync::watch as channel;
+use tokio_util::sync::CancellationToken;
+
+pub use config::RouterConfig;
+
+use crate::http::{client, jwt, request_id};
+use crate::platform::keys::SigningSet;
+use directory::Directory;
+use identity::Gate;
+use session::Sessions;
+use watch::Watcher;
+
+/// What the router needs of the process that it runs in.
+pub struct RouterContext {
+    pub pool: Pool,
+    /// For one connection of the router's own, which polls and listens, whatever the pool is busy with.
+    pub database: tokio_postgres::Config,
+    pub config: RouterConfig,
+    pub proof: channel::Receiver<Arc<SigningSet>>,
+    pub stop: CancellationToken,
+}
+
+/// All that requests share.
+struct Site {
+    config: RouterConfig,
+    directory: Arc<Directory>,
+    sessions: Arc<Sessions>,
+    gate: Gate,
+    proof: channel::Receiver<Arc<SigningSet>>,
+}
+
+/// Starts watching the database, until `stop`, and gives the service for the public listener.
+///
+/// # Errors
+/// When the HTTP client for the identity provider cannot be made.
+pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
+    let client = client::build(client::Deadlines::CALL).context("the identity provider's client")?;
+    let directory = Arc::new(Directory::new(ctx.config.chain_check));
+    let sessions = Arc::new(Sessions::new(ctx.pool));
+    let watcher = Watcher {
+        database: ctx.database,
+        directory: Arc::clone(&directory),
+        sessions: Arc::clone(&sessions),
+        every: ctx.config.poll,
+    };
+    tokio::spawn(watcher.run(ctx.stop));
+    let gate = Gate::new(jwt::Verifier::new(ctx.config.idp.clone(), client), Arc::clone(&sessions));
+    let site = Arc::new(Site { config: ctx.config, directory, sessions, gate, proof: ctx.proof });
+    Ok(Router::new()
+        .fallback(serve::serve)
+        .with_state(site)
+        .layer(axum::middleware::from_fn(request_id::layer)))
+}

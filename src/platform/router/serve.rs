@@ -1,0 +1,186 @@
+//! One request: which host, who asks, which machine, and on.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::extract::{ConnectInfo, Request, State};
+use axum::response::{IntoResponse, Response};
+use http::header::{HOST, LOCATION, SET_COOKIE, UPGRADE};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
+use jiff::Timestamp;
+
+use super::directory::Found;
+use super::door::Door;
+use super::headers::{Onward, make_onward};
+use super::identity::{Identity, Refusal};
+use super::machine::{Machine, Way};
+use super::page::{self, Absence};
+use super::session::LIFE_SECONDS;
+use super::{Site, cookie, origin, own, sign_in};
+use crate::http::problem::{Code, Problem, chain};
+use crate::http::proxy::ProxyError;
+use crate::http::request_id;
+use crate::http::server::Scheme;
+
+/// What a request is, apart from who asks.
+pub(super) struct Visit {
+    pub(super) door: Door,
+    /// The name and port that it was sent to.
+    pub(super) authority: String,
+    pub(super) scheme: &'static str,
+    /// A person looks at the answer.
+    pub(super) page: bool,
+    pub(super) now: Timestamp,
+}
+
+pub(super) async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
+    site.serve(request).await.unwrap_or_else(IntoResponse::into_response)
+}
+
+impl Site {
+    async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
+        let visit = self.visit(&mut request)?;
+        if request.method() == Method::CONNECT {
+            return Err(Problem::new(Code::MethodNotAllowed, "This is not a forward proxy."));
+        }
+        let upgrade = request.headers().contains_key(UPGRADE);
+        if origin::matters(request.method(), upgrade)
+            && origin::is_foreign(request.headers(), &visit.authority)
+        {
+            return Err(Problem::new(Code::Forbidden, "The request comes from another origin."));
+        }
+        if own::is_ours(request.uri().path()) {
+            return own::answer(self, &visit, request).await;
+        }
+        let Some(identity) = self.identify(&visit, request.headers()).await? else {
+            return sign_in::ask(self, &visit, request.uri());
+        };
+        let opened = match &identity {
+            Identity::Cookie(_) if visit.page => self.open_session(&visit, &identity).await,
+            _ => None,
+        };
+        let mut answer = match self.directory.find(identity.user(), identity.slot()) {
+            Found::Running(machine, way) => self.forward(&visit, &machine, &way, request).await,
+            Found::Waiting(machine) => {
+                self.absent(&visit, Absence::NotRunning(machine.row.status), request.uri())
+            }
+            Found::Nothing => self.absent(&visit, Absence::NoMachine, request.uri()),
+            Found::Unknown => Absence::Unknown.answer(visit.page),
+        };
+        if let Some(set) = opened {
+            answer.headers_mut().append(SET_COOKIE, set);
+        }
+        Ok(answer)
+    }
+
+    /// The host that was asked for is one of ours; an absolute target outranks `Host` (RFC 9112, section 3.2.2).
+    fn visit(&self, request: &mut Request) -> Result<Visit, Problem> {
+        if let Some(authority) = request.uri().authority() {
+            let host = HeaderValue::from_str(authority.as_str());
+            let host = host.map_err(|_| Problem::new(Code::InvalidRequest, "The target is not one."))?;
+            request.headers_mut().insert(HOST, host);
+        }
+        let mut hosts = request.headers().get_all(HOST).iter();
+        let unknown = || Problem::new(Code::NotFound, "This host is not served here.");
+        let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
+        let authority = host.to_str().map_err(|_| unknown())?.to_owned();
+        let door = self.config.door(&authority).ok_or_else(unknown)?;
+        let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
+        Ok(Visit {
+            door,
+            authority,
+            scheme: self.config.public_scheme.unwrap_or(listener.as_str()),
+            page: page::is_wanted(request.method(), request.headers()),
+            now: Timestamp::now(),
+        })
+    }
+
+    pub(super) async fn identify(
+        &self,
+        visit: &Visit,
+        headers: &HeaderMap,
+    ) -> Result<Option<Identity>, Problem> {
+        self.gate.identify(visit.door, headers, visit.now).await.map_err(|refusal| match refusal {
+            Refusal::Bearer(error) => {
+                tracing::debug!(%error, "bearer token refused");
+                Problem::new(Code::Unauthorized, "The bearer token is not accepted.")
+            }
+            Refusal::NoKeys => {
+                let detail = "The identity provider cannot be asked right now.";
+                Problem::new(Code::Unavailable, detail).retry_after(page::REFRESH_SECONDS)
+            }
+            Refusal::Sessions(error) => database_unavailable(&error),
+        })
+    }
+
+    /// Opens a session after the provider's cookie, so that the browser is known when that one has expired. A failure
+    /// costs only that.
+    async fn open_session(&self, visit: &Visit, identity: &Identity) -> Option<HeaderValue> {
+        match self.sessions.open(visit.door, identity.user(), None).await {
+            Ok((token, _)) => Some(cookie::set(visit.door.session_cookie(), &token, "/", LIFE_SECONDS)),
+            Err(error) => {
+                tracing::warn!(error = %chain(&error), "no session was opened");
+                None
+            }
+        }
+    }
+
+    async fn forward(&self, visit: &Visit, machine: &Machine, way: &Way, mut request: Request) -> Response {
+        let proof = machine.proof(visit.door.route(), None, &self.proof.borrow(), visit.now);
+        let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
+        let request_id = request_id::current();
+        let onward = Onward { peer, scheme: visit.scheme, proof, request_id: &request_id };
+        make_onward(request.headers_mut(), onward);
+        match way.proxy.forward(request).await {
+            Ok(mut answer) => {
+                cookie::drop_ours(answer.headers_mut());
+                answer
+            }
+            Err(error) => {
+                tracing::warn!(machine = %machine.row.id, error = %chain(&error), "the machine did not answer");
+                match error {
+                    ProxyError::Closed => Absence::JustLeft.answer(visit.page),
+                    ProxyError::HeadTimeout => page::upstream_slow(visit.page),
+                    ProxyError::Full => {
+                        Problem::new(Code::Unavailable, "The machine has too many connections.")
+                            .retry_after(page::REFRESH_SECONDS)
+                            .into_response()
+                    }
+                    _ => page::upstream_down(visit.page),
+                }
+            }
+        }
+    }
+
+    fn absent(&self, visit: &Visit, absence: Absence, uri: &Uri) -> Response {
+        match &self.config.legacy_fallback {
+            Some(base) => {
+                let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
+                redirect(
+                    StatusCode::TEMPORARY_REDIRECT,
+                    &format!("{}{path}", base.as_str().trim_end_matches('/')),
+                )
+            }
+            None => absence.answer(visit.page),
+        }
+    }
+}
+
+pub(super) fn database_unavailable(error: &(dyn std::error::Error + 'static)) -> Problem {
+    tracing::warn!(error = %chain(error), "sessions cannot be looked up");
+    Problem::new(Code::DatabaseUnavailable, "Sessions cannot be looked up right now.")
+        .retry_after(page::REFRESH_SECONDS)
+}
+
+/// Never stored: where it leads depends on who asks.
+pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
+    let mut response = code.into_response();
+    match HeaderValue::from_str(to) {
+        Ok(to) => {
+            response.headers_mut().insert(LOCATION, to);
+            response.headers_mut().insert(http::header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            response
+        }
+        Err(_) => Problem::new(Code::InvalidRequest, "The target is not one.").into_response(),
+    }
+}

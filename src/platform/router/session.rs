@@ -1,0 +1,261 @@
+//! Sessions of browsers: rows of `sessions`, kept in memory so that a request costs no query.
+//!
+//! The watcher tells every change within its interval, so that a revocation in one process is obeyed by all. Only
+//! hashes of the cookies are stored, here and in the database.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use deadpool_postgres::{Object, Pool};
+use jiff::Timestamp;
+use ring::digest::{SHA256, digest};
+use ring::rand::{SecureRandom, SystemRandom};
+use tokio_postgres::Row;
+use tokio_postgres::types::ToSql;
+
+use super::door::Door;
+use crate::machine::name::{IdpUserId, Slot};
+
+pub(super) const LIFE_SECONDS: u64 = 12 * 3600;
+const CODE_LIFE_SECONDS: i32 = 60;
+/// 32 bytes in base64url.
+const TOKEN_CHARS: usize = 43;
+/// A cookie that is none of ours is not looked up again for a while.
+const UNKNOWN_FOR: Duration = Duration::from_secs(5);
+const MOST_KEPT: usize = 50_000;
+const DEADLINE: Duration = Duration::from_secs(3);
+
+const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL";
+
+pub(super) type Hash = [u8; 32];
+
+/// A browser's session on one of the two hosts.
+#[derive(Debug, Clone)]
+pub(super) struct Session {
+    pub(super) hash: Hash,
+    pub(super) door: Door,
+    pub(super) user: IdpUserId,
+    /// The slot that the user chose.
+    pub(super) slot: Option<Slot>,
+    pub(super) expires_at: Timestamp,
+}
+
+/// The database could not be asked, or not in time.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SessionError {
+    #[error("no connection to the database")]
+    Pool(#[from] deadpool_postgres::PoolError),
+    #[error("a statement on sessions failed")]
+    Statement(#[from] tokio_postgres::Error),
+    #[error("the database did not answer in time")]
+    Deadline,
+    #[error("the system has no randomness")]
+    Randomness,
+    #[error("a stored session cannot be read")]
+    Unreadable,
+}
+
+pub(super) struct Sessions {
+    pool: Pool,
+    kept: Mutex<HashMap<Hash, Kept>>,
+}
+
+enum Kept {
+    Live(Arc<Session>),
+    Unknown(Instant),
+}
+
+/// What a one-time code was made for.
+pub(super) struct Handed {
+    pub(super) user: IdpUserId,
+    pub(super) slot: Option<Slot>,
+    pub(super) return_to: String,
+}
+
+impl Sessions {
+    pub(super) fn new(pool: Pool) -> Self {
+        Self { pool, kept: Mutex::default() }
+    }
+
+    /// The live session of a cookie's value.
+    pub(super) async fn find(
+        &self,
+        door: Door,
+        token: &str,
+        now: Timestamp,
+    ) -> Result<Option<Arc<Session>>, SessionError> {
+        if token.len() != TOKEN_CHARS {
+            return Ok(None);
+        }
+        let hash = hash(token.as_bytes());
+        let live = |session: &Arc<Session>| session.door == door && session.expires_at > now;
+        match self.kept().get(&hash) {
+            Some(Kept::Live(session)) => return Ok(Some(session).filter(|it| live(it)).cloned()),
+            Some(Kept::Unknown(since)) if since.elapsed() < UNKNOWN_FOR => return Ok(None),
+            _ => {}
+        }
+        let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
+        let session = match self.row(&sql, &[&hash.as_slice()]).await? {
+            Some(row) => read(&row)?,
+            None => None,
+        };
+        let session = session.map(Arc::new);
+        self.keep(hash, session.clone().map_or_else(|| Kept::Unknown(Instant::now()), Kept::Live));
+        Ok(session.filter(live))
+    }
+
+    /// Opens a session; gives the cookie's value, which is stored nowhere.
+    pub(super) async fn open(
+        &self,
+        door: Door,
+        user: &IdpUserId,
+        slot: Option<&Slot>,
+    ) -> Result<(String, Arc<Session>), SessionError> {
+        let token = random()?;
+        let hash = hash(token.as_bytes());
+        let sql = format!(
+            "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at) \
+             VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5)) RETURNING {COLUMNS}"
+        );
+        let life = LIFE_SECONDS as f64;
+        let slot = slot.map(Slot::as_str);
+        let row = self.row(&sql, &[&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life]).await?;
+        let session = row.as_ref().map(read).transpose()?.flatten().ok_or(SessionError::Unreadable)?;
+        let session = Arc::new(session);
+        self.keep(hash, Kept::Live(Arc::clone(&session)));
+        Ok((token, session))
+    }
+
+    /// Remembers the slot that the user chose; `false` when the session is no more.
+    pub(super) async fn choose(&self, session: &Session, slot: &Slot) -> Result<bool, SessionError> {
+        let sql = format!(
+            "UPDATE sessions SET slot = $2 WHERE token_hash = $1 AND revoked_at IS NULL RETURNING {COLUMNS}"
+        );
+        let row = self.row(&sql, &[&session.hash.as_slice(), &slot.as_str()]).await?;
+        let changed = row.as_ref().map(read).transpose()?.flatten();
+        let found = changed.is_some();
+        if let Some(changed) = changed {
+            self.keep(changed.hash, Kept::Live(Arc::new(changed)));
+        }
+        Ok(found)
+    }
+
+    /// Ends all sessions of a user, on both hosts.
+    pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<(), SessionError> {
+        let sql = "UPDATE sessions SET revoked_at = now() WHERE idp_user_id = $1 AND revoked_at IS NULL";
+        self.row(sql, &[&user.as_str()]).await?;
+        self.kept().retain(|_, kept| !matches!(kept, Kept::Live(session) if session.user == *user));
+        Ok(())
+    }
+
+    /// A code that opens a session on the code host once, in the browser that holds `state`.
+    pub(super) async fn issue_code(&self, handed: &Handed, state: &str) -> Result<String, SessionError> {
+        let code = random()?;
+        let hash = code_hash(&code, state);
+        let sql = "INSERT INTO session_codes (code_hash, idp_user_id, slot, return_to, expires_at) \
+                   VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5))";
+        let slot = handed.slot.as_ref().map(Slot::as_str);
+        let life = f64::from(CODE_LIFE_SECONDS);
+        self.row(sql, &[&hash.as_slice(), &handed.user.as_str(), &slot, &handed.return_to, &life]).await?;
+        Ok(code)
+    }
+
+    /// What the code was made for, the first time and in time.
+    pub(super) async fn redeem_code(&self, code: &str, state: &str) -> Result<Option<Handed>, SessionError> {
+        let hash = code_hash(code, state);
+        let sql = "UPDATE session_codes SET used_at = now() WHERE code_hash = $1 AND used_at IS NULL \
+                   AND expires_at > now() RETURNING idp_user_id, slot, return_to";
+        let Some(row) = self.row(sql, &[&hash.as_slice()]).await? else { return Ok(None) };
+        let user: &str = row.try_get(0)?;
+        let slot: Option<&str> = row.try_get(1)?;
+        Ok(Some(Handed {
+            user: user.parse().map_err(|_| SessionError::Unreadable)?,
+            slot: slot.map(str::parse).transpose().map_err(|_| SessionError::Unreadable)?,
+            return_to: row.try_get(2)?,
+        }))
+    }
+
+    /// Applies what the watcher read of sessions that changed; of them only those in memory matter.
+    pub(super) fn take_changes(&self, rows: &[Row]) {
+        let mut kept = self.kept();
+        for row in rows {
+            let Ok(hash) = hash_of(row) else { continue };
+            if !kept.contains_key(&hash) {
+                continue;
+            }
+            let now_is = read(row).ok().flatten();
+            kept.insert(
+                hash,
+                now_is.map_or_else(|| Kept::Unknown(Instant::now()), |it| Kept::Live(Arc::new(it))),
+            );
+        }
+    }
+
+    /// After a time in which changes may have been missed.
+    pub(super) fn forget_all(&self) {
+        self.kept().clear();
+    }
+
+    async fn row(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<Option<Row>, SessionError> {
+        let work = async {
+            let client: Object = self.pool.get().await?;
+            let statement = client.prepare_cached(sql).await?;
+            Ok(client.query(&statement, params).await?.into_iter().next())
+        };
+        tokio::time::timeout(DEADLINE, work).await.map_err(|_| SessionError::Deadline)?
+    }
+
+    fn keep(&self, hash: Hash, what: Kept) {
+        let mut kept = self.kept();
+        if kept.len() >= MOST_KEPT {
+            let now = Timestamp::now();
+            kept.retain(|_, kept| matches!(kept, Kept::Live(session) if session.expires_at > now));
+            if kept.len() >= MOST_KEPT {
+                kept.clear();
+            }
+        }
+        kept.insert(hash, what);
+    }
+
+    fn kept(&self) -> MutexGuard<'_, HashMap<Hash, Kept>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// `None` for one that is revoked.
+fn read(row: &Row) -> Result<Option<Session>, SessionError> {
+    if row.try_get(5)? {
+        return Ok(None);
+    }
+    let unreadable = || SessionError::Unreadable;
+    let slot: Option<&str> = row.try_get(3)?;
+    Ok(Some(Session {
+        hash: hash_of(row)?,
+        door: Door::from_stored(row.try_get(1)?).ok_or_else(unreadable)?,
+        user: row.try_get::<_, &str>(2)?.parse().map_err(|_| unreadable())?,
+        slot: slot.map(str::parse).transpose().map_err(|_| unreadable())?,
+        expires_at: row.try_get(4)?,
+    }))
+}
+
+fn hash_of(row: &Row) -> Result<Hash, SessionError> {
+    row.try_get::<_, &[u8]>(0)?.try_into().map_err(|_| SessionError::Unreadable)
+}
+
+pub(super) fn hash(token: &[u8]) -> Hash {
+    digest(&SHA256, token).as_ref().try_into().expect("SHA-256 is 32 bytes")
+}
+
+fn code_hash(code: &str, state: &str) -> Hash {
+    hash(format!("{code}.{state}").as_bytes())
+}
+
+/// 256 random bits as a cookie or URL takes them.
+pub(super) fn random() -> Result<String, SessionError> {
+    let mut bytes = [0; 32];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| SessionError::Randomness)?;
+    Ok(B64.encode(bytes))
+}

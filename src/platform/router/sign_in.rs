@@ -1,0 +1,140 @@
+//! How a browser without a session gets one: at the identity provider, and from `APP_HOST` to `CODE_HOST` by a
+//! one-time code.
+//!
+//! The code works only together with a nonce that the asking browser holds in a cookie of `CODE_HOST`, so that nobody
+//! can be signed in as somebody else by a link.
+
+use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
+use http::header::{HeaderMap, SET_COOKIE};
+use http::{StatusCode, Uri};
+use url::form_urlencoded;
+
+use super::door::Door;
+use super::serve::{Visit, database_unavailable, redirect};
+use super::session::{Handed, LIFE_SECONDS, SessionError, random};
+use super::{Site, cookie};
+use crate::http::problem::{Code, Problem};
+
+/// On `APP_HOST`: makes a code for the browser that holds `state` on `CODE_HOST`.
+pub(super) const HAND_OVER: &str = "/_svc/code-session";
+/// On `CODE_HOST`: takes it.
+pub(super) const TAKE: &str = "/_svc/session";
+const STATE_SECONDS: u64 = 600;
+const LONGEST_RETURN: usize = 2048;
+
+/// Answers a request that nobody has signed for.
+pub(super) fn ask(site: &Site, visit: &Visit, uri: &Uri) -> Result<Response, Problem> {
+    if !visit.page {
+        return Err(Problem::new(Code::Unauthorized, "Sign in first, or send a bearer token."));
+    }
+    let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
+    match visit.door {
+        Door::App => {
+            let mut to = site.config.sign_in.clone();
+            let here =
+                format!("{}://{}{path}", visit.scheme, site.config.app_host.authority(&visit.authority));
+            to.query_pairs_mut().append_pair("redirect_url", &here);
+            Ok(redirect(StatusCode::FOUND, to.as_str()))
+        }
+        Door::Code => {
+            let state = random().map_err(|error| Problem::internal(&error))?;
+            let return_to = if is_local(path) { path } else { "/" };
+            let query = form_urlencoded::Serializer::new(String::new())
+                .append_pair("state", &state)
+                .append_pair("return_to", return_to)
+                .finish();
+            let mut answer = redirect(
+                StatusCode::FOUND,
+                &format!("{}{HAND_OVER}?{query}", url_of(site, visit, Door::App)),
+            );
+            let set = cookie::set(cookie::STATE, &state, TAKE, STATE_SECONDS);
+            answer.headers_mut().append(SET_COOKIE, set);
+            Ok(answer)
+        }
+    }
+}
+
+/// On `APP_HOST`, for whoever is known there.
+pub(super) async fn hand_over(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
+    let Some(identity) = site.identify(visit, request.headers()).await? else {
+        return ask(site, visit, request.uri());
+    };
+    let (mut state, mut return_to) = (None, None);
+    for (name, value) in form_urlencoded::parse(request.uri().query().unwrap_or_default().as_bytes()) {
+        match &*name {
+            "state" => state = Some(value.into_owned()),
+            "return_to" => return_to = Some(value.into_owned()),
+            _ => {}
+        }
+    }
+    let state = state.ok_or_else(|| Problem::field("?state", "is required"))?;
+    let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
+    let handed = Handed { user: identity.user().clone(), slot: identity.slot().cloned(), return_to };
+    let code = site.sessions.issue_code(&handed, &state).await.map_err(|error| failed(&error))?;
+    Ok(redirect(StatusCode::FOUND, &format!("{}{TAKE}?code={code}", url_of(site, visit, Door::Code))))
+}
+
+/// On `CODE_HOST`: the code, together with the nonce, becomes a session.
+pub(super) async fn take(site: &Site, uri: &Uri, headers: &HeaderMap) -> Result<Response, Problem> {
+    let query = uri.query().unwrap_or_default().as_bytes();
+    let code = form_urlencoded::parse(query).find(|(name, _)| name == "code").map(|(_, code)| code);
+    let handed = match (code, cookie::get(headers, cookie::STATE)) {
+        (Some(code), Some(state)) => {
+            site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?
+        }
+        _ => None,
+    };
+    let handed = handed.ok_or_else(|| {
+        Problem::new(
+            Code::Unauthorized,
+            "This sign-in is over, or was begun in another browser. Open the page again.",
+        )
+    })?;
+    let opened = site.sessions.open(Door::Code, &handed.user, handed.slot.as_ref()).await;
+    let (token, _) = opened.map_err(|error| failed(&error))?;
+    let mut answer = redirect(StatusCode::FOUND, &handed.return_to);
+    let headers = answer.headers_mut();
+    headers.append(SET_COOKIE, cookie::set(Door::Code.session_cookie(), &token, "/", LIFE_SECONDS));
+    headers.append(SET_COOKIE, cookie::set(cookie::STATE, "", TAKE, 0));
+    Ok(answer)
+}
+
+/// Ends the user's sessions on both hosts; the provider's own is the provider's.
+pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) -> Result<Response, Problem> {
+    if let Some(identity) = site.identify(visit, headers).await? {
+        site.sessions.revoke_all(identity.user()).await.map_err(|error| failed(&error))?;
+    }
+    let mut answer = StatusCode::NO_CONTENT.into_response();
+    answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));
+    Ok(answer)
+}
+
+fn failed(error: &SessionError) -> Problem {
+    database_unavailable(error)
+}
+
+fn url_of(site: &Site, visit: &Visit, door: Door) -> String {
+    format!("{}://{}", visit.scheme, site.config.host(door).authority(&visit.authority))
+}
+
+/// A path of the host itself, which no browser reads as another host.
+fn is_local(path: &str) -> bool {
+    path.len() <= LONGEST_RETURN
+        && path.starts_with('/')
+        && !path.starts_with("//")
+        && path.chars().all(|c| c.is_ascii_graphic() && c != '\\')
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_return_path_stays_on_its_host() {
+        for good in ["/", "/a?b=c#d", "/%2F/x"] {
+            assert!(super::is_local(good), "{good}");
+        }
+        for bad in ["", "a", "//evil", "/\\evil", "https://evil", "/a\nb", "/a b", "/\t/evil"] {
+            assert!(!super::is_local(bad), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Keeps directory and sessions true: polls the database, sooner when it is nudged by NOTIFY.
+//!
+//! A sequence is not commit order, so no "last number seen" is kept: the poll compares a digest over the numbers of
+//! all active rows, which changes whenever the committed set does. Sessions are few per second and are read again for
+//! longer than any of our transactions lasts.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use tokio::sync::Notify;
+use tokio_postgres::config::Host;
+use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
+use tokio_util::sync::CancellationToken;
+
+use super::directory::Directory;
+use super::machine::{Endpoint, Row};
+use super::session::Sessions;
+use crate::http::resolve;
+use crate::machine::id::MachineId;
+
+const DEADLINE: Duration = Duration::from_secs(2);
+/// A storm of notifications polls no faster.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
+/// After a longer gap, changes of sessions may have left the window that the poll reads.
+const LONGEST_GAP: Duration = Duration::from_secs(5);
+
+const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
+const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
+     FROM sessions WHERE changed_at > clock_timestamp() - interval '15 seconds'";
+
+pub(super) struct Watcher {
+    pub(super) database: Config,
+    pub(super) directory: Arc<Directory>,
+    pub(super) sessions: Arc<Sessions>,
+    pub(super) every: Duration,
+}
+
+impl Watcher {
+    pub(super) async fn run(self, stop: CancellationToken) {
+        let mut down = false;
+        let mut last = None;
+        loop {
+            let watched = tokio::select! {
+                () = stop.cancelled() => return,
+                watched = self.watch(&mut last, &mut down) => watched,
+            };
+            let Err(error) = watched;
+            if !std::mem::replace(&mut down, true) {
+                tracing::warn!(error = format!("{error:#}"), "the database is not seen; routes get old");
+            }
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(self.every) => {}
+            }
+        }
+    }
+
+    /// Polls over one connection until something fails.
+    async fn watch(
+        &self,
+        last: &mut Option<Instant>,
+        down: &mut bool,
+    ) -> anyhow::Result<std::convert::Infallible> {
+        let nudge = Arc::new(Notify::new());
+        let connection = tokio::time::timeout(DEADLINE, Connection::open(&self.database, Arc::clone(&nudge)));
+        let mut connection = connection.await.context("connect: no answer in time")??;
+        loop {
+            let began = Instant::now();
+            tokio::time::timeout(DEADLINE, self.poll(&mut connection, began))
+                .await
+                .context("poll: no answer in time")??;
+            if last.is_none_or(|last| began.duration_since(last) > LONGEST_GAP) {
+                self.sessions.forget_all();
+            }
+            *last = Some(began);
+            if std::mem::replace(down, false) {
+                tracing::info!("the database is seen again");
+            }
+            tokio::time::sleep(SHORTEST_PAUSE.min(self.every)).await;
+            tokio::select! {
+                () = nudge.notified() => {}
+                () = tokio::time::sleep_until((began + self.every).into()) => {}
+            }
+        }
+    }
+
+    async fn poll(&self, connection: &mut Connection, began: Instant) -> anyhow::Result<()> {
+        let Connection { client, digest, machines, sessions, known } = connection;
+        let (now, changed) =
+            tokio::try_join!(client.query_one(&*digest, &[]), client.query(&*sessions, &[]))?;
+        let now: (i64, i64) = (now.try_get(0)?, now.try_get(1)?);
+        if *known == Some(now) {
+            self.directory.confirm(began);
+        } else {
+            // Read after the digest: what changes in between shows in the next one.
+            let rows = client.query(&*machines, &[]).await?;
+            let rows = rows.iter().filter_map(readable).collect();
+            self.directory.replace(rows, began)?;
+            *known = Some(now);
+        }
+        self.sessions.take_changes(&changed);
+        Ok(())
+    }
+}
+
+/// The watcher's own connection, with its statements; `known` is the digest of what the directory holds.
+struct Connection {
+    client: Client,
+    digest: Statement,
+    machines: Statement,
+    sessions: Statement,
+    known: Option<(i64, i64)>,
+}
+
+impl Connection {
+    async fn open(config: &Config, nudge: Arc<Notify>) -> anyhow::Result<Self> {
+        let (client, mut connection) = resolved(config).await?.connect(NoTls).await.context("connect")?;
+        tokio::spawn(async move {
+            // Ends with the client, or with the connection.
+            while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
+                if matches!(message, AsyncMessage::Notification(_)) {
+                    nudge.notify_one();
+                }
+            }
+        });
+        client.batch_execute("LISTEN machine_changed; LISTEN session_changed").await?;
+        let digest =
+            format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}");
+        let machines = format!(
+            "SELECT machine_id, idp_user_id, slot, handle, status, public_ipv4, https_port, tls_spki_sha256, \
+             proof_kids, created_at {ACTIVE}"
+        );
+        Ok(Self {
+            digest: client.prepare(&digest).await?,
+            machines: client.prepare(&machines).await?,
+            sessions: client.prepare(CHANGED_SESSIONS).await?,
+            client,
+            known: None,
+        })
+    }
+}
+
+async fn resolved(config: &Config) -> anyhow::Result<Config> {
+    let mut config = config.clone();
+    config.application_name("svc-platform router").connect_timeout(DEADLINE);
+    if config.get_hostaddrs().is_empty() {
+        for host in config.get_hosts().to_vec() {
+            if let Host::Tcp(name) = host {
+                let first = resolve::addresses(&name).await?.first().copied();
+                config.hostaddr(first.context("no address")?);
+            }
+        }
+    }
+    Ok(config)
+}
+
+/// A row that cannot be read is not routed to, and said.
+fn readable(row: &tokio_postgres::Row) -> Option<Row> {
+    let read = || -> anyhow::Result<Row> {
+        let (ip, pin): (Option<&str>, Option<&str>) = (row.try_get(5)?, row.try_get(7)?);
+        let endpoint = match (ip, pin) {
+            (Some(ip), Some(pin)) => Some(Endpoint {
+                ip: ip.parse().context("public_ipv4")?,
+                port: u16::try_from(row.try_get::<_, i32>(6)?).context("https_port")?,
+                pin: pin.parse().map_err(|why| anyhow::anyhow!("tls_spki_sha256 {why}"))?,
+            }),
+            _ => None,
+        };
+        Ok(Row {
+            id: MachineId(row.try_get(0)?),
+            user: row.try_get::<_, &str>(1)?.parse()?,
+            slot: row.try_get::<_, &str>(2)?.parse()?,
+            handle: row.try_get::<_, &str>(3)?.parse()?,
+            status: row.try_get::<_, &str>(4)?.parse().map_err(anyhow::Error::msg)?,
+            endpoint,
+            proof_kids: row.try_get(8)?,
+            created_at: row.try_get(9)?,
+        })
+    };
+    read()
+        .inspect_err(|error| tracing::error!(error = format!("{error:#}"), "a machine's row cannot be read"))
+        .ok()
+}

@@ -1,0 +1,110 @@
+//! Tokens of hosts: the one-time registration token and `UPGRADE_TOKEN`.
+//!
+//! Each is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
+//! again after a kill. The database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
+
+use ring::hmac;
+use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+use uuid::Uuid;
+
+use crate::machine::id::MachineId;
+
+/// Counts up when a machine's tokens are replaced.
+const GENERATION: u32 = 1;
+
+/// What a token is for; each has its own prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    Registration,
+    Upgrade,
+}
+
+impl Purpose {
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Registration => "svcr_",
+            Self::Upgrade => "svcu_",
+        }
+    }
+}
+
+/// Makes the tokens of every machine.
+pub struct TokenMint {
+    key: hmac::Key,
+}
+
+impl TokenMint {
+    pub fn new(platform_key: &SecretSlice<u8>) -> Self {
+        Self { key: hmac::Key::new(hmac::HMAC_SHA256, platform_key.expose_secret()) }
+    }
+
+    /// `svcr_<machine>_<mac>` or `svcu_<machine>_<mac>`.
+    pub fn token(&self, machine: MachineId, purpose: Purpose) -> SecretString {
+        let subject = format!("svc host token\n{}\n{}\n{GENERATION}", machine, purpose.prefix());
+        let mac = hex::encode(hmac::sign(&self.key, subject.as_bytes()));
+        format!("{}{}_{mac}", purpose.prefix(), machine.0.simple()).into()
+    }
+
+    pub fn hash(&self, machine: MachineId, purpose: Purpose) -> Vec<u8> {
+        hash(self.token(machine, purpose).expose_secret())
+    }
+}
+
+/// What the database keeps of a token.
+pub fn hash(token: &str) -> Vec<u8> {
+    Sha256::digest(token.as_bytes()).to_vec()
+}
+
+/// The machine that a token says it belongs to; nothing is proven by it.
+pub fn claimed_machine(token: &str, purpose: Purpose) -> Option<MachineId> {
+    let (machine, mac) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
+    if mac.len() != 64 || machine.len() != 32 {
+        return None;
+    }
+    Uuid::try_parse(machine).ok().map(MachineId)
+}
+
+/// Whether a token is the one whose hash is stored.
+pub fn fits(token: &str, stored_hash: &[u8]) -> bool {
+    hash(token).ct_eq(stored_hash).into()
+}
+
+/// Whether two secrets are equal; their lengths do not show either.
+pub fn same_secret(given: &str, expected: &SecretString) -> bool {
+    hash(given).ct_eq(&hash(expected.expose_secret())).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mint(byte: u8) -> TokenMint {
+        TokenMint::new(&vec![byte; 32].into())
+    }
+
+    #[test]
+    fn a_token_can_be_made_again_and_belongs_to_one_machine_purpose_and_key() {
+        let (machine, other) = (MachineId::new(), MachineId::new());
+        let token = mint(1).token(machine, Purpose::Registration);
+        let stored = mint(1).hash(machine, Purpose::Registration);
+        assert!(fits(token.expose_secret(), &stored));
+        assert_eq!(claimed_machine(token.expose_secret(), Purpose::Registration), Some(machine));
+        assert_eq!(claimed_machine(token.expose_secret(), Purpose::Upgrade), None);
+        for wrong in [
+            mint(1).token(other, Purpose::Registration),
+            mint(1).token(machine, Purpose::Upgrade),
+            mint(2).token(machine, Purpose::Registration),
+        ] {
+            assert!(!fits(wrong.expose_secret(), &stored));
+        }
+    }
+
+    #[test]
+    fn text_that_is_no_token_claims_nothing() {
+        for text in ["", "svcr_", "svcr__", "svcr_x_y", "svcr_00000000-0000-0000-0000-000000000000_"] {
+            assert_eq!(claimed_machine(text, Purpose::Registration), None, "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! One call to the provider: its deadline, what its failure means, and when it is made again.
+//!
+//! The invariant: a call that creates is repeated only after an answer that says that nothing was done.
+
+use std::time::Duration;
+
+use backon::{ExponentialBuilder, Retryable};
+use http::header::{AUTHORIZATION, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use serde::de::DeserializeOwned;
+use url::Url;
+
+use super::super::error::{Cause, ErrorKind, ProviderError};
+use super::budget::Budget;
+use super::wire::ErrorBody;
+
+/// A page of fifty servers has some 150 KiB.
+const LARGEST_ANSWER: usize = 8 << 20;
+
+/// Bounds of the adapter's patience; the defaults are the contract's.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// For one exchange, from the first byte out to the last byte in.
+    pub deadline: Duration,
+    pub first_backoff: Duration,
+    pub longest_backoff: Duration,
+    /// The longest wait for a reset of the rate limit.
+    pub longest_rate_wait: Duration,
+    pub retries: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(10),
+            first_backoff: Duration::from_millis(250),
+            longest_backoff: Duration::from_secs(5),
+            longest_rate_wait: Duration::from_secs(30),
+            retries: 4,
+        }
+    }
+}
+
+/// Whether the provider may act on the call twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Repeat {
+    Harmless,
+    /// It makes or changes something anew each time.
+    Harmful,
+}
+
+/// What is asked; `name` stands for the call in errors.
+pub(super) struct Call<'a> {
+    pub(super) name: &'static str,
+    pub(super) method: Method,
+    pub(super) path: &'a str,
+    pub(super) query: &'a [(&'a str, &'a str)],
+    pub(super) body: Option<Vec<u8>>,
+    pub(super) repeat: Repeat,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn get(name: &'static str, path: &'a str, query: &'a [(&'a str, &'a str)]) -> Self {
+        Self { name, method: Method::GET, path, query, body: None, repeat: Repeat::Harmless }
+    }
+
+    pub(super) fn delete(name: &'static str, path: &'a str) -> Self {
+        Self { name, method: Method::DELETE, path, query: &[], body: None, repeat: Repeat::Harmless }
+    }
+
+    pub(super) fn post(name: &'static str, path: &'a str, body: Vec<u8>, repeat: Repeat) -> Self {
+        Self { name, method: Method::POST, path, query: &[], body: Some(body), repeat }
+    }
+}
+
+/// A failed exchange, and whether and how soon another one is worth it.
+struct Failed {
+    error: ProviderError,
+    again: Again,
+}
+
+#[derive(Clone, Copy)]
+enum Again {
+    Never,
+    AfterBackoff,
+    /// The provider named the wait.
+    After(Duration),
+}
+
+/// The way to the provider: where, with which credential, within which limits.
+#[derive(Clone)]
+pub(super) struct Line {
+    pub(super) client: reqwest::Client,
+    pub(super) base: Url,
+    /// Marked sensitive, so that nothing prints it.
+    pub(super) authorization: HeaderValue,
+    pub(super) budget: Budget,
+    pub(super) limits: Limits,
+}
+
+impl Line {
+    /// Makes the call, again where that is right and within bounds, and reads the answer's JSON.
+    pub(super) async fn json<A: DeserializeOwned>(&self, call: Call<'_>) -> Result<A, ProviderError> {
+        let answer = self.exchange_until_settled(&call).await?;
+        serde_json::from_slice(&answer.body).map_err(|source| {
+            let kind = unclear(call.repeat);
+            ProviderError::new(call.name, kind, Cause::Unreadable { status: answer.status.as_u16(), source })
+        })
+    }
+
+    async fn exchange_until_settled(&self, call: &Call<'_>) -> Result<Answer, ProviderError> {
+        let backoff = ExponentialBuilder::new()
+            .with_jitter()
+            .with_min_delay(self.limits.first_backoff)
+            .with_max_delay(self.limits.longest_backoff)
+            .with_max_times(self.limits.retries);
+        (|| self.exchange(call))
+            .retry(backoff)
+            .sleep(tokio::time::sleep)
+            .when(|failed: &Failed| !matches!(failed.again, Again::Never))
+            .adjust(|failed, backoff| match failed.again {
+                Again::After(named) => backoff.map(|backoff| backoff.max(named)),
+                Again::Never | Again::AfterBackoff => backoff,
+            })
+            .notify(|failed, wait| {
+                let cause = &failed.error.cause;
+                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "provider call will be repeated");
+            })
+            .await
+            .map_err(|failed| failed.error)
+    }
+
+    async fn exchange(&self, call: &Call<'_>) -> Result<Answer, Failed> {
+        let _place = self.budget.enter().await;
+        let after = self.limits.deadline;
+        let answer = match tokio::time::timeout(after, self.send(call)).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(cause)) => {
+                let kind = match &cause {
+                    // Nothing was sent.
+                    Cause::Connect(_) => ErrorKind::Transient,
+                    _ => unclear(call.repeat),
+                };
+                return Err(Failed {
+                    error: ProviderError::new(call.name, kind, cause),
+                    again: Again::Never,
+                });
+            }
+            Err(_) => {
+                let error = ProviderError::new(call.name, unclear(call.repeat), Cause::Deadline { after });
+                return Err(Failed { error, again: Again::Never });
+            }
+        };
+        self.budget.learn(&answer.headers);
+        if answer.status.is_success() { Ok(answer) } else { Err(self.refusal(call, &answer)) }
+    }
+
+    async fn send(&self, call: &Call<'_>) -> Result<Answer, Cause> {
+        let mut request = self
+            .client
+            .request(call.method.clone(), self.url(call))
+            .header(AUTHORIZATION, self.authorization.clone());
+        if let Some(body) = &call.body {
+            request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
+        }
+        let mut response = request.send().await.map_err(|error| {
+            if error.is_connect() { Cause::Connect(error) } else { Cause::BrokenOff(error) }
+        })?;
+        let (status, headers) = (response.status(), response.headers().clone());
+        let mut body = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(Cause::BrokenOff)? {
+            if body.len() + chunk.len() > LARGEST_ANSWER {
+                return Err(Cause::TooLarge { limit: LARGEST_ANSWER });
+            }
+            body.extend_from_slice(&chunk);
+        }
+        Ok(Answer { status, headers, body })
+    }
+
+    fn url(&self, call: &Call<'_>) -> Url {
+        let mut url = self.base.clone();
+        url.set_path(&format!("{}{}", self.base.path().trim_end_matches('/'), call.path));
+        if !call.query.is_empty() {
+            url.query_pairs_mut().extend_pairs(call.query);
+        }
+        url
+    }
+
+    fn refusal(&self, call: &Call<'_>, answer: &Answer) -> Failed {
+        let (code, message) = match serde_json::from_slice::<ErrorBody>(&answer.body) {
+            Ok(body) => (body.error.code, body.error.message),
+            Err(_) => (String::new(), String::new()),
+        };
+        let (kind, mut again) = judge(answer.status, &code, call.repeat);
+        if answer.status == StatusCode::TOO_MANY_REQUESTS {
+            again = Again::After(self.budget.refused(&answer.headers, self.limits.first_backoff));
+        }
+        let status = answer.status.as_u16();
+        Failed { error: ProviderError::new(call.name, kind, Cause::Answer { status, code, message }), again }
+    }
+}
+
+struct Answer {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Vec<u8>,
+}
+
+/// The kind of a failure that does not say whether the call was acted on.
+fn unclear(repeat: Repeat) -> ErrorKind {
+    match repeat {
+        Repeat::Harmless => ErrorKind::Transient,
+        Repeat::Harmful => ErrorKind::Ambiguous,
+    }
+}
+
+/// The provider's code decides before the status; a code that we do not know counts by its status.
+fn judge(status: StatusCode, code: &str, repeat: Repeat) -> (ErrorKind, Again) {
+    match code {
+        "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Again::AfterBackoff),
+        "uniqueness_error" => return (ErrorKind::Conflict, Again::Never),
+        "not_found" => return (ErrorKind::NotFound, Again::Never),
+        // Nothing was done, and the provider says that this passes.
+        "resource_unavailable" | "maintenance" => return (ErrorKind::Transient, Again::Never),
+        "placement_error" => return (ErrorKind::Refused, Again::Never),
+        _ => {}
+    }
+    match status {
+        StatusCode::TOO_MANY_REQUESTS => (ErrorKind::Transient, Again::AfterBackoff),
+        StatusCode::NOT_FOUND => (ErrorKind::NotFound, Again::Never),
+        StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT if repeat == Repeat::Harmless => {
+            (ErrorKind::Transient, Again::AfterBackoff)
+        }
+        status if status.is_client_error() => (ErrorKind::Refused, Again::Never),
+        _ => (unclear(repeat), Again::Never),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_and_statuses_have_the_kind_that_drives_retries() {
+        use ErrorKind::{Ambiguous, Conflict, NotFound, Refused, Transient};
+        let cases = [
+            (429, "rate_limit_exceeded", Transient, Transient),
+            (409, "conflict", Transient, Transient),
+            (423, "locked", Transient, Transient),
+            (409, "uniqueness_error", Conflict, Conflict),
+            (404, "not_found", NotFound, NotFound),
+            (422, "invalid_input", Refused, Refused),
+            (403, "resource_limit_exceeded", Refused, Refused),
+            (401, "unauthorized", Refused, Refused),
+            (503, "placement_error", Refused, Refused),
+            (412, "resource_unavailable", Transient, Transient),
+            (500, "server_error", Transient, Ambiguous),
+            (502, "", Transient, Ambiguous),
+            (503, "unavailable", Transient, Ambiguous),
+            (504, "timeout", Transient, Ambiguous),
+            (418, "teapot", Refused, Refused),
+            (302, "", Transient, Ambiguous),
+        ];
+        for (status, code, harmless, harmful) in cases {
+            let status = StatusCode::from_u16(status).unwrap();
+            assert_eq!(judge(status, code, Repeat::Harmless).0, harmless, "{status} {code}");
+            assert_eq!(judge(status, code, Repeat::Harmful).0, harmful, "{status} {code}");
+        }
+    }
+}

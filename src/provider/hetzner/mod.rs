@@ -1,0 +1,160 @@
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): the port's calls as requests.
+//!
+//! It owns the wire form, deadlines, repeats and the rate budget; it keeps nothing of what it is told.
+
+mod budget;
+mod call;
+mod wire;
+
+use async_trait::async_trait;
+use http::HeaderValue;
+use secrecy::{ExposeSecret, SecretString};
+use serde::Serialize;
+use url::Url;
+
+use self::budget::Budget;
+pub use self::call::Limits;
+use self::call::{Call, Line, Repeat};
+use self::wire::{ChangeType, CreateServer, ManyServerTypes, ManyServers, OneAction, OneServer};
+use super::{
+    Action, ActionId, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId, ServerOrder,
+    ServerTypeInfo,
+};
+use crate::machine::name::ServerType;
+
+/// The most that the provider puts on a page.
+const PER_PAGE: &str = "50";
+/// A provider whose pages never end is broken; fifty thousand servers are more than a project holds.
+const MOST_PAGES: u32 = 1000;
+
+/// The API token has a character that no header can carry.
+#[derive(Debug, thiserror::Error)]
+#[error("the provider's API token is not a header value")]
+pub struct BadToken;
+
+/// The adapter. Clones share the rate budget.
+#[derive(Clone)]
+pub struct Hetzner {
+    line: Line,
+}
+
+impl Hetzner {
+    /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
+    pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, BadToken> {
+        Self::with_limits(client, base, token, Limits::default())
+    }
+
+    pub fn with_limits(
+        client: reqwest::Client,
+        base: Url,
+        token: &SecretString,
+        limits: Limits,
+    ) -> Result<Self, BadToken> {
+        let mut authorization =
+            HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| BadToken)?;
+        authorization.set_sensitive(true);
+        let budget = Budget::new(limits.longest_rate_wait);
+        Ok(Self { line: Line { client, base, authorization, budget, limits } })
+    }
+
+    async fn servers(&self, name: &'static str, filter: (&str, &str)) -> Result<Vec<Server>, ProviderError> {
+        let mut found = Vec::new();
+        let mut next = Some(1);
+        while let Some(page) = next.filter(|page| *page <= MOST_PAGES) {
+            let page = page.to_string();
+            let query = [filter, ("page", page.as_str()), ("per_page", PER_PAGE)];
+            let answer: ManyServers = self.line.json(Call::get(name, "/servers", &query)).await?;
+            found.extend(answer.servers.into_iter().map(Server::from));
+            next = answer.meta.pagination.next_page;
+        }
+        Ok(found)
+    }
+
+    async fn act(
+        &self,
+        name: &'static str,
+        id: ServerId,
+        body: &impl Serialize,
+        repeat: Repeat,
+    ) -> Result<Action, ProviderError> {
+        let path = format!("/servers/{id}/actions/{name}");
+        let answer: OneAction = self.line.json(Call::post(name, &path, json(body), repeat)).await?;
+        Ok(answer.action.into())
+    }
+}
+
+#[async_trait]
+impl Provider for Hetzner {
+    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+        let body = json(&CreateServer::of(order, order.user_data.expose_secret()));
+        let answer: OneServer =
+            self.line.json(Call::post("create server", "/servers", body, Repeat::Harmful)).await?;
+        Ok(answer.server.into())
+    }
+
+    async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
+        let servers = self.servers("find server", ("name", name)).await?;
+        Ok(servers.into_iter().find(|server| server.name == name))
+    }
+
+    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+        self.servers("list servers", ("label_selector", selector)).await
+    }
+
+    async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
+        let answer = self.line.json(Call::get("get server", &format!("/servers/{id}"), &[])).await;
+        Ok(some_if_found(answer)?.map(|answer: OneServer| answer.server.into()))
+    }
+
+    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
+        let answer = self.line.json(Call::delete("delete server", &format!("/servers/{id}"))).await;
+        Ok(match some_if_found::<OneAction>(answer)? {
+            Some(_) => Deleted::Done,
+            None => Deleted::WasAbsent,
+        })
+    }
+
+    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
+        let answer: OneAction =
+            self.line.json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
+        Ok(answer.action.into())
+    }
+
+    async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.act("poweron", id, &Empty {}, Repeat::Harmless).await
+    }
+
+    async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.act("poweroff", id, &Empty {}, Repeat::Harmless).await
+    }
+
+    async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.act("shutdown", id, &Empty {}, Repeat::Harmless).await
+    }
+
+    async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
+        self.act("change_type", id, &ChangeType::to(to), Repeat::Harmful).await
+    }
+
+    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+        let query = [("name", name.as_str())];
+        let answer: ManyServerTypes =
+            self.line.json(Call::get("get server type", "/server_types", &query)).await?;
+        Ok(answer.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
+    }
+}
+
+#[derive(Serialize)]
+struct Empty {}
+
+fn json(body: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(body).expect("strings, numbers and maps with text keys are JSON")
+}
+
+fn some_if_found<A>(answer: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}

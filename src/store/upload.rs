@@ -1,0 +1,200 @@
+//! A multipart upload of a stream whose length is not known: equal parts, bounded memory, nothing visible before
+//! it is completed.
+//!
+//! Owns the parts; what may become an object is the caller's decision, who either completes or aborts.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{MultipartUpload, ObjectMeta, ObjectStoreExt, PutPayload};
+use tokio::task::JoinSet;
+
+use super::bucket::{Bucket, StoreError};
+
+/// S3's limit of parts in one upload.
+const MOST_PARTS: u64 = 10_000;
+const MIB: u64 = 1 << 20;
+/// S3's smallest part but the last.
+const SMALLEST_PART: u64 = 5 * MIB;
+/// What the parts under way may hold together, the one being filled included.
+const BUDGET: u64 = 20 * MIB;
+const ABORT_DEADLINE: Duration = Duration::from_secs(30);
+
+/// How a stream is cut: all parts but the last have one size (some stores demand it).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parts {
+    size: usize,
+    /// Parts on the wire while the next one is filled.
+    in_flight: usize,
+}
+
+impl Parts {
+    /// For a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond, one part grows.
+    pub fn for_at_most(bytes: u64) -> Self {
+        let size = bytes.div_ceil(MOST_PARTS).div_ceil(MIB).max(SMALLEST_PART / MIB) * MIB;
+        let in_flight = (BUDGET / size).saturating_sub(1);
+        Self { size: usize::try_from(size).unwrap_or(usize::MAX), in_flight: in_flight as usize }
+    }
+}
+
+/// Why a stream did not become an object.
+#[derive(Debug, thiserror::Error)]
+pub enum UploadError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the stream is longer than {MOST_PARTS} parts of {part} bytes")]
+    TooLong { part: usize },
+    #[error("{key} has {found} bytes in the object store instead of {sent}")]
+    WrongSize { key: String, sent: u64, found: u64 },
+}
+
+/// An upload under way.
+#[derive(Debug)]
+pub struct Upload {
+    key: Path,
+    bucket: Bucket,
+    inner: Box<dyn MultipartUpload>,
+    parts: Parts,
+    filling: Vec<Bytes>,
+    filled: usize,
+    begun: u64,
+    sent: u64,
+    under_way: JoinSet<object_store::Result<()>>,
+}
+
+impl Upload {
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn begin(bucket: &Bucket, key: &Path, parts: Parts) -> Result<Self, StoreError> {
+        let inner = bucket.raw().put_multipart(key).await.map_err(|error| StoreError::of(key, error))?;
+        Ok(Self {
+            key: key.clone(),
+            bucket: bucket.clone(),
+            inner,
+            parts,
+            filling: Vec::new(),
+            filled: 0,
+            begun: 0,
+            sent: 0,
+            under_way: JoinSet::new(),
+        })
+    }
+
+    /// How many bytes the next [`Self::push`] may have.
+    pub fn room(&self) -> usize {
+        self.parts.size - self.filled
+    }
+
+    /// Takes at most [`Self::room`] bytes; waits while the parts on the wire use the memory there is.
+    ///
+    /// # Errors
+    /// [`UploadError`], of this part or of one sent before.
+    pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
+        debug_assert!(chunk.len() <= self.room(), "a chunk goes into one part");
+        self.filled += chunk.len();
+        self.filling.push(chunk);
+        if self.filled == self.parts.size {
+            self.send_part()?;
+            self.wait_until(self.parts.in_flight).await?;
+        }
+        Ok(())
+    }
+
+    fn send_part(&mut self) -> Result<(), UploadError> {
+        if self.begun == MOST_PARTS {
+            return Err(UploadError::TooLong { part: self.parts.size });
+        }
+        self.begun += 1;
+        self.sent += self.filled as u64;
+        self.filled = 0;
+        let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
+        self.under_way.spawn(self.inner.put_part(payload));
+        Ok(())
+    }
+
+    async fn wait_until(&mut self, at_most: usize) -> Result<(), StoreError> {
+        while self.under_way.len() > at_most {
+            let Some(ended) = self.under_way.join_next().await else { break };
+            // A panic of the store's client is no error that we could name: it goes on in this task.
+            let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+            ended.map_err(|error| StoreError::of(&self.key, error))?;
+        }
+        Ok(())
+    }
+
+    /// Sends what is left and waits until every part is at the store; nothing is visible yet.
+    ///
+    /// # Errors
+    /// [`UploadError`].
+    pub async fn flush(&mut self) -> Result<(), UploadError> {
+        if self.filled > 0 {
+            self.send_part()?;
+        }
+        Ok(self.wait_until(0).await?)
+    }
+
+    /// Makes the object visible and looks at it: it has as many bytes as were sent. A lost answer is settled by that
+    /// look. Leaves the upload open when it fails, to be aborted.
+    ///
+    /// # Errors
+    /// [`UploadError`].
+    pub async fn complete(&mut self) -> Result<ObjectMeta, UploadError> {
+        self.flush().await?;
+        let completed = self.inner.complete().await.map_err(|error| StoreError::of(&self.key, error));
+        let seen = self.bucket.head(&self.key).await;
+        match (completed, seen) {
+            (_, Ok(Some(meta))) if meta.size == self.sent => Ok(meta),
+            (Ok(_), Ok(Some(meta))) => {
+                let key = self.key.to_string();
+                Err(UploadError::WrongSize { key, sent: self.sent, found: meta.size })
+            }
+            (Ok(_), Ok(None)) => Err(StoreError::NotFound { key: self.key.to_string() }.into()),
+            (Ok(_), Err(error)) | (Err(error), _) => Err(error.into()),
+        }
+    }
+
+    /// Gives up: the parts are dropped at the store. Best effort; what remains is invisible and the store's lifecycle
+    /// rule removes it.
+    pub async fn abort(mut self) {
+        self.under_way.shutdown().await;
+        match tokio::time::timeout(ABORT_DEADLINE, self.inner.abort()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(key = %self.key, %error, "could not abort the upload"),
+            Err(_) => tracing::warn!(key = %self.key, "no answer to the abort of the upload"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_are_few_enough_and_within_the_budget(bytes in 0u64..200_000_000_000) {
+            let parts = Parts::for_at_most(bytes);
+            prop_assert!(bytes.div_ceil(parts.size as u64) <= MOST_PARTS);
+            prop_assert!(parts.size as u64 >= SMALLEST_PART);
+            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= BUDGET);
+        }
+    }
+
+    #[tokio::test]
+    async fn nothing_is_there_before_completion_and_everything_after() {
+        let bucket = Bucket::new(std::sync::Arc::new(object_store::memory::InMemory::new()));
+        let key = Path::from("a/b.dump");
+        let mut upload = Upload::begin(&bucket, &key, Parts::for_at_most(0)).await.unwrap();
+        let content: Bytes = (0..12 * MIB).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into();
+        let mut rest = content.clone();
+        while !rest.is_empty() {
+            let take = upload.room().min(rest.len()).min(300_000);
+            upload.push(rest.split_to(take)).await.unwrap();
+        }
+        upload.flush().await.unwrap();
+        assert!(bucket.head(&key).await.unwrap().is_none());
+        assert_eq!(upload.complete().await.unwrap().size, content.len() as u64);
+        assert_eq!(bucket.get(&key, u64::MAX).await.unwrap().unwrap().value, content);
+    }
+}

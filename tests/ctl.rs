@@ -1,0 +1,256 @@
+//! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits.
+
+use std::collections::VecDeque;
+use std::process::{Output, Stdio};
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::Command;
+
+const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+const OPERATION: &str = "019a0000-0000-7000-8000-000000000002";
+const SECRET: &str = "the-operators-secret";
+
+/// What the platform does with one request.
+enum Reply {
+    Json(u16, Value),
+    /// The request is taken; the connection is cut without a word.
+    Lost,
+}
+
+#[derive(Debug, Clone)]
+struct Seen {
+    line: String,
+    headers: Vec<(String, String)>,
+    body: String,
+}
+
+impl Seen {
+    fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+    }
+}
+
+struct Platform {
+    base: String,
+    seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+impl Platform {
+    async fn start(replies: impl IntoIterator<Item = Reply>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let base = format!("http://{}", listener.local_addr().unwrap());
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let mut replies: VecDeque<Reply> = replies.into_iter().collect();
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let Some(request) = read(&mut stream).await else { continue };
+                log.lock().unwrap().push(request);
+                let unscripted = Reply::Json(500, problem(500, "internal", "No more replies."));
+                if let Reply::Json(status, body) = replies.pop_front().unwrap_or(unscripted) {
+                    let body = body.to_string();
+                    let head = format!(
+                        "HTTP/1.1 {status} X\r\ncontent-length: {}\r\nconnection: close\r\n\r\n",
+                        body.len()
+                    );
+                    stream.write_all((head + &body).as_bytes()).await.ok();
+                }
+            }
+        });
+        Self { base, seen }
+    }
+
+    fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().unwrap().clone()
+    }
+
+    async fn svcctl(&self, args: &[&str]) -> Output {
+        svcctl(args, &[("PLATFORM_PUBLIC_URL", self.base.as_str()), ("PLATFORM_SECRET", SECRET)]).await
+    }
+}
+
+async fn svcctl(args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+    command.arg("svcctl").args(args).env_clear().envs(env.iter().copied());
+    command.stdin(Stdio::null()).kill_on_drop(true).output().await.unwrap()
+}
+
+async fn read(stream: &mut TcpStream) -> Option<Seen> {
+    let mut bytes = Vec::new();
+    loop {
+        if stream.read_buf(&mut bytes).await.ok()? == 0 {
+            return None;
+        }
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        let Some((head, body)) = text.split_once("\r\n\r\n") else { continue };
+        let mut lines = head.lines();
+        let line = lines.next()?.to_owned();
+        let headers: Vec<_> = lines
+            .filter_map(|line| line.split_once(": "))
+            .map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
+            .collect();
+        let seen = Seen { line, headers, body: body.to_owned() };
+        let length = seen.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
+        if body.len() >= length {
+            return Some(seen);
+        }
+    }
+}
+
+fn problem(status: u16, code: &str, detail: &str) -> Value {
+    json!({"type": "about:blank", "title": "T", "status": status, "detail": detail, "code": code, "requestId": "req-7"})
+}
+
+fn record(status: &str, operation: Option<Value>) -> Value {
+    json!({
+        "machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
+        "status": status, "failure": null, "epoch": 1, "serverType": "cpx22", "operations": Vec::from_iter(operation),
+    })
+}
+
+fn operation(kind: &str, state: &str, steps: &[&str]) -> Value {
+    let log: Vec<_> = steps
+        .iter()
+        .map(
+            |step| json!({"at": "2026-01-01T00:00:00.000Z", "step": step, "outcome": "done", "detail": null}),
+        )
+        .collect();
+    json!({"operationId": OPERATION, "machineId": MACHINE, "kind": kind, "state": state, "step": null, "attempts": 1,
+           "errorCode": if state == "failed" { json!("provisioning_error") } else { json!(null) }, "log": log})
+}
+
+fn accepted() -> Reply {
+    Reply::Json(202, json!({"machineId": MACHINE, "status": "provisioning", "operationId": OPERATION}))
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[tokio::test]
+async fn a_call_whose_reply_is_lost_is_made_again_under_the_same_key() {
+    let platform =
+        Platform::start([Reply::Lost, Reply::Json(503, problem(503, "store_unavailable", "…")), accepted()])
+            .await;
+    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    let seen = platform.seen();
+    assert_eq!(seen.len(), 3);
+    let key = seen[0].header("idempotency-key").unwrap();
+    for request in &seen {
+        assert_eq!(request.line, "POST /vps/provision HTTP/1.1");
+        assert_eq!(request.header("idempotency-key"), Some(key));
+        assert_eq!(request.header("authorization"), Some(format!("Bearer {SECRET}").as_str()));
+        let body: Value = serde_json::from_str(&request.body).unwrap();
+        assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
+    }
+}
+
+#[tokio::test]
+async fn json_is_what_the_api_said() {
+    let body = json!({"machines": [], "nextCursor": null, "unknown": {"b": 1, "a": 2}});
+    let platform = Platform::start([Reply::Json(200, body.clone())]).await;
+    let output = platform.svcctl(&["list", "--status", "running", "--json"]).await;
+    assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{body}\n"));
+    assert_eq!(platform.seen()[0].line, "GET /vps?status=running HTTP/1.1");
+}
+
+#[tokio::test]
+async fn waiting_shows_each_step_once_and_ends_with_the_record() {
+    let at_work = operation("provision", "running", &["fence"]);
+    let done = operation("provision", "succeeded", &["fence", "create_server"]);
+    let platform = Platform::start([
+        accepted(),
+        Reply::Json(200, record("provisioning", Some(at_work.clone()))),
+        Reply::Json(200, record("provisioning", Some(at_work))),
+        Reply::Json(200, record("running", Some(done))),
+    ])
+    .await;
+    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait", "--json"]).await;
+    let said = stderr(&output);
+    assert!(output.status.success(), "{said}");
+    assert_eq!(said.matches("  fence  done").count(), 1, "{said}");
+    assert_eq!(said.matches("  create_server  done").count(), 1, "{said}");
+    let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(shown["status"], "running");
+}
+
+#[tokio::test]
+async fn waiting_for_what_fails_fails() {
+    let failed = operation("recover", "failed", &["create_server"]);
+    let platform = Platform::start([accepted(), Reply::Json(200, record("failed", Some(failed)))]).await;
+    let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
+    assert_eq!(output.status.code(), Some(69));
+    assert!(stderr(&output).contains("provisioning_error"), "{}", stderr(&output));
+}
+
+#[tokio::test]
+async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
+    let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
+    let output = platform.svcctl(&["delete", MACHINE]).await;
+    assert_eq!(output.status.code(), Some(64));
+    assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
+    assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")));
+    let output = platform.svcctl(&["recover", "user_1"]).await;
+    assert_eq!(output.status.code(), Some(64));
+    assert_eq!(platform.seen().len(), 1);
+}
+
+#[tokio::test]
+async fn a_refusal_says_why_and_what_next_and_exits_by_its_kind() {
+    for (status, code, exit) in [
+        (401, "unauthorized", 77),
+        (402, "subscription_required", 65),
+        (404, "bundle_not_found", 65),
+        (409, "handle_taken", 65),
+        (502, "provisioning_error", 69),
+        (503, "disabled", 75),
+        (500, "internal", 70),
+    ] {
+        let platform = Platform::start([Reply::Json(status, problem(status, code, "That is why."))]).await;
+        let output = platform.svcctl(&["provision", "user_1", "--handle", "ada"]).await;
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(exit), "{code}: {said}");
+        for part in ["That is why.", code, "req-7", "next:"] {
+            assert!(said.contains(part), "{code}: {said}");
+        }
+        assert_eq!(platform.seen().len(), 1, "{code} is not tried again");
+    }
+}
+
+#[tokio::test]
+async fn what_is_missing_is_said_at_once_and_no_secret_is_shown() {
+    let output = svcctl(&["list"], &[]).await;
+    assert_eq!(output.status.code(), Some(78));
+    for name in ["PLATFORM_PUBLIC_URL", "PLATFORM_SECRET"] {
+        assert!(stderr(&output).contains(name), "{}", stderr(&output));
+    }
+    let env = [("PLATFORM_PUBLIC_URL", "http://platform.example"), ("PLATFORM_SECRET", SECRET)];
+    let output = svcctl(&["list"], &env).await;
+    assert_eq!(output.status.code(), Some(78), "the secret does not travel in plain text");
+    assert!(!stderr(&output).contains(SECRET), "{}", stderr(&output));
+}
+
+#[tokio::test]
+async fn the_secret_can_come_from_a_file() {
+    let platform = Platform::start([Reply::Json(200, json!({"slots": []}))]).await;
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("secret");
+    std::fs::write(&file, format!("{SECRET}\n")).unwrap();
+    let args = ["slot", "list", "user_1", "--secret-file", file.to_str().unwrap()];
+    let output = svcctl(&args, &[("PLATFORM_PUBLIC_URL", &platform.base)]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(platform.seen()[0].header("authorization"), Some(format!("Bearer {SECRET}").as_str()));
+}
+
+#[tokio::test]
+async fn a_platform_that_is_not_there_is_unavailable() {
+    let port = kit::net::free_port().unwrap();
+    let base = format!("http://127.0.0.1:{port}");
+    let output = svcctl(&["list"], &[("PLATFORM_PUBLIC_URL", &base), ("PLATFORM_SECRET", SECRET)]).await;
+    assert_eq!(output.status.code(), Some(69));
+    assert!(stderr(&output).contains(&base), "{}", stderr(&output));
+}

@@ -1,0 +1,115 @@
+//! The house's own rules, read from the source: who may import whom, and what no file may hold.
+//!
+//! Each rule is a pure function over paths and texts, and is shown to notice a bad sample.
+
+mod documented;
+mod edges;
+mod rules;
+mod source;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A file of the project: its path from the root, with `/`, and its text.
+pub struct File {
+    pub path: String,
+    pub text: String,
+}
+
+impl File {
+    #[cfg(test)]
+    fn sample(path: &str, text: &str) -> Self {
+        Self { path: path.to_owned(), text: text.to_owned() }
+    }
+}
+
+/// Where a rule is broken: `src/store/key.rs:12: why`.
+pub fn at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
+    format!("{path}:{line}: {why}")
+}
+
+/// Built or fetched, never written by hand.
+const SKIPPED: [&str; 4] = [".git", "target", "node_modules", "dist"];
+const TEXTS: [&str; 19] = [
+    "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
+    "service", "timer", "path", "conf", "txt",
+];
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn files() -> Vec<File> {
+    let mut found = Vec::new();
+    walk(&root(), "", &mut found);
+    assert!(found.iter().any(|file| file.path == "src/main.rs"), "the walk found no source");
+    found
+}
+
+fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
+    for entry in fs::read_dir(folder).expect("a folder of the project is read") {
+        let entry = entry.expect("an entry is read");
+        let name = entry.file_name().into_string().expect("names are UTF-8");
+        let path = format!("{prefix}{name}");
+        let kind = entry.file_type().expect("its kind is known");
+        if kind.is_dir() && !SKIPPED.contains(&name.as_str()) {
+            walk(&entry.path(), &format!("{path}/"), found);
+        } else if kind.is_file() && is_text(&path) {
+            let text = fs::read_to_string(entry.path()).unwrap_or_else(|error| panic!("{path}: {error}"));
+            found.push(File { path, text });
+        }
+    }
+}
+
+fn is_text(path: &str) -> bool {
+    path == ".ci/run" || Path::new(path).extension().is_some_and(|end| TEXTS.iter().any(|text| end == *text))
+}
+
+fn assert_none(broken: &[String]) {
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+}
+
+#[test]
+fn the_edges_of_the_architecture_hold() {
+    assert_none(&edges::broken(&files()));
+}
+
+#[test]
+fn nothing_unwraps_outside_tests() {
+    assert_none(&rules::unwraps(&files()));
+}
+
+#[test]
+fn nothing_is_left_to_do() {
+    assert_none(&files().iter().flat_map(rules::left_to_do).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_source_file_says_what_it_owns() {
+    assert_none(&files().iter().filter_map(rules::unopened).collect::<Vec<_>>());
+}
+
+#[test]
+fn no_source_file_is_long() {
+    assert_none(&files().iter().filter_map(rules::too_long).collect::<Vec<_>>());
+}
+
+#[test]
+fn no_file_names_a_place_of_the_machine_that_built_it() {
+    assert_none(&files().iter().flat_map(rules::build_machine_paths).collect::<Vec<_>>());
+}
+
+#[test]
+fn the_tools_drive_the_product_from_outside() {
+    assert_none(&files().iter().flat_map(rules::links_to_the_product).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_variable_is_in_the_reference() {
+    assert_none(&documented::undocumented(&files()));
+}
+
+#[test]
+fn the_folders_are_those_of_the_plan() {
+    assert_none(&rules::unplanned_folders(&files()));
+}

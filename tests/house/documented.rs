@@ -1,0 +1,98 @@
+//! Every variable that the product reads stands in the README's reference.
+
+use super::{File, at};
+
+/// Set by systemd for its services, not by a person.
+const NOT_OURS: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
+
+const READERS: [&str; 12] = [
+    "flag",
+    "is_set",
+    "optional",
+    "or",
+    "path",
+    "required",
+    "required_secret",
+    "secret",
+    "text",
+    "var",
+    "var_os",
+    "vars",
+];
+
+/// The variables that a line reads: capitals in quotes, as the first argument of a reader or after `env`.
+fn read_in(line: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    let mut rest = 0;
+    while let Some(open) = line[rest..].find('"').map(|at| rest + at) {
+        let Some(close) = line[open + 1..].find('"').map(|at| open + 1 + at) else { break };
+        let name = &line[open + 1..close];
+        if is_name(name) && is_argument(line[..open].trim_end()) {
+            found.push(name);
+        }
+        rest = close + 1;
+    }
+    found
+}
+
+fn is_name(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_uppercase())
+        && text.contains('_')
+        && text.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_')
+}
+
+fn is_argument(before: &str) -> bool {
+    if before.ends_with("(env,") || before.ends_with("(&mut env,") {
+        return true;
+    }
+    let Some(call) = before.strip_suffix('(') else { return false };
+    let call = call.split_once("::<").map_or(call, |(name, _)| name);
+    let word = call.rsplit(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or_default();
+    READERS.contains(&word)
+}
+
+pub fn undocumented(files: &[File]) -> Vec<String> {
+    let readme = files.iter().find(|file| file.path == "README.md").map_or("", |file| &file.text);
+    let mut found = Vec::new();
+    for file in files.iter().filter(|file| file.path.starts_with("src/") && file.path.ends_with(".rs")) {
+        for (number, line) in file.text.lines().enumerate() {
+            for name in read_in(line) {
+                if !NOT_OURS.contains(&name) && !readme.contains(&format!("`{name}`")) {
+                    found.push(at(
+                        &file.path,
+                        number + 1,
+                        format!("{name} is not in the README's reference"),
+                    ));
+                }
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_is_seen_however_it_is_read() {
+        for line in [
+            "let a = env.required(\"SVC_A\");",
+            "env.or::<u64>(\"SVC_A\", 72)",
+            "let a = seconds(env, \"SVC_A\", 1800);",
+            "named(&mut env, \"SVC_A\")",
+            "std::env::var_os(\"SVC_A\")",
+        ] {
+            assert_eq!(read_in(line), ["SVC_A"], "{line}");
+        }
+        assert!(read_in("command.env(\"SVC_A\", x); (\"SVC_A\", \"v\"); \"must be SVC_A\"").is_empty());
+    }
+
+    #[test]
+    fn a_variable_that_the_readme_does_not_have_is_noticed() {
+        let readme = File::sample("README.md", "| `SVC_A` | – | an a |");
+        let source = File::sample("src/a.rs", "env.text(\"SVC_A\"); env.text(\"SVC_AB\")");
+        let found = undocumented(&[readme, source]);
+        assert!(found.len() == 1 && found[0].contains("SVC_AB"), "{found:?}");
+    }
+}

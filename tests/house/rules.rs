@@ -1,0 +1,215 @@
+//! What no file may hold, and what each must.
+
+use super::{File, at, source};
+
+const LONGEST: usize = 500;
+
+fn is_rust(path: &str) -> bool {
+    path.ends_with(".rs")
+}
+
+fn is_ours(path: &str) -> bool {
+    is_rust(path) && ["src/", "xtask/", "tests/"].iter().any(|place| path.starts_with(place))
+}
+
+pub fn unwraps(files: &[File]) -> Vec<String> {
+    let tests = source::test_modules(files);
+    let mut found = Vec::new();
+    for file in files {
+        let Some(module) = source::module(&file.path) else { continue };
+        if tests.iter().any(|test| module.starts_with(test)) {
+            continue;
+        }
+        let (tokens, _) = source::without_tests(&source::tokens(&source::code(&file.text)));
+        for call in tokens.windows(4) {
+            if call.iter().map(|token| token.text.as_str()).eq([".", "unwrap", "(", ")"]) {
+                found.push(at(&file.path, call[0].line, "unwrap() outside tests"));
+            }
+        }
+    }
+    found
+}
+
+/// Words that promise later work. They are put together here so that this file does not hold them itself.
+pub fn left_to_do(file: &File) -> Vec<String> {
+    let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
+    let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
+    let mut found = Vec::new();
+    for (number, line) in file.text.lines().enumerate() {
+        let told = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
+        if told || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
+            found.push(at(&file.path, number + 1, "promises later work"));
+        }
+    }
+    found
+}
+
+pub fn unopened(file: &File) -> Option<String> {
+    let says = file.text.starts_with("//! ") || file.text.lines().count() <= 1;
+    (is_ours(&file.path) && !says)
+        .then(|| at(&file.path, 1, "does not open with `//!`: what it owns, and which invariant it keeps"))
+}
+
+pub fn too_long(file: &File) -> Option<String> {
+    let lines = file.text.lines().count();
+    (is_rust(&file.path) && lines > LONGEST)
+        .then(|| at(&file.path, lines, format!("{lines} lines, more than {LONGEST}")))
+}
+
+/// Absolute paths below a home directory, other than the product's own, or below a build's work folder.
+pub fn build_machine_paths(file: &File) -> Vec<String> {
+    let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
+    let mut found = Vec::new();
+    for (number, line) in file.text.lines().enumerate() {
+        for place in places {
+            for (start, _) in line.match_indices(place) {
+                let is_absolute =
+                    !line[..start].ends_with(|c: char| c.is_alphanumeric() || "._-}~".contains(c));
+                let names_something =
+                    line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
+                let is_the_products = line[start..].starts_with("/home/svc");
+                if is_absolute && names_something && !is_the_products {
+                    found.push(at(&file.path, number + 1, "names a place of the machine that built it"));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// xtask and the kit drive the public CLI, HTTP and signals: their manifests do not name the product's package.
+pub fn links_to_the_product(file: &File) -> Vec<String> {
+    if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml") {
+        return Vec::new();
+    }
+    let names_it = |line: &str| {
+        let key = line.split(['=', '.']).next().unwrap_or_default().trim().trim_matches('"');
+        key == "svc" || key.ends_with("dependencies.svc]") || line.contains("package = \"svc\"")
+    };
+    let header = |line: &str| line.trim_start().starts_with('[') && line.contains("dependencies.svc]");
+    let lines = file.text.lines().enumerate();
+    lines
+        .filter(|(_, line)| names_it(line) || header(line))
+        .map(|(number, _)| at(&file.path, number + 1, "links the product, which it must drive from outside"))
+        .collect()
+}
+
+const TOP: [&str; 14] = [
+    ".cargo",
+    ".ci",
+    ".config",
+    ".github",
+    "apps",
+    "cloud-init",
+    "fuzz",
+    "migrations",
+    "packaging",
+    "scripts",
+    "src",
+    "systemd",
+    "tests",
+    "xtask",
+];
+const SOURCES: [&str; 7] = ["ctl", "host", "http", "machine", "platform", "provider", "store"];
+
+pub fn unplanned_folders(files: &[File]) -> Vec<String> {
+    let mut found = Vec::new();
+    for file in files {
+        let mut parts: Vec<&str> = file.path.split('/').collect();
+        parts.pop();
+        let planned = match parts.as_slice() {
+            [] | ["src"] => true,
+            ["src", folder, ..] => SOURCES.contains(folder),
+            [folder, ..] => TOP.contains(folder),
+        };
+        if !planned {
+            found.push(at(&file.path, 1, "stands in a folder that the plan does not have"));
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unwrap_is_noticed_outside_tests_alone() {
+        let bad = "fn a() { b().unwrap(); }";
+        let lines = |files: &[File]| unwraps(files).len();
+        assert_eq!(lines(&[File::sample("src/a.rs", bad)]), 1);
+        assert_eq!(lines(&[File::sample("src/a.rs", "fn a() {\n b()\n  .unwrap\n ( ) }")]), 1);
+        assert_eq!(
+            lines(&[File::sample("src/a.rs", "#[cfg(test)]\nmod tests { fn a() { b().unwrap() } }")]),
+            0
+        );
+        assert_eq!(
+            lines(&[File::sample("src/a.rs", "// b().unwrap()\nb().unwrap_or(1); \".unwrap()\";")]),
+            0
+        );
+        let parent = File::sample("src/a/mod.rs", "#[cfg(test)]\nmod model;");
+        assert_eq!(lines(&[parent, File::sample("src/a/model/deep.rs", bad)]), 0);
+        let parent = File::sample("src/a/b.rs", "#[cfg(test)]\n#[path = \"b_tests.rs\"]\nmod tests;");
+        assert_eq!(lines(&[parent, File::sample("src/a/b_tests.rs", bad)]), 0);
+        let parent = File::sample("src/a/mod.rs", "mod model;");
+        assert_eq!(lines(&[parent, File::sample("src/a/model.rs", bad)]), 1);
+    }
+
+    #[test]
+    fn a_promise_is_noticed() {
+        for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
+            assert_eq!(left_to_do(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
+        }
+        assert!(left_to_do(&File::sample("src/a.rs", "// methodology\nfn mastodon() {}")).is_empty());
+    }
+
+    #[test]
+    fn a_file_without_its_opening_is_noticed() {
+        assert!(unopened(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
+        assert!(unopened(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
+        assert!(unopened(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
+        assert!(unopened(&File::sample("README.md", "svc")).is_none());
+    }
+
+    #[test]
+    fn a_long_file_is_noticed() {
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST + 1))).is_some());
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST))).is_none());
+    }
+
+    #[test]
+    fn a_place_of_the_build_machine_is_noticed() {
+        for bad in [concat!("\"/ho", "me/ada/x\""), concat!("cd /wo", "rk/a"), concat!("//! see /ro", "ot/x")]
+        {
+            assert_eq!(build_machine_paths(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
+        }
+        for good in
+            ["\"/home/svc/home/apps\"", "target/work/x", "{svc_root}/home/x", "~/root/x", "/home/<user>/"]
+        {
+            assert!(build_machine_paths(&File::sample("src/a.rs", good)).is_empty(), "{good}");
+        }
+    }
+
+    #[test]
+    fn a_link_to_the_product_is_noticed() {
+        for bad in [
+            "svc = { path = \"..\" }",
+            "svc.workspace = true",
+            "[dependencies.svc]",
+            "[dev-dependencies.svc]",
+            "product = { path = \"..\", package = \"svc\" }",
+        ] {
+            assert_eq!(links_to_the_product(&File::sample("xtask/Cargo.toml", bad)).len(), 1, "{bad}");
+        }
+        assert!(links_to_the_product(&File::sample("Cargo.toml", "name = \"svc\"")).is_empty());
+        let good = "kit = { path = \"../tests/kit\" }\nsvc-bench = \"1\"";
+        assert!(links_to_the_product(&File::sample("xtask/Cargo.toml", good)).is_empty());
+    }
+
+    #[test]
+    fn an_unplanned_folder_is_noticed() {
+        let folders = |path: &str| unplanned_folders(&[File::sample(path, "")]).len();
+        assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
+        assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));
+    }
+}

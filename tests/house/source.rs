@@ -1,0 +1,327 @@
+//! Enough of Rust's grammar to read it honestly: comments and literals blanked, tokens, tests, and paths.
+
+use super::File;
+
+/// The code with comments and the contents of literals blanked; lines stay where they are.
+pub fn code(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let mut out = String::with_capacity(text.len());
+    let mut at = 0;
+    while at < chars.len() {
+        let end = match (chars[at], chars.get(at + 1)) {
+            ('/', Some('/')) => find(&chars, at, '\n'),
+            ('/', Some('*')) => block_comment(&chars, at),
+            ('"', _) => string(&chars, at),
+            ('r' | 'b' | 'c', _) if at == 0 || !is_word(chars[at - 1]) => match prefixed(&chars, at) {
+                Some(end) => end,
+                None => at,
+            },
+            ('\'', _) => character(&chars, at),
+            _ => at,
+        };
+        if end == at {
+            out.push(chars[at]);
+            at += 1;
+        } else {
+            chars[at..end].iter().for_each(|&c| out.push(if c == '\n' { '\n' } else { ' ' }));
+            at = end;
+        }
+    }
+    out
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+fn find(chars: &[char], from: usize, wanted: char) -> usize {
+    (from..chars.len()).find(|&at| chars[at] == wanted).unwrap_or(chars.len())
+}
+
+fn block_comment(chars: &[char], from: usize) -> usize {
+    let mut depth = 0;
+    let mut at = from;
+    while at < chars.len() {
+        match (chars[at], chars.get(at + 1)) {
+            ('/', Some('*')) => (depth, at) = (depth + 1, at + 2),
+            ('*', Some('/')) => (depth, at) = (depth - 1, at + 2),
+            _ => at += 1,
+        }
+        if depth == 0 {
+            return at;
+        }
+    }
+    chars.len()
+}
+
+fn string(chars: &[char], from: usize) -> usize {
+    let mut at = from + 1;
+    while at < chars.len() && chars[at] != '"' {
+        at += if chars[at] == '\\' { 2 } else { 1 };
+    }
+    (at + 1).min(chars.len())
+}
+
+/// The end of a literal that begins with letters (`r"`, `br#"`, `b"`, `c"`), if there is one here.
+fn prefixed(chars: &[char], from: usize) -> Option<usize> {
+    let letters = chars[from..].iter().take(2).take_while(|c| "rbc".contains(**c)).count();
+    let raw = chars[from..from + letters].contains(&'r');
+    let hashes = chars[from + letters..].iter().take_while(|c| **c == '#').count();
+    let quote = from + letters + hashes;
+    if chars.get(quote) != Some(&'"') || (hashes > 0 && !raw) {
+        return None;
+    }
+    if !raw {
+        return Some(string(chars, quote));
+    }
+    let mut at = quote + 1;
+    while at < chars.len() {
+        if chars[at] == '"' && chars[at + 1..].iter().take(hashes).filter(|c| **c == '#').count() == hashes {
+            return Some(at + 1 + hashes);
+        }
+        at += 1;
+    }
+    Some(chars.len())
+}
+
+/// The end of a character literal, or `from` where the quote opens a lifetime.
+fn character(chars: &[char], from: usize) -> usize {
+    match (chars.get(from + 1), chars.get(from + 2)) {
+        (Some('\\'), Some(_)) => find(chars, from + 3, '\'') + 1,
+        (Some(_), Some('\'')) => from + 3,
+        _ => from,
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Token {
+    pub text: String,
+    pub line: usize,
+}
+
+/// Words, `::`, and single signs.
+pub fn tokens(code: &str) -> Vec<Token> {
+    let mut found: Vec<Token> = Vec::new();
+    for (number, line) in code.lines().enumerate() {
+        let chars: Vec<char> = line.chars().collect();
+        let mut at = 0;
+        while at < chars.len() {
+            let length = if is_word(chars[at]) {
+                chars[at..].iter().take_while(|c| is_word(**c)).count()
+            } else if chars[at] == ':' && chars.get(at + 1) == Some(&':') {
+                2
+            } else {
+                1
+            };
+            if !chars[at].is_whitespace() {
+                let text = chars[at..at + length].iter().collect();
+                found.push(Token { text, line: number + 1 });
+            }
+            at += length;
+        }
+    }
+    found
+}
+
+fn matches(tokens: &[Token], at: usize, wanted: &[&str]) -> bool {
+    tokens.len() >= at + wanted.len()
+        && tokens[at..].iter().zip(wanted).all(|(token, text)| token.text == *text)
+}
+
+/// The tokens without the items under `#[cfg(test)]`, and the names of the modules that stand in files of their own.
+pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
+    let (mut kept, mut modules) = (Vec::new(), Vec::new());
+    let mut at = 0;
+    while at < tokens.len() {
+        if !is_test_attribute(tokens, at) {
+            kept.push(tokens[at].clone());
+            at += 1;
+            continue;
+        }
+        let from = at;
+        let mut depth = 0;
+        while at < tokens.len() {
+            match tokens[at].text.as_str() {
+                "{" | "(" | "[" => depth += 1,
+                "}" | ")" | "]" => depth -= 1,
+                _ => {}
+            }
+            let ended = depth == 0 && matches!(tokens[at].text.as_str(), "}" | ";");
+            at += 1;
+            if ended {
+                break;
+            }
+        }
+        let item = &tokens[from..at];
+        if item.last().is_some_and(|token| token.text == ";")
+            && let Some(word) = item.iter().position(|token| token.text == "mod")
+        {
+            modules.push(item[word + 1].text.clone());
+        }
+    }
+    (kept, modules)
+}
+
+fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
+    matches(tokens, at, &["#", "[", "cfg", "(", "test", ")", "]"])
+        || matches(tokens, at, &["#", "[", "cfg", "(", "all", "(", "test", ","])
+}
+
+/// The module that a file of `src` holds, as the names below the crate.
+pub fn module(path: &str) -> Option<Vec<String>> {
+    let inner = path.strip_prefix("src/")?.strip_suffix(".rs")?;
+    let mut names: Vec<String> = inner.split('/').map(str::to_owned).collect();
+    if matches!(inner, "main" | "lib") || names.last().is_some_and(|name| name == "mod") {
+        names.pop();
+    }
+    Some(names)
+}
+
+/// Modules of `src` that are compiled for tests alone.
+pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for file in files {
+        let Some(parent) = module(&file.path) else { continue };
+        for name in without_tests(&tokens(&code(&file.text))).1 {
+            found.push(parent.iter().cloned().chain([name]).collect());
+        }
+        found.extend(test_paths(file));
+    }
+    found
+}
+
+/// Files that stand under another name than their module's: `#[cfg(test)]`, then `#[path = "…"]` in the next line.
+fn test_paths(file: &File) -> Vec<Vec<String>> {
+    let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
+    let pairs = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
+    let names = pairs.filter_map(|pair| pair[1].strip_prefix("#[path = \"")?.strip_suffix("\"]"));
+    names.filter_map(|name| module(&format!("{folder}/{name}"))).collect()
+}
+
+/// A path that the code names, from the crate's root, and the line where it stands.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Named {
+    pub path: Vec<String>,
+    pub line: usize,
+}
+
+/// Every path below `crate` that a file names, by `crate::` or by `super::`, with the groups of `use` spread out.
+pub fn named(module: &[String], tokens: &[Token]) -> Vec<Named> {
+    let mut found = Vec::new();
+    // The modules that are open at a point of the file, each with the depth of its brace.
+    let mut inline: Vec<(usize, String)> = Vec::new();
+    let mut depth = 0;
+    for (at, token) in tokens.iter().enumerate() {
+        match token.text.as_str() {
+            "{" => {
+                depth += 1;
+                if at >= 2 && tokens[at - 2].text == "mod" {
+                    inline.push((depth, tokens[at - 1].text.clone()));
+                }
+            }
+            "}" => {
+                inline.pop_if(|(opened, _)| *opened == depth);
+                depth = depth.saturating_sub(1);
+            }
+            "crate" | "super" if matches(tokens, at + 1, &["::"]) && !follows_path(tokens, at) => {
+                let here: Vec<String> =
+                    module.iter().cloned().chain(inline.iter().map(|(_, name)| name.clone())).collect();
+                let mut prefix = if token.text == "crate" { Vec::new() } else { parent(&here) };
+                let mut next = at + 2;
+                while matches(tokens, next, &["super", "::"]) {
+                    prefix = parent(&prefix);
+                    next += 2;
+                }
+                spread(tokens, next, &prefix, &mut found);
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+fn follows_path(tokens: &[Token], at: usize) -> bool {
+    at > 0 && tokens[at - 1].text == "::"
+}
+
+fn parent(path: &[String]) -> Vec<String> {
+    path[..path.len().saturating_sub(1)].to_vec()
+}
+
+/// Reads the tree that begins at `at` and returns where it ends.
+fn spread(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<Named>) -> usize {
+    let mut path = prefix.to_vec();
+    let line = tokens.get(at).map_or(0, |token| token.line);
+    loop {
+        match tokens.get(at).map(|token| token.text.as_str()) {
+            Some("{") => {
+                at += 1;
+                while at < tokens.len() && tokens[at].text != "}" {
+                    at = spread(tokens, at, &path, found);
+                    // What is left of this branch is `as` and a name.
+                    while at < tokens.len() && !matches!(tokens[at].text.as_str(), "," | "}") {
+                        at += 1;
+                    }
+                    at += usize::from(matches(tokens, at, &[","]));
+                }
+                return at + 1;
+            }
+            Some(word) if word.starts_with(is_word) && word != "self" => path.push(word.to_owned()),
+            _ => {}
+        }
+        if !matches(tokens, at + 1, &["::"]) {
+            found.push(Named { path, line });
+            return at + 1;
+        }
+        at += 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn paths(module: &[&str], text: &str) -> Vec<String> {
+        let module: Vec<String> = module.iter().map(|name| (*name).to_owned()).collect();
+        named(&module, &tokens(&code(text))).iter().map(|named| named.path.join("::")).collect()
+    }
+
+    #[test]
+    fn comments_and_literals_are_not_code() {
+        let text = "a // crate::b\n/* x /* y */ crate::c */ \"crate::d\" r#\"crate::\"e\"# b'\\'' '\"' d('a, \"\\\"f\")";
+        let code = code(text);
+        assert!(!code.contains("crate") && !code.contains('f'), "{code}");
+        assert!(code.starts_with("a ") && code.contains("d('a, "), "{code}");
+        assert_eq!(code.lines().count(), text.lines().count());
+    }
+
+    #[test]
+    fn a_path_is_read_in_every_form() {
+        assert_eq!(
+            paths(
+                &["a", "b"],
+                "use crate::{c::{self, D as X,}, e as y};\nuse super::f;\nfn g(_: &crate::h::I) {}"
+            ),
+            ["c", "c::D", "e", "a::f", "h::I"]
+        );
+        assert_eq!(paths(&["a", "b"], "use super::super::c::*;"), ["c"]);
+        assert_eq!(
+            paths(&["a"], "mod t { use super::x; mod u { use super::super::y; } } use super::z;"),
+            ["a::x", "a::y", "z"]
+        );
+        assert_eq!(
+            paths(&["a"], "pub(crate) fn x() { $crate::b!(); let s = S { t: crate::u { v } }; }"),
+            ["b", "u"]
+        );
+    }
+
+    #[test]
+    fn tests_are_told_from_code() {
+        let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
+        let (kept, modules) = without_tests(&tokens(&code(text)));
+        assert_eq!(kept.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);
+        assert_eq!(modules, ["far"]);
+        assert_eq!(kept[2].line, 10);
+    }
+}

@@ -1,0 +1,252 @@
+//! The provider's books: servers, actions, and every creation that ever was. The rules of the API are here, without I/O.
+//!
+//! The invariant: one server per name, one running action per server, and a disk never becomes smaller.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::address::Addresses;
+use super::catalog::{self, CatalogType};
+use super::labels::{self, Labels};
+use super::refusal::Refusal;
+use http::StatusCode;
+
+const LARGEST_USER_DATA: usize = 32 * 1024;
+
+/// The state of a server's power, as the API names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Power {
+    Initializing,
+    Starting,
+    Running,
+    Stopping,
+    Off,
+}
+
+/// A server in the books.
+#[derive(Debug, Clone)]
+pub(super) struct Record {
+    pub(super) id: i64,
+    pub(super) name: String,
+    pub(super) power: Power,
+    pub(super) server_type: &'static CatalogType,
+    pub(super) disk_gb: u32,
+    pub(super) image: String,
+    pub(super) location: String,
+    pub(super) labels: Labels,
+    pub(super) user_data: String,
+    pub(super) ipv4: Ipv4Addr,
+    pub(super) created: Timestamp,
+    /// Whether the operating system hears the power button.
+    pub(super) obeys_shutdown: bool,
+}
+
+/// An action in the books.
+#[derive(Debug, Clone)]
+pub(super) struct ActionRecord {
+    pub(super) id: i64,
+    pub(super) command: &'static str,
+    pub(super) server: i64,
+    pub(super) started: Timestamp,
+    /// `None` while it runs.
+    pub(super) end: Option<ActionEnd>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ActionEnd {
+    pub(super) at: Timestamp,
+    pub(super) failed: bool,
+}
+
+/// One server that was made, and when it ended; the log that shows orphans and doubles.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Creation {
+    pub id: i64,
+    pub name: String,
+    pub labels: BTreeMap<String, String>,
+    pub created: Timestamp,
+    /// Deleted or vanished.
+    pub ended: Option<Timestamp>,
+}
+
+/// `POST /servers`, as far as it matters.
+#[derive(Debug, Deserialize)]
+pub(super) struct Order {
+    name: String,
+    server_type: String,
+    image: String,
+    #[serde(default)]
+    location: Option<String>,
+    #[serde(default)]
+    labels: Labels,
+    #[serde(default)]
+    user_data: Option<String>,
+    #[serde(default = "yes")]
+    pub(super) start_after_create: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+pub(super) struct Book {
+    pub(super) servers: BTreeMap<i64, Record>,
+    actions: BTreeMap<i64, ActionRecord>,
+    creations: Vec<Creation>,
+    addresses: Addresses,
+    server_limit: usize,
+    next_id: i64,
+}
+
+impl Book {
+    pub(super) fn new(addresses: Addresses, server_limit: usize) -> Self {
+        Self {
+            servers: BTreeMap::new(),
+            actions: BTreeMap::new(),
+            creations: Vec::new(),
+            addresses,
+            server_limit,
+            next_id: 1000,
+        }
+    }
+
+    pub(super) fn create(&mut self, order: Order) -> Result<(Record, ActionRecord), Refusal> {
+        let server_type = self.check(&order)?;
+        let record = Record {
+            id: self.id(),
+            name: order.name,
+            power: Power::Initializing,
+            server_type,
+            disk_gb: server_type.disk_gb,
+            image: order.image,
+            location: order.location.unwrap_or_else(|| catalog::LOCATIONS[0].to_owned()),
+            labels: order.labels,
+            user_data: order.user_data.unwrap_or_default(),
+            ipv4: self.addresses.next(),
+            created: Timestamp::now(),
+            obeys_shutdown: true,
+        };
+        self.creations.push(Creation {
+            id: record.id,
+            name: record.name.clone(),
+            labels: record.labels.clone(),
+            created: record.created,
+            ended: None,
+        });
+        self.servers.insert(record.id, record.clone());
+        let action = self.open(record.id, "create_server");
+        Ok((record, action))
+    }
+
+    fn check(&self, order: &Order) -> Result<&'static CatalogType, Refusal> {
+        let hostname = |text: &str| {
+            (1..=63).contains(&text.len())
+                && text.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
+                && text.starts_with(|c: char| c.is_ascii_alphanumeric())
+        };
+        if !hostname(&order.name) {
+            return Err(Refusal::invalid("name", "is not a valid hostname"));
+        }
+        let Some(server_type) = catalog::by_name(&order.server_type) else {
+            return Err(Refusal::invalid("server_type", "server type not found"));
+        };
+        if order.image.is_empty() {
+            return Err(Refusal::invalid("image", "must not be empty"));
+        }
+        if order.location.as_deref().is_some_and(|name| !catalog::LOCATIONS.contains(&name)) {
+            return Err(Refusal::invalid("location", "location not found"));
+        }
+        labels::check(&order.labels)?;
+        if order.user_data.as_ref().is_some_and(|data| data.len() > LARGEST_USER_DATA) {
+            return Err(Refusal::invalid("user_data", "must be at most 32 KiB"));
+        }
+        if self.servers.values().any(|server| server.name == order.name) {
+            let text = "server name is already used";
+            return Err(Refusal::new(StatusCode::CONFLICT, "uniqueness_error", text));
+        }
+        if self.servers.len() >= self.server_limit {
+            let text = "server limit exceeded";
+            return Err(Refusal::new(StatusCode::FORBIDDEN, "resource_limit_exceeded", text));
+        }
+        Ok(server_type)
+    }
+
+    /// Starts an action on an unlocked server, after the rules of its kind.
+    pub(super) fn begin(
+        &mut self,
+        server: i64,
+        command: &'static str,
+        rule: impl FnOnce(&Record) -> Result<(), Refusal>,
+    ) -> Result<ActionRecord, Refusal> {
+        let record = self.server(server)?;
+        rule(record)?;
+        self.unlocked(server)?;
+        Ok(self.open(server, command))
+    }
+
+    /// Ends an action; the first end counts.
+    pub(super) fn settle(&mut self, action: i64, failed: bool) {
+        if let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) {
+            action.end = Some(ActionEnd { at: Timestamp::now(), failed });
+        }
+    }
+
+    pub(super) fn delete(&mut self, server: i64) -> Result<(Record, ActionRecord), Refusal> {
+        self.server(server)?;
+        self.unlocked(server)?;
+        let action = self.open(server, "delete_server");
+        let record = self.remove(server).expect("it was there a moment ago");
+        Ok((record, self.action(action.id)?.clone()))
+    }
+
+    /// Takes a server out of the books, locked or not.
+    pub(super) fn remove(&mut self, server: i64) -> Option<Record> {
+        let record = self.servers.remove(&server)?;
+        let now = Timestamp::now();
+        for creation in self.creations.iter_mut().filter(|creation| creation.id == server) {
+            creation.ended = Some(now);
+        }
+        for action in
+            self.actions.values_mut().filter(|action| action.server == server && action.end.is_none())
+        {
+            action.end = Some(ActionEnd { at: now, failed: action.command != "delete_server" });
+        }
+        Some(record)
+    }
+
+    pub(super) fn server(&self, id: i64) -> Result<&Record, Refusal> {
+        self.servers.get(&id).ok_or_else(|| Refusal::not_found("server", id))
+    }
+
+    pub(super) fn action(&self, id: i64) -> Result<&ActionRecord, Refusal> {
+        self.actions.get(&id).ok_or_else(|| Refusal::not_found("action", id))
+    }
+
+    pub(super) fn is_locked(&self, server: i64) -> bool {
+        self.actions.values().any(|action| action.server == server && action.end.is_none())
+    }
+
+    pub(super) fn creations(&self) -> &[Creation] {
+        &self.creations
+    }
+
+    fn unlocked(&self, server: i64) -> Result<(), Refusal> {
+        if self.is_locked(server) { Err(Refusal::locked()) } else { Ok(()) }
+    }
+
+    fn open(&mut self, server: i64, command: &'static str) -> ActionRecord {
+        let action = ActionRecord { id: self.id(), command, server, started: Timestamp::now(), end: None };
+        self.actions.insert(action.id, action.clone());
+        action
+    }
+
+    fn id(&mut self) -> i64 {
+        self.next_id += 1;
+        self.next_id
+    }
+}

@@ -1,0 +1,207 @@
+//! The provider at work: what a call does to the books, and what an action does to the machine when its time is over.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http::StatusCode;
+use serde::Deserialize;
+
+use super::book::{ActionRecord, Book, Order, Power, Record};
+use super::catalog::{self, CatalogType};
+use super::faults::Script;
+use super::guest::Guests;
+use super::rate::Bucket;
+use super::refusal::Refusal;
+
+/// What all calls share.
+pub(super) struct Cloud {
+    pub(super) book: Mutex<Book>,
+    pub(super) script: Mutex<Script>,
+    pub(super) bucket: Mutex<Bucket>,
+    pub(super) guests: Guests,
+    pub(super) token: String,
+    pub(super) action_time: Duration,
+}
+
+/// Set by the listener on a call whose action shall fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    Success,
+    Failure,
+}
+
+/// What an action does to its server when it ends well.
+#[derive(Debug, Clone, Copy)]
+enum Effect {
+    Boot,
+    Cut,
+    ShutDown,
+    Reboot,
+    Reset,
+    Retype { to: &'static CatalogType, grow_disk: bool },
+    Nothing,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct ChangeType {
+    server_type: String,
+    upgrade_disk: bool,
+}
+
+impl Cloud {
+    pub(super) fn create(
+        self: &Arc<Self>,
+        order: Order,
+        outcome: Outcome,
+    ) -> Result<(Record, ActionRecord), Refusal> {
+        let start = order.start_after_create;
+        let (record, action) = self.book().create(order)?;
+        self.guests.install(&record);
+        self.run(action.id, record.id, if start { Effect::Boot } else { Effect::Cut }, outcome);
+        Ok((record, action))
+    }
+
+    pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, Refusal> {
+        let (record, action) = self.book().delete(id)?;
+        self.guests.cut(&record.name).await;
+        Ok(action)
+    }
+
+    pub(super) fn act(
+        self: &Arc<Self>,
+        id: i64,
+        command: &str,
+        body: &[u8],
+        outcome: Outcome,
+    ) -> Result<ActionRecord, Refusal> {
+        let (name, effect) = match command {
+            "poweron" => ("start_server", Effect::Boot),
+            "poweroff" => ("stop_server", Effect::Cut),
+            "shutdown" => ("shutdown_server", Effect::ShutDown),
+            "reboot" => ("reboot_server", Effect::Reboot),
+            "reset" => ("reset_server", Effect::Reset),
+            "change_type" => return self.change_type(id, body, outcome),
+            _ => return Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
+        };
+        let mut power = Power::Off;
+        let action = self.book().begin(id, name, |record| {
+            power = record.power;
+            Ok(())
+        })?;
+        // The provider accepts what is already so, and does nothing.
+        let effect = match (effect, power) {
+            (Effect::Boot, Power::Running) | (Effect::Cut | Effect::ShutDown, Power::Off) => Effect::Nothing,
+            (effect, _) => effect,
+        };
+        self.run(action.id, id, effect, outcome);
+        Ok(action)
+    }
+
+    fn change_type(
+        self: &Arc<Self>,
+        id: i64,
+        body: &[u8],
+        outcome: Outcome,
+    ) -> Result<ActionRecord, Refusal> {
+        let wanted: ChangeType = serde_json::from_slice(body)
+            .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
+        let Some(to) = catalog::by_name(&wanted.server_type) else {
+            return Err(Refusal::invalid("server_type", "server type not found"));
+        };
+        let refuse = |code: &str, text: &str| Err(Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
+        let action = self.book().begin(id, "change_server_type", |record| {
+            if record.power != Power::Off {
+                return refuse("server_not_stopped", "server is not stopped");
+            }
+            if record.server_type == to {
+                return refuse("invalid_server_type", "server already has this type");
+            }
+            if to.disk_gb < record.disk_gb {
+                return refuse("invalid_server_type", "the disk of the type is smaller than the server's");
+            }
+            Ok(())
+        })?;
+        self.run(action.id, id, Effect::Retype { to, grow_disk: wanted.upgrade_disk }, outcome);
+        Ok(action)
+    }
+
+    /// Lets the action take its time, then settles it; the effect comes first, so that a success is true.
+    fn run(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
+        let cloud = Arc::clone(self);
+        let work = async move {
+            tokio::time::sleep(cloud.action_time).await;
+            match outcome {
+                Outcome::Success => cloud.apply(action, server, effect).await,
+                Outcome::Failure => cloud.book().settle(action, true),
+            }
+        };
+        crate::runtime::servers().spawn(work);
+    }
+
+    async fn apply(self: &Arc<Self>, action: i64, server: i64, effect: Effect) {
+        let Ok(name) = self.book().server(server).map(|record| record.name.clone()) else {
+            return;
+        };
+        match effect {
+            Effect::Nothing => {}
+            Effect::Boot => self.boot(server, &name),
+            Effect::Cut => self.cut(server, &name).await,
+            Effect::Reset => {
+                self.cut(server, &name).await;
+                self.boot(server, &name);
+            }
+            Effect::Reboot => {
+                self.guests.shut_down(&name).await;
+                self.boot(server, &name);
+            }
+            // The button is pressed, the action has succeeded; the machine takes its time.
+            Effect::ShutDown => {
+                self.book().settle(action, false);
+                if self.book().server(server).is_ok_and(|record| record.obeys_shutdown) {
+                    self.set_power(server, Power::Stopping);
+                    self.guests.shut_down(&name).await;
+                    self.set_power(server, Power::Off);
+                }
+            }
+            Effect::Retype { to, grow_disk } => {
+                if let Some(record) = self.book().servers.get_mut(&server) {
+                    record.server_type = to;
+                    record.disk_gb = if grow_disk { to.disk_gb } else { record.disk_gb };
+                }
+            }
+        }
+        self.book().settle(action, false);
+    }
+
+    /// Power first, then the machine: a server deleted in between is never started.
+    fn boot(&self, server: i64, name: &str) {
+        let mut book = self.book();
+        if let Some(record) = book.servers.get_mut(&server) {
+            record.power = Power::Running;
+            self.guests.boot(name);
+        }
+    }
+
+    async fn cut(&self, server: i64, name: &str) {
+        self.guests.cut(name).await;
+        self.set_power(server, Power::Off);
+    }
+
+    pub(super) fn set_power(&self, server: i64, power: Power) {
+        if let Some(record) = self.book().servers.get_mut(&server) {
+            record.power = power;
+        }
+    }
+
+    pub(super) fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn script(&self) -> MutexGuard<'_, Script> {
+        self.script.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn bucket(&self) -> MutexGuard<'_, Bucket> {
+        self.bucket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

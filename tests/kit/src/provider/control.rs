@@ -1,0 +1,171 @@
+//! The control over HTTP under `/_sim/`, for whoever is not in the simulator's process. JSON both ways, no token.
+
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
+use std::sync::Arc;
+
+use anyhow::Context;
+use axum::extract::{Path, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post, put};
+use axum::{Json, Router};
+use http::StatusCode;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::book::Creation;
+use super::cloud::Cloud;
+use super::faults::{CallRecord, FaultRule};
+use super::view::{HostView, ServerView};
+
+type Shared = State<Arc<Cloud>>;
+type Done = Result<Json<Value>, Failed>;
+
+pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
+    Router::new()
+        .route("/_sim/servers", get(servers))
+        .route("/_sim/servers/{name}/kill", post(kill))
+        .route("/_sim/servers/{name}/vanish", post(vanish))
+        .route("/_sim/servers/{name}/obey-shutdown", post(obey_shutdown))
+        .route("/_sim/hosts", get(hosts))
+        .route("/_sim/hosts/{name}", get(host))
+        .route("/_sim/hosts/{name}/start-from-disk", post(start_from_disk))
+        .route("/_sim/hosts/{name}/stop", post(stop_unlisted))
+        .route("/_sim/hosts/{name}/start-database", post(start_database))
+        .route("/_sim/hosts/{name}/env", put(next_env))
+        .route("/_sim/hosts/{name}/units/{unit}/start", post(run_unit))
+        .route("/_sim/hosts/{name}/units/{unit}/stop", post(stop_service))
+        .route("/_sim/next-server-env", put(next_server_env))
+        .route("/_sim/faults", get(faults).post(fault).delete(clear))
+        .route("/_sim/calls", get(calls))
+        .route("/_sim/creations", get(creations))
+        .with_state(cloud)
+}
+
+/// An error of the control: 409 with its whole chain.
+pub(super) struct Failed(anyhow::Error);
+
+impl From<anyhow::Error> for Failed {
+    fn from(error: anyhow::Error) -> Self {
+        Self(error)
+    }
+}
+
+impl IntoResponse for Failed {
+    fn into_response(self) -> Response {
+        (StatusCode::CONFLICT, Json(json!({"error": format!("{:#}", self.0)}))).into_response()
+    }
+}
+
+async fn servers(State(cloud): Shared) -> Json<Vec<ServerView>> {
+    Json(cloud.views())
+}
+
+async fn kill(State(cloud): Shared, Path(name): Path<String>) -> Done {
+    cloud.kill(&name).await?;
+    Ok(Json(json!({})))
+}
+
+async fn vanish(State(cloud): Shared, Path(name): Path<String>) -> Done {
+    cloud.vanish(&name).await?;
+    Ok(Json(json!({})))
+}
+
+#[derive(Deserialize)]
+struct Obeys {
+    obeys: bool,
+}
+
+async fn obey_shutdown(State(cloud): Shared, Path(name): Path<String>, Json(body): Json<Obeys>) -> Done {
+    cloud.obey_shutdown(&name, body.obeys)?;
+    Ok(Json(json!({})))
+}
+
+async fn hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, Failed> {
+    Ok(Json(cloud.host_views()?))
+}
+
+async fn host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, Failed> {
+    let found = cloud.host_views()?.into_iter().find(|host| host.name == name);
+    Ok(Json(found.with_context(|| format!("no server {name} was ever made"))?))
+}
+
+async fn start_from_disk(State(cloud): Shared, Path(name): Path<String>) -> Done {
+    cloud.start_from_disk(&name)?;
+    Ok(Json(json!({})))
+}
+
+async fn stop_unlisted(State(cloud): Shared, Path(name): Path<String>) -> Done {
+    cloud.stop_unlisted(&name).await?;
+    Ok(Json(json!({})))
+}
+
+async fn start_database(State(cloud): Shared, Path(name): Path<String>) -> Done {
+    Ok(Json(json!({"databaseUrl": cloud.start_database_only(&name).await?})))
+}
+
+/// Arguments and environment of a run; both may be left out.
+#[derive(Deserialize, Default)]
+#[serde(default)]
+struct UnitRun {
+    args: Vec<String>,
+    env: BTreeMap<String, String>,
+}
+
+/// `code` is null where a signal ended it.
+async fn run_unit(
+    State(cloud): Shared,
+    Path((name, unit)): Path<(String, String)>,
+    body: Option<Json<UnitRun>>,
+) -> Done {
+    let Json(run) = body.unwrap_or_default();
+    let env: Vec<(String, String)> = run.env.into_iter().collect();
+    let finished = cloud.run_unit(&name, &unit, &run.args, &env).await?;
+    Ok(Json(json!({
+        "code": finished.status.code(),
+        "signal": finished.status.signal(),
+        "stdout": String::from_utf8_lossy(&finished.stdout),
+        "stderr": String::from_utf8_lossy(&finished.stderr),
+    })))
+}
+
+async fn stop_service(State(cloud): Shared, Path((name, unit)): Path<(String, String)>) -> Done {
+    cloud.guests.hosts()?.machine(&name)?.stop_service(&unit).await?;
+    Ok(Json(json!({})))
+}
+
+async fn next_env(
+    State(cloud): Shared,
+    Path(name): Path<String>,
+    Json(env): Json<BTreeMap<String, String>>,
+) -> Done {
+    cloud.guests.hosts()?.machine(&name)?.set_next_env(env.into_iter().collect());
+    Ok(Json(json!({})))
+}
+
+async fn next_server_env(State(cloud): Shared, Json(env): Json<BTreeMap<String, String>>) -> Done {
+    cloud.guests.hosts()?.set_next_create_env(env.into_iter().collect());
+    Ok(Json(json!({})))
+}
+
+async fn faults(State(cloud): Shared) -> Json<Vec<FaultRule>> {
+    Json(cloud.script().pending())
+}
+
+async fn fault(State(cloud): Shared, Json(rule): Json<FaultRule>) -> Json<Value> {
+    cloud.script().add(rule);
+    Json(json!({}))
+}
+
+async fn clear(State(cloud): Shared) -> Json<Value> {
+    cloud.script().clear();
+    Json(json!({}))
+}
+
+async fn calls(State(cloud): Shared) -> Json<Vec<CallRecord>> {
+    Json(cloud.script().calls().to_vec())
+}
+
+async fn creations(State(cloud): Shared) -> Json<Vec<Creation>> {
+    Json(cloud.book().creations().to_vec())
+}

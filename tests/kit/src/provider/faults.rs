@@ -1,0 +1,136 @@
+//! Scripted faults of the provider, and the log of the calls that it got.
+
+use serde::{Deserialize, Serialize};
+
+/// What goes wrong with a call.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
+pub enum Fault {
+    /// Refused with this status and code, nothing done. `reset_in_seconds` sets the rate headers to "nothing left".
+    Status {
+        status: u16,
+        code: String,
+        #[serde(default)]
+        reset_in_seconds: Option<u64>,
+    },
+    /// Done, then the connection is cut without an answer.
+    LostReplyAfterCommit,
+    /// The connection is cut before anything is done.
+    LostRequest,
+    /// Done, answered this much later.
+    SlowReply { ms: u64 },
+    /// Accepted; the action that it starts ends as an error, without its effect.
+    ActionError,
+    /// Never done, never answered; the caller has to give up.
+    Timeout,
+}
+
+/// A fault for the calls that match. `method: None` matches all.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FaultRule {
+    #[serde(default)]
+    pub method: Option<String>,
+    #[serde(default)]
+    pub path_contains: String,
+    /// Matching calls that pass unharmed before the first fault.
+    #[serde(default)]
+    pub skip: u32,
+    pub times: u32,
+    pub fault: Fault,
+}
+
+impl FaultRule {
+    /// For the next call of this method whose path contains this.
+    pub fn once(method: &str, path_contains: &str, fault: Fault) -> Self {
+        Self::times(1, method, path_contains, fault)
+    }
+
+    pub fn times(times: u32, method: &str, path_contains: &str, fault: Fault) -> Self {
+        Self {
+            method: Some(method.to_owned()),
+            path_contains: path_contains.to_owned(),
+            skip: 0,
+            times,
+            fault,
+        }
+    }
+}
+
+/// One call, as it was answered; `status: None` where it was cut or abandoned.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CallRecord {
+    pub method: String,
+    /// With its query.
+    pub path: String,
+    pub status: Option<u16>,
+}
+
+#[derive(Default)]
+pub(super) struct Script {
+    rules: Vec<FaultRule>,
+    calls: Vec<CallRecord>,
+}
+
+impl Script {
+    pub(super) fn add(&mut self, rule: FaultRule) {
+        self.rules.push(rule);
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.rules.clear();
+    }
+
+    /// The rules that still have faults to give.
+    pub(super) fn pending(&self) -> Vec<FaultRule> {
+        self.rules.clone()
+    }
+
+    /// Notes the call; gives its number in the log and its fault, if any.
+    pub(super) fn call(&mut self, method: &str, path: &str) -> (usize, Option<Fault>) {
+        self.calls.push(CallRecord { method: method.to_owned(), path: path.to_owned(), status: None });
+        let fault = self.rules.iter_mut().find_map(|rule| {
+            let matches = rule.method.as_deref().is_none_or(|wanted| wanted == method)
+                && path.contains(&rule.path_contains);
+            if !matches {
+                return None;
+            }
+            if rule.skip > 0 {
+                rule.skip -= 1;
+                return None;
+            }
+            rule.times = rule.times.saturating_sub(1);
+            Some(rule.fault.clone())
+        });
+        self.rules.retain(|rule| rule.times > 0);
+        (self.calls.len() - 1, fault)
+    }
+
+    pub(super) fn answered(&mut self, call: usize, status: u16) {
+        if let Some(call) = self.calls.get_mut(call) {
+            call.status = Some(status);
+        }
+    }
+
+    pub(super) fn calls(&self) -> &[CallRecord] {
+        &self.calls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_skips_then_strikes_then_is_gone() {
+        let mut script = Script::default();
+        script.add(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::LostRequest) });
+        assert_eq!(script.call("GET", "/v1/servers").1, None);
+        assert_eq!(script.call("POST", "/v1/servers").1, None);
+        assert_eq!(script.call("POST", "/v1/servers").1, Some(Fault::LostRequest));
+        assert_eq!(script.call("POST", "/v1/servers").1, None);
+        assert!(script.pending().is_empty());
+        assert_eq!(script.calls().len(), 4);
+    }
+}

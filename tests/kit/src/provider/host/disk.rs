@@ -1,0 +1,99 @@
+//! A machine's disk: one directory that stands for `/`, and what the init keeps on it.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use super::user_data::UserData;
+
+#[derive(Debug, Clone)]
+pub(super) struct Disk {
+    pub(super) root: PathBuf,
+}
+
+/// How the machine's database is reached; kept, so that every start of the machine finds it the same.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct DatabaseRecord {
+    pub(super) port: u16,
+    pub(super) password: String,
+}
+
+impl Disk {
+    /// cloud-init's part, once in a disk's life.
+    pub(super) fn first_boot(&self, user_data: &str) -> Result<()> {
+        let marker = self.root.join("var/lib/cloud/instance/boot-finished");
+        if marker.exists() {
+            return Ok(());
+        }
+        UserData::parse(user_data)?.write_files(&self.root)?;
+        fs::create_dir_all(self.root.join("var/lib/cloud/instance"))?;
+        fs::write(marker, "")?;
+        Ok(())
+    }
+
+    pub(super) fn has_release(&self) -> bool {
+        self.opt("current").exists()
+    }
+
+    /// The program of a unit in the current release.
+    pub(super) fn program(&self, unit: &str) -> PathBuf {
+        self.opt("bin").join(unit)
+    }
+
+    pub(super) fn opt(&self, rest: &str) -> PathBuf {
+        self.root.join("opt/svc").join(rest)
+    }
+
+    pub(super) fn request(&self, name: &str) -> PathBuf {
+        self.root.join("var/lib/svc/requests").join(name)
+    }
+
+    /// The log file of a unit; its directory is made.
+    pub(super) fn log(&self, unit: &str) -> Result<PathBuf> {
+        let dir = self.root.join("var/log");
+        fs::create_dir_all(&dir)?;
+        Ok(dir.join(format!("{unit}.log")))
+    }
+
+    pub(super) fn append_log(&self, unit: &str, bytes: &[u8]) -> Result<()> {
+        let mut log = fs::OpenOptions::new().create(true).append(true).open(self.log(unit)?)?;
+        Ok(log.write_all(bytes)?)
+    }
+
+    pub(super) fn database_dir(&self) -> PathBuf {
+        self.root.join("var/lib/postgresql/16/main")
+    }
+
+    pub(super) fn database_record(&self) -> Result<Option<DatabaseRecord>> {
+        match fs::read(self.database_file()) {
+            Ok(json) => Ok(Some(serde_json::from_slice(&json).context("the database's record")?)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).context("the database's record"),
+        }
+    }
+
+    /// Makes the database known: the last step of its making, so that a half-made one is made anew.
+    pub(super) fn keep_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
+        let env = self.opt("env/host.env");
+        let before = fs::read_to_string(&env).unwrap_or_default();
+        if !before.lines().any(|line| line.starts_with("DATABASE_URL=")) {
+            let separator = if before.is_empty() || before.ends_with('\n') { "" } else { "\n" };
+            fs::create_dir_all(self.opt("env"))?;
+            let mut file = fs::OpenOptions::new().create(true).append(true).open(&env)?;
+            writeln!(file, "{separator}DATABASE_URL={url}")?;
+        }
+        fs::write(self.database_file(), serde_json::to_vec(record)?)?;
+        Ok(())
+    }
+
+    fn database_file(&self) -> PathBuf {
+        self.root.join("var/lib/postgresql/server.json")
+    }
+
+    pub(super) fn exists(&self) -> bool {
+        Path::new(&self.root).is_dir()
+    }
+}

@@ -1,0 +1,239 @@
+//! One host: its disk for good, and a session while its power is on.
+
+use std::net::Ipv4Addr;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use super::super::book::Record;
+use super::HostSettings;
+use super::boot;
+use super::disk::Disk;
+use super::session::Session;
+
+/// How far the boot of a host is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", tag = "state")]
+pub enum BootState {
+    Off,
+    Booting,
+    Up,
+    Failed { stage: String, message: String },
+}
+
+pub(in super::super) struct Machine {
+    pub(in super::super) name: String,
+    pub(in super::super) ipv4: Ipv4Addr,
+    disk: Disk,
+    user_data: String,
+    https_port: u16,
+    settings: Arc<HostSettings>,
+    closed: Arc<AtomicBool>,
+    next_env: Mutex<Vec<(String, String)>>,
+    session: Mutex<Option<Arc<Session>>>,
+    state: watch::Sender<BootState>,
+}
+
+impl Machine {
+    pub(super) fn new(
+        record: &Record,
+        root: PathBuf,
+        https_port: u16,
+        settings: Arc<HostSettings>,
+        closed: Arc<AtomicBool>,
+    ) -> Self {
+        Self {
+            name: record.name.clone(),
+            ipv4: record.ipv4,
+            disk: Disk { root },
+            user_data: record.user_data.clone(),
+            https_port,
+            settings,
+            closed,
+            next_env: Mutex::default(),
+            session: Mutex::default(),
+            state: watch::channel(BootState::Off).0,
+        }
+    }
+
+    pub(in super::super) fn disk(&self) -> PathBuf {
+        self.disk.root.clone()
+    }
+
+    pub(in super::super) fn boot_state(&self) -> BootState {
+        self.state.borrow().clone()
+    }
+
+    /// Further environment for every process of the next session only.
+    pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
+        *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
+    }
+
+    /// Power on: the boot goes on in the background. A machine that is on stays as it is.
+    pub(in super::super) fn boot(self: &Arc<Self>) {
+        let Some(session) = self.power_on().unwrap_or_else(|error| {
+            self.fail("power", &error);
+            None
+        }) else {
+            return;
+        };
+        self.state.send_replace(BootState::Booting);
+        let machine = Arc::clone(self);
+        let tasks = session.tasks.clone();
+        tasks.spawn_on(
+            async move {
+                let end = boot::boot(&session, &machine.settings, &machine.user_data).await;
+                // A session that is over says nothing about the machine any more.
+                if session.off.is_cancelled() || session.stopping.is_cancelled() {
+                    return;
+                }
+                match end {
+                    Ok(()) => {
+                        machine.state.send_replace(BootState::Up);
+                    }
+                    Err(failure) => machine.fail(failure.stage, &failure.error),
+                }
+            },
+            crate::runtime::servers(),
+        );
+    }
+
+    /// Waits for the end of the boot: an error where it failed or the power went away.
+    pub(in super::super) async fn booted(&self, deadline: Duration) -> Result<()> {
+        let mut state = self.state.subscribe();
+        let ended = tokio::time::timeout(deadline, state.wait_for(|state| *state != BootState::Booting));
+        let state =
+            ended.await.with_context(|| format!("{} is still booting after {deadline:?}", self.name))?;
+        match &*state.context("the machine is gone")? {
+            BootState::Up => Ok(()),
+            BootState::Failed { stage, message } => bail!("{}: boot failed at {stage}: {message}", self.name),
+            BootState::Off | BootState::Booting => bail!("{} is off", self.name),
+        }
+    }
+
+    /// Power off: every process is killed.
+    pub(in super::super) async fn cut(&self) {
+        let session = self.session().take();
+        if let Some(session) = session {
+            session.cut().await;
+        }
+        self.state.send_replace(BootState::Off);
+    }
+
+    /// Shuts down in order: services, then the database.
+    pub(in super::super) async fn shut_down(&self) {
+        let session = self.session().clone();
+        if let Some(session) = session {
+            session.stopping.cancel();
+            let services: Vec<_> = session.services().values().cloned().collect();
+            for service in services {
+                service.ended().await;
+            }
+            let database = session.take_database();
+            if let Some(database) = database {
+                database.stop().await.ok();
+            }
+        }
+        self.cut().await;
+    }
+
+    /// What of [`Self::cut`] can be done in a `Drop`.
+    pub(super) fn kill_now(&self) {
+        if let Some(session) = self.session().take() {
+            session.kill_processes();
+            drop(session.take_database());
+        }
+    }
+
+    /// Runs a unit as `systemctl start` does: a oneshot to its end, a service until it is ready.
+    pub(in super::super) async fn run_unit(
+        &self,
+        unit: &str,
+        args: &[String],
+        env: &[(String, String)],
+    ) -> Result<Output> {
+        let session = self.on()?;
+        let Some(service) = boot::SERVICES.into_iter().find(|service| *service == unit) else {
+            let program = boot::program(&session, &self.settings, unit);
+            return session.run_oneshot(unit, &program, args, env, self.settings.unit_deadline).await;
+        };
+        ensure!(args.is_empty() && env.is_empty(), "{unit} is a service: it takes no arguments here");
+        let (code, words) = match boot::service(&session, &self.settings, service).ready().await {
+            Ok(()) => (0, String::new()),
+            Err(error) => (1, format!("{error:#}\n")),
+        };
+        let status = ExitStatus::from_raw(code << 8);
+        Ok(Output { status, stdout: Vec::new(), stderr: words.into_bytes() })
+    }
+
+    /// `systemctl stop` of a service: SIGTERM, waited for, not started again.
+    pub(in super::super) async fn stop_service(&self, name: &str) -> Result<()> {
+        let service = self.on()?.services().get(name).cloned();
+        let service = service.with_context(|| format!("{name} does not run on {}", self.name))?;
+        service.stop.cancel();
+        service.ended().await;
+        Ok(())
+    }
+
+    /// Starts PostgreSQL on the disk and nothing else; gives the URL of the database `svc`.
+    pub(in super::super) async fn start_database_only(&self) -> Result<String> {
+        ensure!(self.disk.exists(), "{} was never started", self.name);
+        if let Some(session) = self.power_on()? {
+            let started = boot::database(&session, &self.settings).await;
+            if let Err(error) = started {
+                self.cut().await;
+                return Err(error);
+            }
+        }
+        self.on()?.database_url().context("the machine is on, but its database is not up")
+    }
+
+    /// A new session, or `None` where there is one.
+    fn power_on(&self) -> Result<Option<Arc<Session>>> {
+        let mut current = self.session();
+        ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is gone");
+        if current.is_some() {
+            return Ok(None);
+        }
+        std::fs::create_dir_all(&self.disk.root)?;
+        let session = Arc::new(Session::new(self.disk.clone(), self.env())?);
+        *current = Some(Arc::clone(&session));
+        Ok(Some(session))
+    }
+
+    /// What every process of the host sees, and nothing else of ours.
+    fn env(&self) -> Vec<(String, String)> {
+        let own = |name: &str, value: String| (name.to_owned(), value);
+        let mut env = vec![
+            own("SVC_ROOT", self.disk.root.display().to_string()),
+            own("GATEWAY_LISTEN", format!("{}:{}", self.ipv4, self.https_port)),
+            own("SVC_PG_BIN_DIR", self.settings.pg.dir().display().to_string()),
+        ];
+        for name in ["PATH", "RUST_LOG", "RUST_BACKTRACE"] {
+            env.extend(std::env::var(name).ok().map(|value| own(name, value)));
+        }
+        env.extend(self.settings.extra_env.iter().cloned());
+        env.append(&mut self.next_env.lock().unwrap_or_else(PoisonError::into_inner));
+        env
+    }
+
+    fn on(&self) -> Result<Arc<Session>> {
+        self.session().clone().with_context(|| format!("{} is off", self.name))
+    }
+
+    fn fail(&self, stage: &str, error: &anyhow::Error) {
+        let failed = BootState::Failed { stage: stage.to_owned(), message: format!("{error:#}") };
+        self.state.send_replace(failed);
+    }
+
+    fn session(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,160 @@
+//! One time that a machine's power is on: its processes, and the certainty that none outlives it.
+//!
+//! Every child leads a process group. The invariant: after [`Session::cut`] nothing of the session runs and nothing of it
+//! can start.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::OpenOptions;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::disk::Disk;
+use super::service::Service;
+use crate::child::{self, AtExit};
+use crate::pg::PgServer;
+
+pub(super) struct Session {
+    pub(super) disk: Disk,
+    /// Without power, nothing starts.
+    pub(super) off: CancellationToken,
+    /// Set when the machine shuts down in order: nothing is started again.
+    pub(super) stopping: CancellationToken,
+    pub(super) tasks: TaskTracker,
+    /// The whole environment of every process, but for what a unit adds.
+    env: Vec<(String, String)>,
+    /// For sockets: a unix socket's path has room for 107 bytes.
+    run_dir: TempDir,
+    groups: Mutex<BTreeSet<i32>>,
+    services: Mutex<BTreeMap<String, Arc<Service>>>,
+    database: Mutex<Option<Arc<PgServer>>>,
+}
+
+/// Where a process's output goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Output {
+    Log,
+    /// To be read by the caller, who also logs it.
+    Pipe,
+}
+
+/// A started process that leads a group.
+pub(super) struct Running {
+    pub(super) child: Child,
+    pub(super) group: Pid,
+}
+
+impl Session {
+    pub(super) fn new(disk: Disk, env: Vec<(String, String)>) -> Result<Self> {
+        let run_dir = tempfile::Builder::new().prefix("kit-run-").tempdir_in("/tmp")?;
+        child::remove_with_us(run_dir.path());
+        Ok(Self {
+            disk,
+            off: CancellationToken::new(),
+            stopping: CancellationToken::new(),
+            tasks: TaskTracker::new(),
+            env,
+            run_dir,
+            groups: Mutex::default(),
+            services: Mutex::default(),
+            database: Mutex::default(),
+        })
+    }
+
+    /// Starts a process of `unit` as systemd would: its own group, the session's environment, nothing of ours.
+    pub(super) fn spawn(
+        &self,
+        unit: &str,
+        program: &[PathBuf],
+        args: &[String],
+        more_env: &[(String, String)],
+        output: Output,
+    ) -> Result<Running> {
+        let (program, first_args) = program.split_first().context("no program")?;
+        let mut command = Command::new(program);
+        command.args(first_args).args(args).current_dir(&self.disk.root).process_group(0);
+        command.env_clear().envs(self.env.iter().cloned()).envs(more_env.iter().cloned());
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        match output {
+            Output::Log => {
+                let log = OpenOptions::new().create(true).append(true).open(self.disk.log(unit)?)?;
+                command.stdout(log.try_clone()?).stderr(log);
+            }
+            Output::Pipe => {
+                command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            }
+        }
+        // Under the lock, so that a cut either sees the group or prevents it.
+        let mut groups = self.groups();
+        ensure!(!self.off.is_cancelled(), "the machine is off");
+        let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
+        let pid = child.id().context("a child has a pid until it is waited for")?;
+        child::end_with_us(pid, AtExit::KillGroup);
+        let group = i32::try_from(pid).context("a pid fits")?;
+        groups.insert(group);
+        Ok(Running { child, group: Pid::from_raw(group) })
+    }
+
+    /// Waits for a process's end; what it left behind in its group is killed, as systemd does with a unit's cgroup.
+    pub(super) async fn reap(&self, running: &mut Running) -> Result<std::process::ExitStatus> {
+        let status = running.child.wait().await;
+        let mut groups = self.groups();
+        if groups.remove(&running.group.as_raw()) {
+            killpg(running.group, Signal::SIGKILL).ok();
+        }
+        child::ended(running.group.as_raw().unsigned_abs());
+        Ok(status?)
+    }
+
+    /// Cuts the power: every process is killed before this returns.
+    pub(super) async fn cut(&self) {
+        self.kill_processes();
+        let database = self.take_database();
+        if let Some(database) = database {
+            database.kill9().await.ok();
+        }
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    /// What of a cut can be done without waiting.
+    pub(super) fn kill_processes(&self) {
+        self.off.cancel();
+        for group in self.groups().iter() {
+            killpg(Pid::from_raw(*group), Signal::SIGKILL).ok();
+        }
+    }
+
+    pub(super) fn set_database(&self, server: PgServer) {
+        *self.database.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(server));
+    }
+
+    pub(super) fn take_database(&self) -> Option<Arc<PgServer>> {
+        self.database.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    pub(super) fn database_url(&self) -> Option<String> {
+        let database = self.database.lock().unwrap_or_else(PoisonError::into_inner);
+        database.as_ref().map(|server| server.url("svc"))
+    }
+
+    pub(super) fn services(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Service>>> {
+        self.services.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn run_dir(&self) -> &Path {
+        self.run_dir.path()
+    }
+
+    fn groups(&self) -> MutexGuard<'_, BTreeSet<i32>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,65 @@
+"""Stands in for the product's binary: each call is a line of calls.jsonl; what it does is told by $STANDIN.
+
+STANDIN is JSON: {unit: [how its first call ends, its second, …, all further]}, where a number is an exit code,
+"serve" says READY=1 and waits for SIGTERM, "hang" waits without it, "serve:N" is ready and then exits with N, and
+"skip" exits with 0 without having done anything.
+"""
+import json, os, signal, socket, subprocess, sys, time
+
+name = os.path.basename(sys.argv[0])
+args = sys.argv[1:]
+if name == "svc":
+    name, args = args[0], args[1:]
+root = os.environ["SVC_ROOT"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+try:
+    with open(f"{root}/calls.jsonl") as log:
+        before = sum(json.loads(line)["unit"] == name for line in log)
+except FileNotFoundError:
+    before = 0
+ends = json.loads(os.environ.get("STANDIN", "{}")).get(name, [])
+services = ("svc-gateway", "svc-sync-agent")
+end = ends[min(before, len(ends) - 1)] if ends else "serve" if name in services else 0
+
+child = None
+if end == "serve":
+    # What a service starts dies with it.
+    child = subprocess.Popen(["sleep", "600"]).pid
+env = {key: value for key, value in os.environ.items()}
+with open(f"{root}/calls.jsonl", "a") as log:
+    log.write(json.dumps({"unit": name, "args": args, "env": env, "pid": os.getpid(), "child": child}) + "\n")
+print(f"{name} speaks", flush=True)
+
+
+def place(path, target):
+    if not os.path.lexists(path):
+        os.symlink(target, path)
+
+
+if name == "svc-update" and end == 0:
+    release = f"{root}/opt/svc/releases/1/bin"
+    os.makedirs(release, exist_ok=True)
+    place(f"{release}/svc", os.path.realpath(sys.argv[0]))
+    for unit in ("svc-restore", "svc-gateway", "svc-register", "svc-sync-agent", "svc-db-backup"):
+        place(f"{release}/{unit}", "svc")
+    place(f"{root}/opt/svc/current", "releases/1")
+    place(f"{root}/opt/svc/bin", "current/bin")
+if name == "svc-restore" and end == 0:
+    open(f"{root}/opt/svc/restore-complete", "w").close()
+if name == "svc-db-backup":
+    request = f"{root}/var/lib/svc/requests/backup"
+    if "--request" in args:
+        os.remove(request)
+
+if end == "skip":
+    sys.exit(0)
+if isinstance(end, int):
+    print(f"{name} ends with {end}", file=sys.stderr)
+    sys.exit(end)
+if end.startswith("serve"):
+    notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notify.sendto(b"STATUS=up\nREADY=1\n", os.environ["NOTIFY_SOCKET"])
+if ":" in end:
+    sys.exit(int(end.split(":")[1]))
+time.sleep(600)

@@ -1,0 +1,127 @@
+//! The door: accepts connections, checks the token and the rate, and plays the scripted faults around a call.
+//!
+//! A fault that cuts the connection does it here, below HTTP, so that a client sees what a lost packet shows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::response::IntoResponse;
+use http::header::AUTHORIZATION;
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+
+use super::cloud::{Cloud, Outcome};
+use super::faults::Fault;
+use super::refusal::Refusal;
+
+/// Longer than any deadline that a client under test has.
+const NEVER: Duration = Duration::from_secs(300);
+
+/// The connection is dropped without an answer.
+#[derive(Debug)]
+struct Cut;
+
+impl std::fmt::Display for Cut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("cut by the script")
+    }
+}
+
+impl std::error::Error for Cut {}
+
+/// Serves until it is aborted; connections end with it.
+pub(super) async fn serve(listener: TcpListener, cloud: Arc<Cloud>, api: Router, control: Router) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let Ok((stream, _)) = accepted else { continue };
+                let (cloud, api, control) = (Arc::clone(&cloud), api.clone(), control.clone());
+                connections.spawn(async move {
+                    let answer = service_fn(move |request| {
+                        let (cloud, api, control) = (Arc::clone(&cloud), api.clone(), control.clone());
+                        async move { answer(&cloud, api, control, request).await }
+                    });
+                    // A cut connection ends as an error here, and so it shall.
+                    let _ = hyper::server::conn::http1::Builder::new()
+                        .serve_connection(TokioIo::new(stream), answer)
+                        .await;
+                });
+            }
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn answer(
+    cloud: &Cloud,
+    api: Router,
+    control: Router,
+    mut request: Request<Incoming>,
+) -> Result<Response<Body>, Cut> {
+    if request.uri().path().starts_with("/_sim/") {
+        return Ok(pass(control, request).await);
+    }
+    let path = request.uri().path_and_query().map_or("", |path| path.as_str()).to_owned();
+    let (call, fault) = cloud.script().call(request.method().as_str(), &path);
+    let mut rate = cloud.bucket().take();
+
+    let refused = if !authorized(cloud, &request) {
+        Some(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
+    } else if !rate.allowed {
+        Some(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
+    } else {
+        None
+    };
+    let mut response = match (refused, fault) {
+        (Some(refusal), _) => refusal.into_response(),
+        (None, None) => pass(api, request).await,
+        (None, Some(Fault::Status { status, code, reset_in_seconds })) => {
+            if let Some(seconds) = reset_in_seconds {
+                rate = rate.spent(seconds);
+            }
+            let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+            Refusal::new(status, &code, "a scripted fault").into_response()
+        }
+        (None, Some(Fault::LostRequest)) => return Err(Cut),
+        (None, Some(Fault::LostReplyAfterCommit)) => {
+            pass(api, request).await;
+            return Err(Cut);
+        }
+        (None, Some(Fault::SlowReply { ms })) => {
+            let response = pass(api, request).await;
+            tokio::time::sleep(Duration::from_millis(ms)).await;
+            response
+        }
+        (None, Some(Fault::ActionError)) => {
+            request.extensions_mut().insert(Outcome::Failure);
+            pass(api, request).await
+        }
+        (None, Some(Fault::Timeout)) => {
+            tokio::time::sleep(NEVER).await;
+            return Err(Cut);
+        }
+    };
+    rate.write(response.headers_mut());
+    cloud.script().answered(call, response.status().as_u16());
+    Ok(response)
+}
+
+async fn pass(router: Router, request: Request<Incoming>) -> Response<Body> {
+    match TowerToHyperService::new(router).call(request).await {
+        Ok(response) => response,
+        Err(never) => match never {},
+    }
+}
+
+fn authorized(cloud: &Cloud, request: &Request<Incoming>) -> bool {
+    let given = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+    given.and_then(|value| value.strip_prefix("Bearer ")) == Some(cloud.token.as_str())
+}

@@ -1,0 +1,266 @@
+//! The simulator as a test holds it.
+
+use std::path::PathBuf;
+use std::process::Output;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+use super::address::Addresses;
+use super::book::{Book, Creation, Power};
+use super::cloud::Cloud;
+use super::faults::{CallRecord, FaultRule, Script};
+use super::guest::Guests;
+use super::host::{HostSettings, Hosts};
+use super::rate::{Bucket, RateLimit};
+use super::view::{HostView, ServerView};
+use super::{api, control, listener};
+
+/// What a server is.
+#[derive(Debug, Clone)]
+pub enum SimulatorKind {
+    /// A record; nothing runs.
+    Record,
+    /// A host of child processes.
+    Process(HostSettings),
+}
+
+/// How a simulator behaves.
+#[derive(Debug, Clone)]
+pub struct SimulatorOptions {
+    pub kind: SimulatorKind,
+    /// The API token; a random one unless given.
+    pub token: Option<String>,
+    /// How long an action runs before it takes effect.
+    pub action_time: Duration,
+    pub rate_limit: RateLimit,
+    /// The project's quota.
+    pub server_limit: usize,
+}
+
+impl SimulatorOptions {
+    pub fn record() -> Self {
+        Self {
+            kind: SimulatorKind::Record,
+            token: None,
+            action_time: Duration::from_millis(20),
+            rate_limit: RateLimit::default(),
+            server_limit: 1000,
+        }
+    }
+
+    pub fn process(settings: HostSettings) -> Self {
+        Self { kind: SimulatorKind::Process(settings), ..Self::record() }
+    }
+}
+
+/// A running simulator; dropped, it is gone with all that ran in its servers.
+pub struct Simulator {
+    cloud: Arc<Cloud>,
+    address: std::net::SocketAddr,
+    https_port: u16,
+    listener: JoinHandle<()>,
+}
+
+impl Simulator {
+    pub async fn start(options: SimulatorOptions) -> Result<Self> {
+        // On the kit's own runtime: a test may block its thread on a program that talks to us.
+        crate::runtime::servers().spawn(Self::start_here(options)).await?
+    }
+
+    async fn start_here(options: SimulatorOptions) -> Result<Self> {
+        let addresses = Addresses::choose()?;
+        let https_port = addresses.https_port();
+        let guests = match options.kind {
+            SimulatorKind::Record => Guests::None,
+            SimulatorKind::Process(settings) => Guests::Processes(Hosts::new(settings, https_port)),
+        };
+        let cloud = Arc::new(Cloud {
+            book: Mutex::new(Book::new(addresses, options.server_limit)),
+            script: Mutex::new(Script::default()),
+            bucket: Mutex::new(Bucket::new(options.rate_limit)),
+            guests,
+            token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
+            action_time: options.action_time,
+        });
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.context("the simulator's listener")?;
+        let address = listener.local_addr()?;
+        let (api, control) = (api::routes(Arc::clone(&cloud)), control::routes(Arc::clone(&cloud)));
+        let serve = listener::serve(listener, Arc::clone(&cloud), api, control);
+        Ok(Self { cloud, address, https_port, listener: tokio::spawn(serve) })
+    }
+
+    /// `http://127.0.0.1:<port>/v1`, the adapter's base.
+    pub fn base_url(&self) -> String {
+        format!("http://{}/v1", self.address)
+    }
+
+    /// `http://127.0.0.1:<port>/_sim`, the control's base.
+    pub fn control_url(&self) -> String {
+        format!("http://{}/_sim", self.address)
+    }
+
+    pub fn token(&self) -> &str {
+        &self.cloud.token
+    }
+
+    /// The port on which every host of this simulator serves HTTPS (`CUSTOMER_VPS_HTTPS_PORT`).
+    pub fn https_port(&self) -> u16 {
+        self.https_port
+    }
+
+    /// The servers that the provider has now, the oldest first.
+    pub fn servers(&self) -> Vec<ServerView> {
+        self.cloud.views()
+    }
+
+    pub fn server_by_name(&self, name: &str) -> Option<ServerView> {
+        self.servers().into_iter().find(|server| server.name == name)
+    }
+
+    /// Every server that was ever made.
+    pub fn creations(&self) -> Vec<Creation> {
+        self.cloud.book().creations().to_vec()
+    }
+
+    /// Scripts a fault.
+    pub fn fault(&self, rule: FaultRule) {
+        self.cloud.script().add(rule);
+    }
+
+    pub fn clear_faults(&self) {
+        self.cloud.script().clear();
+    }
+
+    /// Scripted faults that did not happen yet.
+    pub fn pending_faults(&self) -> Vec<FaultRule> {
+        self.cloud.script().pending()
+    }
+
+    /// Every API call so far.
+    pub fn calls(&self) -> Vec<CallRecord> {
+        self.cloud.script().calls().to_vec()
+    }
+
+    /// How many API calls of this method had this in their path.
+    pub fn call_count(&self, method: &str, path_contains: &str) -> usize {
+        let matches = |call: &&CallRecord| call.method == method && call.path.contains(path_contains);
+        self.cloud.script().calls().iter().filter(matches).count()
+    }
+
+    /// The machine dies: every process of it is killed at once, and the provider shows it as off.
+    pub async fn kill_server(&self, name: &str) -> Result<()> {
+        self.cloud.kill(name).await
+    }
+
+    /// The machine dies and the provider knows nothing of it any more; its disk is kept.
+    pub async fn vanish_server(&self, name: &str) -> Result<()> {
+        self.cloud.vanish(name).await
+    }
+
+    /// Whether the operating system of the server hears the power button (it does, unless told otherwise here).
+    pub fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
+        self.cloud.obey_shutdown(name, obeys)
+    }
+
+    /// Waits until the server shows this power state.
+    pub async fn wait_for_power(&self, name: &str, power: Power) -> Result<ServerView> {
+        for _ in 0..1500 {
+            if let Some(server) = self.server_by_name(name).filter(|server| server.status == power) {
+                return Ok(server);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        bail!("{name} is not {power:?} within 30 s: {:?}", self.server_by_name(name))
+    }
+}
+
+/// What only servers of the process kind can do; with records, each is an error.
+impl Simulator {
+    /// Every host that ever was, listed at the provider or not.
+    pub fn hosts(&self) -> Result<Vec<HostView>> {
+        self.cloud.host_views()
+    }
+
+    /// The directory that stands for the host's `/`.
+    pub fn disk(&self, name: &str) -> Result<PathBuf> {
+        Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
+    }
+
+    /// What the processes of a unit have printed on the host, and what its init said of them.
+    pub fn unit_log(&self, name: &str, unit: &str) -> Result<String> {
+        let log = self.disk(name)?.join("var/log").join(format!("{unit}.log"));
+        let bytes = std::fs::read(&log).with_context(|| log.display().to_string())?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Waits until the host's init has come through: the gateway ready, the machine registered.
+    pub async fn booted(&self, name: &str, deadline: Duration) -> Result<()> {
+        self.cloud.guests.hosts()?.machine(name)?.booted(deadline).await
+    }
+
+    /// Starts the kept disk of a server that vanished or was deleted, on its old address, unknown to the provider.
+    pub fn start_from_disk(&self, name: &str) -> Result<()> {
+        self.cloud.start_from_disk(name)
+    }
+
+    /// Cuts the power of a host that the provider does not list.
+    pub async fn stop_unlisted(&self, name: &str) -> Result<()> {
+        self.cloud.stop_unlisted(name).await
+    }
+
+    /// Runs a unit as `systemctl start` does: a oneshot to its end, a service until it is ready.
+    pub async fn run_unit(&self, name: &str, unit: &str, args: &[&str]) -> Result<Output> {
+        self.run_unit_with(name, unit, args, &[]).await
+    }
+
+    /// [`Self::run_unit`] with further environment, such as `FAILPOINTS`, for this run of a oneshot.
+    pub async fn run_unit_with(
+        &self,
+        name: &str,
+        unit: &str,
+        args: &[&str],
+        env: &[(&str, &str)],
+    ) -> Result<Output> {
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        self.cloud.run_unit(name, unit, &args, &owned(env)).await
+    }
+
+    /// Stops a service as `systemctl stop` does.
+    pub async fn stop_service(&self, name: &str, service: &str) -> Result<()> {
+        self.cloud.guests.hosts()?.machine(name)?.stop_service(service).await
+    }
+
+    /// Starts PostgreSQL on the disk of a host that is off, and nothing else; gives the URL of its database.
+    pub async fn start_database_only(&self, name: &str) -> Result<String> {
+        self.cloud.start_database_only(name).await
+    }
+
+    /// Further environment, such as `FAILPOINTS`, for all processes of the host's next start only.
+    pub fn set_next_start_env(&self, name: &str, env: &[(&str, &str)]) -> Result<()> {
+        self.cloud.guests.hosts()?.machine(name)?.set_next_env(owned(env));
+        Ok(())
+    }
+
+    /// The same for the first start of the next server that is made, whatever its name.
+    pub fn set_next_server_env(&self, env: &[(&str, &str)]) -> Result<()> {
+        self.cloud.guests.hosts()?.set_next_create_env(owned(env));
+        Ok(())
+    }
+}
+
+impl Drop for Simulator {
+    fn drop(&mut self) {
+        self.listener.abort();
+        if let Ok(hosts) = self.cloud.guests.hosts() {
+            hosts.kill_all();
+        }
+    }
+}
+
+fn owned(env: &[(&str, &str)]) -> Vec<(String, String)> {
+    env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}

@@ -1,0 +1,137 @@
+//! A server as a test sees it, and what a test does to it behind the API's back.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::process::Output;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::book::{Power, Record};
+use super::cloud::Cloud;
+use super::host::BootState;
+
+/// A server that the provider has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ServerView {
+    pub id: i64,
+    pub name: String,
+    pub status: Power,
+    pub server_type: String,
+    pub disk_gb: u32,
+    pub labels: BTreeMap<String, String>,
+    pub ipv4: Ipv4Addr,
+    pub image: String,
+    pub location: String,
+    pub user_data: String,
+}
+
+/// A host of the process kind, listed at the provider or not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HostView {
+    pub name: String,
+    pub ipv4: Ipv4Addr,
+    pub disk: PathBuf,
+    /// Whether the provider has its server.
+    pub listed: bool,
+    pub boot: BootState,
+}
+
+impl Cloud {
+    pub(super) fn views(&self) -> Vec<ServerView> {
+        let book = self.book();
+        let view = |record: &Record| ServerView {
+            id: record.id,
+            name: record.name.clone(),
+            status: record.power,
+            server_type: record.server_type.name.to_owned(),
+            disk_gb: record.disk_gb,
+            labels: record.labels.clone(),
+            ipv4: record.ipv4,
+            image: record.image.clone(),
+            location: record.location.clone(),
+            user_data: record.user_data.clone(),
+        };
+        book.servers.values().map(view).collect()
+    }
+
+    pub(super) async fn kill(&self, name: &str) -> Result<()> {
+        let id = self.id_of(name)?;
+        self.guests.cut(name).await;
+        self.set_power(id, Power::Off);
+        Ok(())
+    }
+
+    pub(super) async fn vanish(&self, name: &str) -> Result<()> {
+        let id = self.id_of(name)?;
+        self.book().remove(id);
+        self.guests.cut(name).await;
+        Ok(())
+    }
+
+    pub(super) fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
+        let id = self.id_of(name)?;
+        if let Some(record) = self.book().servers.get_mut(&id) {
+            record.obeys_shutdown = obeys;
+        }
+        Ok(())
+    }
+
+    pub(super) fn host_views(&self) -> Result<Vec<HostView>> {
+        let machines = self.guests.hosts()?.machines();
+        let view = |machine: Arc<super::host::Machine>| HostView {
+            listed: self.id_of(&machine.name).is_ok(),
+            name: machine.name.clone(),
+            ipv4: machine.ipv4,
+            disk: machine.disk(),
+            boot: machine.boot_state(),
+        };
+        Ok(machines.into_iter().map(view).collect())
+    }
+
+    pub(super) fn start_from_disk(&self, name: &str) -> Result<()> {
+        let machine = self.unlisted(name)?;
+        ensure!(machine.boot_state() == BootState::Off, "{name} is on");
+        machine.boot();
+        Ok(())
+    }
+
+    pub(super) async fn stop_unlisted(&self, name: &str) -> Result<()> {
+        self.unlisted(name)?.cut().await;
+        Ok(())
+    }
+
+    pub(super) async fn start_database_only(&self, name: &str) -> Result<String> {
+        let machine = self.guests.hosts()?.machine(name)?;
+        crate::runtime::servers().spawn(async move { machine.start_database_only().await }).await?
+    }
+
+    pub(super) async fn run_unit(
+        &self,
+        name: &str,
+        unit: &str,
+        args: &[String],
+        env: &[(String, String)],
+    ) -> Result<Output> {
+        let machine = self.guests.hosts()?.machine(name)?;
+        let (unit, args, env) = (unit.to_owned(), args.to_vec(), env.to_vec());
+        crate::runtime::servers().spawn(async move { machine.run_unit(&unit, &args, &env).await }).await?
+    }
+
+    /// A machine that the provider does not list: its power is nobody's but the test's.
+    fn unlisted(&self, name: &str) -> Result<Arc<super::host::Machine>> {
+        let machine = self.guests.hosts()?.machine(name)?;
+        ensure!(self.id_of(name).is_err(), "the provider has {name}: use its API");
+        Ok(machine)
+    }
+
+    fn id_of(&self, name: &str) -> Result<i64> {
+        let book = self.book();
+        let record = book.servers.values().find(|record| record.name == name);
+        record.map(|record| record.id).with_context(|| format!("the provider has no server {name}"))
+    }
+}

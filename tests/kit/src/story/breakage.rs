@@ -1,0 +1,103 @@
+//! What can be broken in the story, each from outside: at the store, or on a disk. The product has no hook for it.
+
+use std::fmt;
+use std::fs;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::first_life::Machine;
+use super::stack::Stack;
+use crate::s3::{Fault, Rule};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Breakage {
+    /// The store refuses snapshots.
+    Backup,
+    /// The store gives back other bytes than were put.
+    Restore,
+    /// The host presents another TLS key than it registered.
+    Pin,
+    /// The fence of the recovery is taken away.
+    Fence,
+}
+
+impl Breakage {
+    pub const ALL: [Self; 4] = [Self::Backup, Self::Restore, Self::Pin, Self::Fence];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Backup => "backup",
+            Self::Restore => "restore",
+            Self::Pin => "pin",
+            Self::Fence => "fence",
+        }
+    }
+
+    /// The step at which the story must fail.
+    pub fn fails_at(self) -> &'static str {
+        match self {
+            Self::Backup => "backup",
+            Self::Restore => "recover",
+            Self::Pin => "use",
+            Self::Fence => "fenced",
+        }
+    }
+}
+
+impl fmt::Display for Breakage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for Breakage {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|breakage| breakage.as_str() == text);
+        found.ok_or_else(|| "must be backup, restore, pin or fence".to_owned())
+    }
+}
+
+pub fn fail_snapshot_puts(stack: &Stack) {
+    for method in ["PUT", "POST"] {
+        stack.store.fault(Rule::new(Fault::Status(500)).method(method).key("/system/db/snapshots/").always());
+    }
+    println!("      (broken: the store fails every write of a snapshot)");
+}
+
+pub fn corrupt_snapshot_gets(stack: &Stack) {
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    println!("      (broken: the store corrupts every snapshot that is read)");
+}
+
+/// Another certificate and key on the host's disk, and its gateway started again.
+pub async fn replace_tls_key(stack: &Stack, machine: &Machine) {
+    let end = with_other_key(stack, machine).await;
+    let said = end.map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
+    println!("      ({said}: the host's TLS key is another one)");
+}
+
+async fn with_other_key(stack: &Stack, machine: &Machine) -> Result<()> {
+    let (cert, key) = stack.ca.issue(&["svc-host"])?;
+    let tls = stack.provider.disk(&machine.server)?.join("var/lib/svc/tls");
+    stack.provider.stop_service(&machine.server, "svc-gateway").await?;
+    fs::write(tls.join("cert.pem"), cert)?;
+    fs::write(tls.join("key.pem"), key)?;
+    stack.provider.run_unit(&machine.server, "svc-gateway", &[]).await?;
+    Ok(())
+}
+
+/// The pointer as it would be had nobody fenced: at the first machine's epoch.
+pub fn put_fence_back(stack: &Stack, first: &Machine) {
+    let end = stack.slot.pointer(&stack.store).map(|mut pointer| {
+        pointer["fenceEpoch"] = Value::from(first.epoch);
+        stack.slot.write(&stack.store, "system/db/latest", &pointer);
+    });
+    let said = end
+        .context("no pointer")
+        .map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
+    println!("      ({said}: the pointer's fence is back at epoch {})", first.epoch);
+}

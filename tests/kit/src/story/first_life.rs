@@ -1,0 +1,186 @@
+//! The first machine: bundle, provision, boot behind the gate, the owner's rows, a backup.
+
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use reqwest::StatusCode;
+use serde::Deserialize;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::bundle;
+use super::slot::BUCKET;
+use super::stack::{HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+use super::web;
+use crate::child;
+
+/// The rows before the backup, in the order of their titles.
+pub const TITLES: [&str; 3] = ["first", "second", "third"];
+pub const LATER: &str = "zz after the backup";
+
+/// What the platform's record says, as far as the story looks at it.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Machine {
+    #[serde(rename = "machineId")]
+    pub id: String,
+    /// The server's name at the provider.
+    #[serde(skip)]
+    pub server: String,
+    pub status: String,
+    pub epoch: u64,
+    #[serde(rename = "publicIpv4")]
+    pub ip: Ipv4Addr,
+    pub https_port: u16,
+    pub tls_spki_sha256: String,
+    pub registered_at: String,
+    pub image_version: String,
+}
+
+impl Machine {
+    pub fn read(record: &str) -> Result<Self> {
+        let mut machine: Self =
+            serde_json::from_str(record).with_context(|| format!("a running machine's record: {record}"))?;
+        machine.server = format!("svc-{}", machine.id);
+        Ok(machine)
+    }
+}
+
+pub async fn publish(stack: &Stack) -> Result<((), String)> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
+    let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
+    let built = tokio::task::spawn_blocking(move || bundle::minimal(&svc, IMAGE_VERSION, &out)).await??;
+    let dir = built.dir.display().to_string();
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.good()?;
+    let key = format!("system-bundles/{IMAGE_VERSION}/{}", bundle::ARCHIVE);
+    let there = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
+    ensure!(
+        hex::encode(Sha256::digest(&there)) == built.sha256,
+        "the store has another bundle than was built"
+    );
+    let mib = built.size_bytes / (1 << 20);
+    Ok(((), format!("slot {USER}/primary on starter; {key}, {mib} MiB")))
+}
+
+pub async fn provision(stack: &Stack) -> Result<(Machine, String)> {
+    let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
+    let run = stack.svcctl(&args).await?.good()?;
+    let machine = Machine::read(&run.stdout)?;
+    ensure!(machine.status == "running", "the machine is {}", machine.status);
+    ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
+    Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
+}
+
+pub async fn boot(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+    let servers = stack.provider.servers();
+    ensure!(servers.len() == 1 && servers[0].name == machine.server, "at the provider: {servers:?}");
+    ensure!(
+        machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(),
+        "not registered: {machine:?}"
+    );
+    ensure!(machine.image_version == IMAGE_VERSION, "it runs {}", machine.image_version);
+    let disk = stack.provider.disk(&machine.server)?;
+    ensure!(disk.join("opt/svc/restore-complete").exists(), "the gate has no marker");
+    for unit in ["svc-update", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"] {
+        ensure!(disk.join(format!("var/log/{unit}.log")).exists(), "{unit} has not run");
+    }
+    let fence = stack.slot.pointer(&stack.store)?;
+    ensure!(fence["fenceEpoch"] == 1 && fence["snapshot"].is_null(), "the first fence is {fence}");
+    let (ip, port) = (machine.ip, machine.https_port);
+    let live = web::at_host(ip, port, "/livez", None).await?;
+    ensure!(live.status.is_success(), "/livez: {}", live.status);
+    for bearer in [None, Some("not.a.token")] {
+        let answer = web::at_host(ip, port, "/api/apps", bearer).await?;
+        ensure!(answer.status == StatusCode::UNAUTHORIZED, "without a proof: {}", answer.status);
+    }
+    registered_once(stack, machine, &disk).await?;
+    Ok(((), "bundle, gate, gateway, registration; registers once; refuses whoever has no proof".to_owned()))
+}
+
+/// The token that the host has used is worth nothing to anybody else.
+async fn registered_once(stack: &Stack, machine: &Machine, disk: &Path) -> Result<()> {
+    let env = std::fs::read_to_string(disk.join("opt/svc/env/boot.env"))?;
+    let token = env.lines().find_map(|line| line.strip_prefix("REGISTRATION_TOKEN="));
+    let token = token.context("no REGISTRATION_TOKEN in boot.env")?.trim_matches('"');
+    let body = json!({"machineId": machine.id, "imageVersion": IMAGE_VERSION, "bundleSha256": "0".repeat(64), "tlsSpkiSha256": "0".repeat(64)});
+    let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
+    let again =
+        client.post(format!("{}/vps/register", stack.api)).bearer_auth(token).json(&body).send().await?;
+    ensure!(again.status() == StatusCode::UNAUTHORIZED, "a second registration: {}", again.status());
+    Ok(())
+}
+
+pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
+    let owner = stack.owner();
+    for title in TITLES {
+        // The router learns of a new machine within a second.
+        let insert = || stack.web.insert(&owner, title);
+        let row = if title == TITLES[0] {
+            eventually("insert a row", Duration::from_secs(5), insert).await?
+        } else {
+            insert().await?
+        };
+        ensure!(row["title"] == title && row["id"].is_string(), "inserted {title}, got {row}");
+    }
+    let found = stack.web.titles(&owner).await?;
+    ensure!(found == TITLES, "found {found:?}");
+    let stranger = stack.web.get("/api/apps", None, "application/json").await?;
+    ensure!(stranger.status == StatusCode::UNAUTHORIZED, "without identity: {}", stranger.status);
+    let other = stack.web.get("/api/apps", Some(&stack.session("user_other")), "application/json").await?;
+    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without machine: {}", other.status);
+    Ok(((), format!("{} rows inserted and found through the app host", found.len())))
+}
+
+/// Gives the snapshot's key.
+pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)> {
+    let run = stack.provider.run_unit(&machine.server, "svc-db-backup", &["run"]).await?;
+    ensure!(
+        run.status.success(),
+        "svc-db-backup: {}: {}",
+        run.status,
+        String::from_utf8_lossy(&run.stderr).trim()
+    );
+    let pointer = stack.slot.pointer(&stack.store)?;
+    let named = &pointer["snapshot"];
+    ensure!(pointer["fenceEpoch"] == 1 && named["epoch"] == 1, "the pointer is {pointer}");
+    ensure!(named["machineId"] == machine.id.as_str(), "the pointer is of machine {}", named["machineId"]);
+    let key = named["key"].as_str().context("the pointer names no key")?.to_owned();
+    let dump = stack.slot.read(&stack.store, &key)?;
+    let sha256 = hex::encode(Sha256::digest(&dump));
+    ensure!(
+        named["sizeBytes"] == dump.len() && named["sha256"] == sha256.as_str(),
+        "{key} is not what the pointer says"
+    );
+    let side = stack.slot.json(&stack.store, &format!("{key}.json"))?;
+    ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the side record is {side}");
+    let notes =
+        side["tables"].as_array().and_then(|tables| tables.iter().find(|t| t["name"] == "app_notes.notes"));
+    ensure!(notes.is_some_and(|t| t["rows"] == TITLES.len()), "the side record counts {}", side["tables"]);
+    let listed = list_dump(stack, &dump).await?;
+    ensure!(
+        listed.contains("TABLE DATA app_notes notes"),
+        "pg_restore -l does not show the notes:\n{listed}"
+    );
+    let detail =
+        format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
+    Ok((key, detail))
+}
+
+/// The dump as PostgreSQL's own tool sees it.
+async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
+    let file = stack.dir.join("backup.dump");
+    tokio::fs::write(&file, dump).await?;
+    let mut list = stack.pg.client("pg_restore");
+    list.arg("-l").arg(file);
+    tokio::task::spawn_blocking(move || child::run(list, Duration::from_secs(60))).await?
+}
+
+pub async fn insert_later(stack: &Stack) -> Result<((), String)> {
+    let owner = stack.owner();
+    stack.web.insert(&owner, LATER).await?;
+    let found = stack.web.titles(&owner).await?;
+    ensure!(found.len() == TITLES.len() + 1, "found {found:?}");
+    Ok(((), "one more row, which no backup has".to_owned()))
+}

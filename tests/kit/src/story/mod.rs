@@ -1,0 +1,108 @@
+//! The whole main job, played on real parts: a stack is started, a machine provisioned, used, backed up, lost,
+//! recovered, its predecessor fenced off, and deleted.
+//!
+//! It drives what users have — the CLI, HTTP, signals — and looks at what they could look at: records, disks, objects.
+//! [`Breakage`] breaks one thing from outside; the story must then stop at the step that this is about.
+
+pub mod bundle;
+
+mod breakage;
+mod first_life;
+mod platform;
+mod program;
+mod report;
+mod second_life;
+mod slot;
+mod stack;
+mod web;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::{SignalKind, signal};
+
+pub use self::breakage::Breakage;
+use self::report::Stopped;
+pub use self::report::{Report, Step};
+use self::stack::Stack;
+
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The binary that is played with.
+    pub svc: PathBuf,
+    pub breakage: Option<Breakage>,
+    /// Keep disks and logs when all went well, too.
+    pub keep: bool,
+    /// Where `report.json` goes.
+    pub report: Option<PathBuf>,
+}
+
+/// Plays the story to its end, or to the step that fails. All that was started has ended when this returns.
+///
+/// # Errors
+/// When it cannot even begin, or the report cannot be written; a story that fails is a report.
+pub async fn play(options: Options) -> Result<Report> {
+    // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
+    let dir =
+        tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
+    let mut report = Report::new();
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let interrupted = tokio::select! {
+        end = whole(&mut report, &options, dir.path()) => {
+            report.ok = end.is_ok();
+            false
+        }
+        _ = terminate.recv() => true,
+        _ = interrupt.recv() => true,
+    };
+    let as_expected =
+        options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
+    if options.keep || (!interrupted && !report.ok && !as_expected) {
+        println!("kept: {}", dir.keep().display());
+    }
+    println!("{}", report.summary());
+    if let Some(path) = &options.report {
+        report.write(path)?;
+    }
+    Ok(report)
+}
+
+async fn whole(report: &mut Report, options: &Options, dir: &std::path::Path) -> Result<(), Stopped> {
+    let mut stack = report.step("stack", Stack::up(&options.svc, dir)).await?;
+    let end = acts(report, options.breakage, &mut stack).await;
+    if end.is_err() {
+        stack.print_logs();
+    }
+    stack.down().await;
+    end
+}
+
+async fn acts(report: &mut Report, breakage: Option<Breakage>, stack: &mut Stack) -> Result<(), Stopped> {
+    let broken = |what: Breakage| breakage == Some(what);
+    report.step("publish", first_life::publish(stack)).await?;
+    let first = report.step("provision", first_life::provision(stack)).await?;
+    report.step("boot", first_life::boot(stack, &first)).await?;
+    if broken(Breakage::Pin) {
+        breakage::replace_tls_key(stack, &first).await;
+    }
+    report.step("use", first_life::insert_and_find(stack)).await?;
+    if broken(Breakage::Backup) {
+        breakage::fail_snapshot_puts(stack);
+    }
+    let backup = report.step("backup", first_life::backup(stack, &first)).await?;
+    report.step("later-row", first_life::insert_later(stack)).await?;
+    report.step("loss", second_life::lose(stack, &first)).await?;
+    if broken(Breakage::Restore) {
+        breakage::corrupt_snapshot_gets(stack);
+    }
+    let second = report.step("recover", second_life::recover(stack, &first)).await?;
+    report.step("rows", second_life::rows_are_back(stack)).await?;
+    if broken(Breakage::Fence) {
+        breakage::put_fence_back(stack, &first);
+    }
+    report.step("fenced", second_life::old_machine_is_fenced(stack, &first, &backup)).await?;
+    report.step("superseded", second_life::old_machine_learns(stack, &first, &backup)).await?;
+    report.step("delete", second_life::delete(stack, &second)).await?;
+    report.step("gone", second_life::nobody_is_served(stack)).await
+}

@@ -1,0 +1,70 @@
+//! The platform as a child process.
+
+use std::fs::File;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::process::Child;
+
+use super::program::Program;
+use crate::child::{self, AtExit};
+
+const START: Duration = Duration::from_secs(60);
+const DRAIN: Duration = Duration::from_secs(20);
+
+pub struct Platform {
+    process: Child,
+    pid: u32,
+    pub router: SocketAddr,
+}
+
+impl Platform {
+    /// Starts `svc-platform` and waits until it says where both of its listeners are.
+    pub async fn start(program: &Program, log: &Path) -> Result<Self> {
+        let out = File::create(log)?;
+        let mut command = program.command("svc-platform");
+        command.stdout(out.try_clone()?).stderr(out);
+        let mut process = command.spawn().context("start svc-platform")?;
+        let pid = process.id().context("svc-platform has ended already")?;
+        child::end_with_us(pid, AtExit::Kill);
+        let deadline = Instant::now() + START;
+        loop {
+            let said = std::fs::read_to_string(log)?;
+            let api = said.lines().any(|line| line.starts_with("listening api "));
+            let router = said.lines().find_map(|line| line.strip_prefix("listening router https://"));
+            if let (true, Some(router)) = (api, router) {
+                let router =
+                    router.trim().parse().with_context(|| format!("the router's address {router}"))?;
+                return Ok(Self { process, pid, router });
+            }
+            if let Some(status) = process.try_wait()? {
+                child::ended(pid);
+                bail!("svc-platform ended at its start ({status}):\n{said}");
+            }
+            ensure!(Instant::now() < deadline, "svc-platform does not listen after {START:?}:\n{said}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// SIGTERM; what is under way is finished first.
+    pub async fn stop(mut self) -> Result<()> {
+        if let Ok(pid) = i32::try_from(self.pid) {
+            kill(Pid::from_raw(pid), Signal::SIGTERM)?;
+        }
+        let status = tokio::time::timeout(DRAIN, self.process.wait()).await.context("still running")??;
+        ensure!(status.success(), "it ended with {status}");
+        Ok(())
+    }
+}
+
+impl Drop for Platform {
+    fn drop(&mut self) {
+        // Killed and waited for by tokio (`kill_on_drop`), where `stop` has not done so.
+        self.process.start_kill().ok();
+        child::ended(self.pid);
+    }
+}

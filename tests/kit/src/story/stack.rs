@@ -1,0 +1,176 @@
+//! All real parts of one story, on ports and in a directory of its own.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use super::platform::Platform;
+use super::program::{Program, Run};
+use super::slot::{BUCKET, Slot};
+use super::web::{APP_HOST, CODE_HOST, Web};
+use crate::ca::Ca;
+use crate::fetch::target_dir;
+use crate::idp::{Idp, MintOptions};
+use crate::net;
+use crate::pg::{PgBinaries, PgOptions, PgServer};
+use crate::provider::{HostSettings, Simulator, SimulatorOptions};
+use crate::s3::S3Server;
+
+pub const USER: &str = "user_story";
+pub const HANDLE: &str = "ada";
+pub const IMAGE_VERSION: &str = "story-1";
+
+const LOG_LINES: usize = 25;
+
+pub struct Stack {
+    pub dir: PathBuf,
+    pub svc: PathBuf,
+    pub pg: PgBinaries,
+    pub store: S3Server,
+    pub slot: Slot,
+    idp: Idp,
+    pub provider: Simulator,
+    pub ca: Ca,
+    pub web: Web,
+    pub api: String,
+    operator: Program,
+    platform: Platform,
+    _database: PgServer,
+}
+
+impl Stack {
+    /// Starts everything; gives a line that says what runs.
+    pub async fn up(svc: &Path, dir: &Path) -> Result<(Self, String)> {
+        // Installed once per process; a second story finds it there.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
+        let database = PgServer::start(&pg, PgOptions::default()).await?;
+        database.create_database("platform").await?;
+        let store = S3Server::start(dir)?;
+        store.create_bucket(BUCKET);
+        let idp = Idp::start()?;
+        let hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
+        let provider = Simulator::start(SimulatorOptions::process(hosts)).await?;
+        let ca = Ca::new()?;
+        let secret = uuid::Uuid::new_v4().simple().to_string();
+        let api = format!("http://127.0.0.1:{}", net::free_port()?);
+
+        let mut env = store.env(BUCKET);
+        let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
+        set("PLATFORM_PUBLIC_URL", &api);
+        set("PLATFORM_SECRET", &secret);
+        let operator = Program::new(svc, env.clone());
+        env.extend(idp.env());
+        let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
+        set("PLATFORM_LISTEN", api.trim_start_matches("http://"));
+        set("PLATFORM_DATABASE_URL", &database.url("platform"));
+        set("PLATFORM_KEY", &uuid::Uuid::new_v4().simple().to_string().repeat(2));
+        set("PLATFORM_POLL_MS", "100");
+        set("CUSTOMER_VPS_ENABLED", "true");
+        set("CUSTOMER_VPS_IMAGE_VERSION", IMAGE_VERSION);
+        set("CUSTOMER_VPS_HTTPS_PORT", &provider.https_port().to_string());
+        set("PROVIDER_API_URL", &provider.base_url());
+        set("PROVIDER_API_TOKEN", provider.token());
+        set("STORE_HOST_CREDENTIALS", "static");
+        set("LAST_BACKUP_DEADLINE_SECONDS", "5");
+        set("APP_HOST", APP_HOST);
+        set("CODE_HOST", CODE_HOST);
+        set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
+        set("ROUTER_LISTEN", "127.0.0.1:0");
+        let (cert, key) = ca.issue(&[APP_HOST, CODE_HOST])?;
+        set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
+        set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
+        let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
+        let router: SocketAddr = platform.router;
+        let web = Web::new(&ca.root_pem(), router)?;
+
+        let said =
+            format!("platform {api}, router https://{router}, provider, store, database, identity provider");
+        let stack = Self {
+            dir: dir.to_owned(),
+            svc: svc.to_owned(),
+            pg,
+            store,
+            slot: Slot::primary(USER),
+            idp,
+            provider,
+            ca,
+            web,
+            api,
+            operator,
+            platform,
+            _database: database,
+        };
+        Ok((stack, said))
+    }
+
+    /// `svcctl` as the operator calls it.
+    pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
+        self.operator.run("svcctl", args, Duration::from_secs(230)).await
+    }
+
+    /// A session token of the owner.
+    pub fn owner(&self) -> String {
+        self.session(USER)
+    }
+
+    /// A session token of any user of the identity provider.
+    pub fn session(&self, user: &str) -> String {
+        self.idp.mint(user, &MintOptions::default())
+    }
+
+    /// The end of each log, for a story that failed.
+    pub fn print_logs(&self) {
+        let mut logs = vec![self.dir.join("platform.log")];
+        let hosts = fs::read_dir(self.dir.join("hosts")).into_iter().flatten().flatten();
+        for host in hosts {
+            let of_host = fs::read_dir(host.path().join("var/log")).into_iter().flatten().flatten();
+            logs.extend(of_host.map(|log| log.path()));
+        }
+        logs.sort();
+        for log in logs {
+            let text = fs::read(&log).unwrap_or_default();
+            let text = String::from_utf8_lossy(&text);
+            let lines: Vec<&str> = text.lines().collect();
+            if !lines.is_empty() {
+                println!("--- {}", log.display());
+                lines[lines.len().saturating_sub(LOG_LINES)..].iter().for_each(|line| println!("{line}"));
+            }
+        }
+    }
+
+    /// Ends the platform in order; the rest goes with the values.
+    pub async fn down(self) {
+        let Self { platform, provider, .. } = self;
+        if let Err(error) = platform.stop().await {
+            println!("      (the platform did not drain: {error:#})");
+        }
+        drop(provider);
+    }
+}
+
+fn written(dir: &Path, name: &str, text: &str) -> Result<String> {
+    let path = dir.join(name);
+    fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+    Ok(path.display().to_string())
+}
+
+/// Looks again and again until `look` finds something.
+pub async fn eventually<T, F>(what: &str, within: Duration, mut look: impl FnMut() -> F) -> Result<T>
+where
+    F: Future<Output = Result<T>>,
+{
+    let deadline = tokio::time::Instant::now() + within;
+    loop {
+        match look().await {
+            Ok(found) => return Ok(found),
+            Err(error) if tokio::time::Instant::now() >= deadline => {
+                bail!("{what}: not within {} s: {error:#}", within.as_secs());
+            }
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    }
+}

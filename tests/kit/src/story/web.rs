@@ -1,0 +1,112 @@
+//! The owner's and a stranger's HTTP: through the router as a browser comes, or straight at a host.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use reqwest::{Certificate, Client, StatusCode};
+use serde_json::{Value, json};
+
+pub const APP_HOST: &str = "app.svc-demo.test";
+pub const CODE_HOST: &str = "code.svc-demo.test";
+
+const CALL: Duration = Duration::from_secs(20);
+
+/// A client that finds the public names at the router, and trusts the CA that issued their certificate.
+pub struct Web {
+    client: Client,
+    app: String,
+}
+
+/// An answer, read whole.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: StatusCode,
+    pub kind: String,
+    pub retry_after: Option<String>,
+    pub body: String,
+}
+
+impl Web {
+    pub fn new(root_pem: &str, router: SocketAddr) -> Result<Self> {
+        let root = Certificate::from_pem(root_pem.as_bytes())?;
+        let client = Client::builder()
+            .tls_certs_only([root])
+            .resolve(APP_HOST, router)
+            .resolve(CODE_HOST, router)
+            .redirect(reqwest::redirect::Policy::none())
+            .timeout(CALL)
+            .no_proxy()
+            .build()?;
+        Ok(Self { client, app: format!("https://{APP_HOST}:{}", router.port()) })
+    }
+
+    /// GET on the app host.
+    pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<Answer> {
+        let mut request = self.client.get(format!("{}{path}", self.app)).header("accept", accept);
+        if let Some(bearer) = bearer {
+            request = request.bearer_auth(bearer);
+        }
+        read(request).await
+    }
+
+    /// One call of the bridge, by the owner through the router; the answer's `data`.
+    pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
+        let request =
+            self.client.post(format!("{}/api/bridge/query", self.app)).bearer_auth(bearer).json(call);
+        let answer = read(request).await?;
+        ensure!(
+            answer.status.is_success(),
+            "POST /api/bridge/query through the app host: {}: {}",
+            answer.status,
+            answer.short()
+        );
+        let mut body: Value = answer.json()?;
+        Ok(body["data"].take())
+    }
+
+    pub async fn insert(&self, bearer: &str, title: &str) -> Result<Value> {
+        let data = json!({"title": title, "body": "from the story", "pinned": false, "rank": 7});
+        self.bridge(bearer, &json!({"action": "insert", "app": "notes", "table": "notes", "data": data}))
+            .await
+    }
+
+    /// The titles of all notes, sorted.
+    pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
+        let rows = self.bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;
+        let rows = rows.as_array().with_context(|| format!("find answers rows, not {rows}"))?;
+        let mut titles: Vec<String> =
+            rows.iter().filter_map(|row| Some(row["title"].as_str()?.to_owned())).collect();
+        titles.sort();
+        Ok(titles)
+    }
+}
+
+impl Answer {
+    pub fn json(&self) -> Result<Value> {
+        serde_json::from_str(&self.body).with_context(|| format!("no JSON: {}", self.short()))
+    }
+
+    pub fn short(&self) -> String {
+        self.body.chars().take(300).collect()
+    }
+}
+
+/// Straight at a host's :443, whatever its certificate, with or without a credential.
+pub async fn at_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&str>) -> Result<Answer> {
+    let client = Client::builder().tls_danger_accept_invalid_certs(true).timeout(CALL).no_proxy().build()?;
+    let host = SocketAddr::new(IpAddr::V4(ip), port);
+    let mut request = client.get(format!("https://{host}{path}"));
+    if let Some(bearer) = bearer {
+        request = request.bearer_auth(bearer);
+    }
+    read(request).await
+}
+
+async fn read(request: reqwest::RequestBuilder) -> Result<Answer> {
+    let response = request.send().await?;
+    let header = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
+    let (status, kind, retry_after) =
+        (response.status(), header("content-type").unwrap_or_default(), header("retry-after"));
+    Ok(Answer { status, kind, retry_after, body: response.text().await? })
+}

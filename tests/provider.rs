@@ -1,0 +1,190 @@
+//! The provider adapter against the simulator: what each call does, and (in `failures`) what each failure is taken for.
+
+#![allow(clippy::unwrap_used)]
+
+mod failures;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use kit::provider::{Power, Simulator, SimulatorOptions};
+use secrecy::SecretString;
+use svc::http::client::{self, Deadlines};
+use svc::machine::name::ServerType;
+use svc::provider::hetzner::{Hetzner, Limits};
+use svc::provider::{
+    Action, ActionStatus, Deleted, ErrorKind, Provider, Server, ServerId, ServerOrder, ServerStatus,
+};
+
+/// The contract's order of things, but a hundred times faster.
+const FAST: Limits = Limits {
+    deadline: Duration::from_secs(2),
+    first_backoff: Duration::from_millis(5),
+    longest_backoff: Duration::from_millis(50),
+    longest_rate_wait: Duration::from_millis(1500),
+    retries: 4,
+};
+
+async fn simulator() -> Simulator {
+    Simulator::start(SimulatorOptions::record()).await.unwrap()
+}
+
+fn adapter_with(simulator: &Simulator, token: &str, limits: Limits) -> Hetzner {
+    // Installed once per process; every further test finds it there.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = client::build(Deadlines::CALL).unwrap();
+    Hetzner::with_limits(client, simulator.base_url().parse().unwrap(), &SecretString::from(token), limits)
+        .unwrap()
+}
+
+fn adapter(simulator: &Simulator) -> Hetzner {
+    adapter_with(simulator, simulator.token(), FAST)
+}
+
+fn server_type(name: &str) -> ServerType {
+    name.parse().unwrap()
+}
+
+fn order(name: &str) -> ServerOrder {
+    ServerOrder {
+        name: name.to_owned(),
+        server_type: server_type("cpx22"),
+        image: "debian-12".to_owned(),
+        location: "nbg1".parse().unwrap(),
+        labels: BTreeMap::from([
+            ("machine".to_owned(), name.to_owned()),
+            ("epoch".to_owned(), "1".to_owned()),
+        ]),
+        user_data: SecretString::from("#cloud-config\n{}"),
+    }
+}
+
+async fn settled(provider: &Hetzner, action: Action) -> ActionStatus {
+    let end = Instant::now() + Duration::from_secs(20);
+    loop {
+        let now = provider.action(action.id).await.unwrap();
+        assert_eq!(now.command, action.command);
+        if now.status != ActionStatus::Running {
+            return now.status;
+        }
+        assert!(Instant::now() < end, "{action:?} does not end");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn running(simulator: &Simulator, provider: &Hetzner, name: &str) -> Server {
+    let server = provider.create(&order(name)).await.unwrap();
+    simulator.wait_for_power(name, Power::Running).await.unwrap();
+    server
+}
+
+async fn power_off(provider: &Hetzner, id: ServerId) {
+    assert_eq!(settled(provider, provider.power_off(id).await.unwrap()).await, ActionStatus::Success);
+}
+
+#[tokio::test]
+async fn a_server_is_made_found_and_deleted() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+
+    let made = provider.create(&order("svc-1")).await.unwrap();
+    assert_eq!((made.status, made.disk_gb), (ServerStatus::Initializing, 80));
+    assert!(made.public_ipv4.is_some_and(|ip| ip.is_loopback()));
+    assert_eq!(made.labels["epoch"], "1");
+    let there = simulator.wait_for_power("svc-1", Power::Running).await.unwrap();
+    assert_eq!(there.user_data, "#cloud-config\n{}");
+    assert_eq!((there.image.as_str(), there.location.as_str()), ("debian-12", "nbg1"));
+
+    let found = provider.find("svc-1").await.unwrap().unwrap();
+    assert_eq!((found.id, found.status), (made.id, ServerStatus::Running));
+    assert_eq!(provider.get(made.id).await.unwrap(), Some(found));
+    assert_eq!(provider.find("svc-2").await.unwrap(), None);
+
+    assert_eq!(provider.delete(made.id).await.unwrap(), Deleted::Done);
+    assert_eq!(provider.delete(made.id).await.unwrap(), Deleted::WasAbsent);
+    assert_eq!(provider.get(made.id).await.unwrap(), None);
+    assert!(simulator.servers().is_empty());
+}
+
+#[tokio::test]
+async fn all_pages_of_a_selection_are_read() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    for nth in 0..103 {
+        let mut order = order(&format!("svc-{nth}"));
+        order.labels.insert("slot".to_owned(), if nth % 103 == 0 { "b" } else { "a" }.to_owned());
+        provider.create(&order).await.unwrap();
+    }
+    let found = provider.find_by_label("slot=a,epoch").await.unwrap();
+    assert_eq!(found.len(), 102);
+    assert_eq!(simulator.call_count("GET", "label_selector"), 3);
+    assert_eq!(provider.find_by_label("slot=c").await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn a_name_that_is_taken_is_a_conflict_and_a_bad_order_is_refused() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    provider.create(&order("svc-1")).await.unwrap();
+    let kind = async |order: ServerOrder| provider.create(&order).await.unwrap_err().kind();
+
+    assert_eq!(kind(order("svc-1")).await, ErrorKind::Conflict);
+    assert_eq!(
+        kind(ServerOrder { server_type: server_type("cpx999"), ..order("b") }).await,
+        ErrorKind::Refused
+    );
+    let large = SecretString::from("x".repeat(32 * 1024 + 1));
+    assert_eq!(kind(ServerOrder { user_data: large, ..order("c") }).await, ErrorKind::Refused);
+    let labels = BTreeMap::from([("slot".to_owned(), "not a label".to_owned())]);
+    assert_eq!(kind(ServerOrder { labels, ..order("d") }).await, ErrorKind::Refused);
+    assert_eq!(simulator.creations().len(), 1);
+}
+
+/// Everything after which a server may exist must say so, and must not have been asked for twice.
+#[tokio::test]
+async fn a_resize_keeps_the_disk_and_needs_a_server_that_is_off() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let id = running(&simulator, &provider, "svc-1").await.id;
+    let to = server_type("cpx32");
+
+    assert_eq!(provider.change_type(id, &to).await.unwrap_err().kind(), ErrorKind::Refused);
+    let shutdown = provider.shutdown(id).await.unwrap();
+    assert_eq!(settled(&provider, shutdown).await, ActionStatus::Success);
+    simulator.wait_for_power("svc-1", Power::Off).await.unwrap();
+    power_off(&provider, id).await;
+
+    assert_eq!(settled(&provider, provider.change_type(id, &to).await.unwrap()).await, ActionStatus::Success);
+    let changed = provider.get(id).await.unwrap().unwrap();
+    assert_eq!((changed.server_type, changed.disk_gb, changed.status), (to, 80, ServerStatus::Off));
+
+    let smaller = provider.change_type(id, &server_type("cpx12")).await.unwrap_err();
+    assert_eq!(smaller.kind(), ErrorKind::Refused);
+    let back = provider.change_type(id, &server_type("cpx22")).await.unwrap();
+    assert_eq!(settled(&provider, back).await, ActionStatus::Success, "the disk has not grown");
+
+    assert_eq!(settled(&provider, provider.power_on(id).await.unwrap()).await, ActionStatus::Success);
+    assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);
+}
+
+#[tokio::test]
+async fn what_is_gone_is_not_found() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let id = running(&simulator, &provider, "svc-1").await.id;
+    simulator.vanish_server("svc-1").await.unwrap();
+    assert_eq!(provider.get(id).await.unwrap(), None);
+    assert_eq!(provider.power_on(id).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(provider.action(svc::provider::ActionId(1)).await.unwrap_err().kind(), ErrorKind::NotFound);
+    let creation = &simulator.creations()[0];
+    assert!(creation.ended.is_some());
+}
+
+#[tokio::test]
+async fn server_types_are_known_by_name() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let found = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();
+    assert_eq!((found.cores, found.memory_gb, found.disk_gb), (12, 24.0, 480));
+    assert_eq!(provider.server_type(&server_type("cpx999")).await.unwrap(), None);
+}

@@ -1,0 +1,158 @@
+//! What each failure of the provider is taken for, and what is tried again.
+
+use std::error::Error;
+
+use kit::provider::{Fault, FaultRule, RateLimit};
+
+use super::*;
+
+#[tokio::test]
+async fn a_quota_is_a_refusal() {
+    let simulator =
+        Simulator::start(SimulatorOptions { server_limit: 0, ..SimulatorOptions::record() }).await.unwrap();
+    let error = adapter(&simulator).create(&order("svc-1")).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused);
+    assert_eq!(simulator.call_count("POST", "/servers"), 1);
+}
+
+#[tokio::test]
+async fn a_create_without_a_clear_answer_is_ambiguous_and_never_repeated() {
+    let unclear = [
+        (Fault::LostReplyAfterCommit, 1),
+        (Fault::LostRequest, 0),
+        (Fault::SlowReply { ms: 5000 }, 1),
+        (Fault::Timeout, 0),
+        (Fault::Status { status: 500, code: "server_error".into(), reset_in_seconds: None }, 0),
+        (Fault::Status { status: 502, code: "bad_gateway".into(), reset_in_seconds: None }, 0),
+        (Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None }, 0),
+        (Fault::Status { status: 504, code: "timeout".into(), reset_in_seconds: None }, 0),
+    ];
+    for (fault, made) in unclear {
+        let simulator = simulator().await;
+        let limits = Limits { deadline: Duration::from_millis(400), ..FAST };
+        let provider = adapter_with(&simulator, simulator.token(), limits);
+        simulator.fault(FaultRule::once("POST", "/servers", fault.clone()));
+        let error = provider.create(&order("svc-1")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Ambiguous, "{fault:?}");
+        assert_eq!(simulator.call_count("POST", "/servers"), 1, "{fault:?}");
+        assert_eq!(simulator.creations().len(), made, "{fault:?}");
+        assert_eq!(provider.find("svc-1").await.unwrap().is_some(), made == 1, "{fault:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_nothing_was_done_is_worth_another_try() {
+    for (status, code) in [(429, "rate_limit_exceeded"), (409, "conflict"), (423, "locked")] {
+        let simulator = simulator().await;
+        let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
+        simulator.fault(FaultRule::times(2, "POST", "/servers", fault));
+        adapter(&simulator).create(&order("svc-1")).await.unwrap();
+        assert_eq!(simulator.call_count("POST", "/servers"), 3, "{code}");
+    }
+}
+
+#[tokio::test]
+async fn reads_are_repeated_within_bounds() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let gateway = |times| {
+        let fault = Fault::Status { status: 502, code: "bad_gateway".to_owned(), reset_in_seconds: None };
+        FaultRule::times(times, "GET", "/servers", fault)
+    };
+    simulator.fault(gateway(3));
+    assert_eq!(provider.find("svc-1").await.unwrap(), None);
+    assert_eq!(simulator.call_count("GET", "/servers"), 4);
+
+    simulator.fault(gateway(100));
+    assert_eq!(provider.find("svc-1").await.unwrap_err().kind(), ErrorKind::Transient);
+    assert_eq!(simulator.call_count("GET", "/servers"), 4 + 1 + FAST.retries);
+}
+
+#[tokio::test]
+async fn a_refused_rate_waits_for_the_reset_and_all_clones_wait_with_it() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let fault =
+        Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(3600) };
+    simulator.fault(FaultRule::once("GET", "/servers", fault));
+    let start = Instant::now();
+    let clone = provider.clone();
+    let other = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        clone.server_type(&server_type("cpx22")).await.unwrap();
+        start.elapsed()
+    };
+    let (found, other) = tokio::join!(provider.find("svc-1"), other);
+    found.unwrap();
+    let bound = FAST.longest_rate_wait;
+    assert!(start.elapsed() >= bound && start.elapsed() < bound * 4, "{:?}", start.elapsed());
+    assert!(other >= bound, "the clone called while nothing was left: {other:?}");
+}
+
+#[tokio::test]
+async fn a_spent_budget_is_not_overdrawn() {
+    let rate_limit = RateLimit { limit: 4, per_second: 8.0 };
+    let simulator =
+        Simulator::start(SimulatorOptions { rate_limit, ..SimulatorOptions::record() }).await.unwrap();
+    let provider = adapter(&simulator);
+    for _ in 0..10 {
+        provider.find("svc-1").await.unwrap();
+    }
+    assert_eq!(simulator.calls().len(), 10, "a call was refused and repeated: {:?}", simulator.calls());
+}
+
+#[tokio::test]
+async fn a_silent_provider_costs_one_deadline() {
+    let simulator = simulator().await;
+    let limits = Limits { deadline: Duration::from_millis(300), ..FAST };
+    let provider = adapter_with(&simulator, simulator.token(), limits);
+    simulator.fault(FaultRule::once("GET", "/servers", Fault::Timeout));
+    let start = Instant::now();
+    let error = provider.get(ServerId(1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Transient);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn a_provider_that_is_not_there_is_transient_even_for_a_create() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    drop(simulator);
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(provider.create(&order("svc-1")).await.unwrap_err().kind(), ErrorKind::Transient);
+}
+
+#[tokio::test]
+async fn the_log_gets_the_providers_words_the_caller_and_the_token_do_not() {
+    let simulator = simulator().await;
+    let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST);
+    let error = provider.find("svc-1").await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Refused);
+    assert!(!error.to_string().contains("authenticate"), "{error}");
+    assert!(error.source().unwrap().to_string().contains("unable to authenticate"));
+    let all = format!("{error:?} {:?}", error.source());
+    assert!(!all.contains("a-token-that-is-wrong"), "{all}");
+}
+
+#[tokio::test]
+async fn a_change_of_type_without_a_clear_answer_is_ambiguous() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let id = running(&simulator, &provider, "svc-1").await.id;
+    power_off(&provider, id).await;
+    simulator.fault(FaultRule::once("POST", "change_type", Fault::LostReplyAfterCommit));
+    let error = provider.change_type(id, &server_type("cpx32")).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Ambiguous);
+    assert_eq!(simulator.call_count("POST", "change_type"), 1);
+}
+
+#[tokio::test]
+async fn an_action_that_fails_says_so_and_has_no_effect() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    let id = running(&simulator, &provider, "svc-1").await.id;
+    simulator.fault(FaultRule::once("POST", "poweroff", Fault::ActionError));
+    let action = provider.power_off(id).await.unwrap();
+    assert!(matches!(settled(&provider, action).await, ActionStatus::Error { .. }));
+    assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);
+}

@@ -1,0 +1,178 @@
+//! Who is let in.
+
+use anyhow::Result;
+use http::StatusCode;
+use kit::idp::{Alg, Flaw, MintOptions, Old};
+
+use super::world::{APP, World, read};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn good_tokens_are_believed_by_header_and_by_cookie() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    for alg in Alg::ALL {
+        let token = world.idp.mint("user_1", &MintOptions { alg, ..MintOptions::default() });
+        assert_eq!(read(world.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK, "{alg:?}");
+        let cookie = format!("a=b; __session={token}");
+        assert_eq!(
+            read(world.get(APP, "/").header("cookie", cookie)).await.status,
+            StatusCode::OK,
+            "{alg:?}"
+        );
+    }
+    let azp = MintOptions { aud: None, azp: Some("svc-test".into()), ..MintOptions::default() };
+    let leeway = MintOptions { ttl: -20, nbf: -60, ..MintOptions::default() };
+    let many = MintOptions { aud: Some(serde_json::json!(["x", "svc-test"])), ..MintOptions::default() };
+    for options in [azp, leeway, many] {
+        let token = world.idp.mint("user_1", &options);
+        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::OK, "{options:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_bad_token_is_refused() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let before = machine.arrivals().len();
+    let good = MintOptions::default;
+    let mut bad = vec![
+        MintOptions { ttl: -31, nbf: -90, ..good() },
+        MintOptions { nbf: 40, ttl: 90, ..good() },
+        MintOptions { iss: Some("https://evil.test".into()), ..good() },
+        MintOptions { iss: Some(format!("{}/", world.idp.issuer())), ..good() },
+        MintOptions { aud: None, ..good() },
+        MintOptions { aud: Some("other".into()), ..good() },
+        MintOptions { aud: Some("other".into()), azp: Some("svc-test".into()), ..good() },
+        MintOptions { aud: Some(serde_json::json!([])), ..good() },
+        MintOptions { kid: Some("of-nobody".into()), ..good() },
+    ];
+    for (claim, value) in
+        [("exp", serde_json::Value::Null), ("sub", serde_json::Value::Null), ("sub", "a/b".into())]
+    {
+        let mut options = good();
+        options.claims.insert(claim.into(), value);
+        bad.push(options);
+    }
+    for alg in Alg::ALL {
+        bad.extend(Flaw::ALL.map(|flaw| MintOptions { alg, flaw: Some(flaw), ..good() }));
+    }
+    for options in bad {
+        let token = world.idp.mint("user_1", &options);
+        let by_header = read(world.get(APP, "/").bearer_auth(&token)).await;
+        assert_eq!(by_header.status, StatusCode::UNAUTHORIZED, "{options:?}");
+        assert_eq!(by_header.json()["code"], "unauthorized");
+        let by_cookie = read(world.get(APP, "/").header("cookie", format!("__session={token}"))).await;
+        assert_eq!(by_cookie.status, StatusCode::UNAUTHORIZED, "{options:?}");
+    }
+    for junk in ["", "a", "a.b", "a.b.c", "....", &"x".repeat(9000)] {
+        assert_eq!(
+            read(world.get(APP, "/").bearer_auth(junk)).await.status,
+            StatusCode::UNAUTHORIZED,
+            "{junk}"
+        );
+    }
+    assert_eq!(machine.arrivals().len(), before, "nothing reached the machine");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bad_bearer_does_not_fall_through_to_a_good_cookie() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let cookie = format!("__session={}", world.token("user_1"));
+    let answer = read(world.get(APP, "/").header("cookie", cookie).bearer_auth("a.b.c")).await;
+    assert_eq!(answer.status, StatusCode::UNAUTHORIZED);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Result<()> {
+    let world = World::start().await?;
+    let absent = StatusCode::SERVICE_UNAVAILABLE;
+    let (first, again) = (world.token("user_1"), world.token("user_1"));
+    assert_eq!(
+        read(world.get(APP, "/").bearer_auth(&first)).await.status,
+        absent,
+        "believed, without a machine"
+    );
+    assert_eq!(world.idp.jwks_fetches(), 1);
+    world.idp.rotate(Old::Withdrawn)?;
+    let rotated = world.token("user_1");
+    assert_eq!(read(world.get(APP, "/").bearer_auth(&rotated)).await.status, absent, "by the new key");
+    assert_eq!(
+        read(world.get(APP, "/").bearer_auth(&again)).await.status,
+        StatusCode::UNAUTHORIZED,
+        "withdrawn"
+    );
+    // Unknown ids are asked for at most once in 30 s, however many come.
+    for kid in ["a", "b", "c"] {
+        let token =
+            world.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
+        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, StatusCode::UNAUTHORIZED);
+    }
+    assert_eq!(world.idp.jwks_fetches(), 2);
+    world.idp.down();
+    for alg in Alg::ALL {
+        let token = world.idp.mint("user_2", &MintOptions { alg, ..MintOptions::default() });
+        assert_eq!(read(world.get(APP, "/").bearer_auth(token)).await.status, absent, "{alg:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_any_keys_nobody_is_refused_for_good() -> Result<()> {
+    let world = World::start().await?;
+    world.idp.jwks_status(503);
+    world.idp.rotate(Old::Withdrawn)?;
+    let token = world.token("user_1");
+    let answer = read(world.get(APP, "/").bearer_auth(&token)).await;
+    assert_eq!(
+        (answer.status, answer.json()["code"].as_str()),
+        (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"))
+    );
+    world.idp.jwks_status(200);
+    let began = std::time::Instant::now();
+    while read(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
+        assert!(began.elapsed().as_secs() < 10);
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_is_sent_to_sign_in_or_told_401() -> Result<()> {
+    let world = World::start().await?;
+    let program = read(world.get(APP, "/a")).await;
+    assert_eq!(
+        (program.status, program.json()["code"].as_str()),
+        (StatusCode::UNAUTHORIZED, Some("unauthorized"))
+    );
+    let page = read(world.get(APP, "/a?b=c").header("accept", "text/html,*/*")).await;
+    assert_eq!(page.status, StatusCode::FOUND);
+    assert_eq!(page.location(), "https://idp.test/in?x=1&redirect_url=http%3A%2F%2Fapp.test%2Fa%3Fb%3Dc");
+    let post = read(world.post(APP, "/a").header("accept", "text/html")).await;
+    assert_eq!(post.status, StatusCode::UNAUTHORIZED);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_sites_requests_are_refused() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let cookie = format!("__session={}", world.token("user_1"));
+    let before = machine.arrivals().len();
+    for origin in ["https://evil.test", "null", "https://code.test", "https://app.test.evil.test"] {
+        let unsafe_one = world.post(APP, "/").header("cookie", &cookie).header("origin", origin);
+        let answer = read(unsafe_one).await;
+        assert_eq!(
+            (answer.status, answer.json()["code"].as_str()),
+            (StatusCode::FORBIDDEN, Some("forbidden"))
+        );
+        let socket = world.get(APP, "/ws").header("cookie", &cookie).header("origin", origin);
+        let socket = socket.header("connection", "upgrade").header("upgrade", "websocket");
+        assert_eq!(read(socket).await.status, StatusCode::FORBIDDEN, "{origin}");
+    }
+    assert_eq!(machine.arrivals().len(), before);
+    let own = world.post(APP, "/x").header("cookie", &cookie).header("origin", "https://app.test");
+    assert_eq!(read(own).await.body, "POST /x");
+    let looking = world.get(APP, "/").header("cookie", &cookie).header("origin", "https://evil.test");
+    assert_eq!(read(looking).await.status, StatusCode::OK);
+    Ok(())
+}

@@ -1,0 +1,152 @@
+//! A machine's state is obeyed within a second.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use http::StatusCode;
+
+use super::machine::TestMachine;
+use super::world::{APP, OBEYED_WITHIN, World, insert, read};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_running_machine_is_routed_to_and_the_state_is_told() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    for status in ["provisioning", "recovering", "resizing", "failed"] {
+        world.set_status(&machine, status).await?;
+        world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+        let answer = world.fetch("user_1", "/").await;
+        let told = answer.json();
+        assert_eq!((&told["code"], &told["machineStatus"]), (&"unavailable".into(), &status.into()));
+        assert_eq!(answer.headers["content-type"], "application/problem+json");
+        assert!(answer.headers.contains_key("retry-after") && answer.headers["cache-control"] == "no-store");
+        let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
+        let page = read(page).await;
+        assert_eq!(page.status, StatusCode::SERVICE_UNAVAILABLE);
+        assert!(page.body.contains(status) && page.body.contains("http-equiv=\"refresh\""), "{page:?}");
+        assert!(page.headers.contains_key("retry-after") && page.headers["cache-control"] == "no-store");
+        world.set_status(&machine, "running").await?;
+        world.until_status("user_1", StatusCode::OK).await;
+    }
+    world.sql.batch_execute("UPDATE user_machines SET deleted_at = now()").await?;
+    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    assert_eq!(world.fetch("user_1", "/").await.json()["machineStatus"], "none");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn polling_alone_is_enough() -> Result<()> {
+    let world = World::start().await?;
+    let machine = TestMachine::start().await?;
+    // No trigger, no notification; what a lost NOTIFY looks like.
+    world.sql.batch_execute("ALTER TABLE user_machines DISABLE TRIGGER ALL").await?;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
+    world
+        .sql
+        .batch_execute(
+            "UPDATE user_machines SET status = 'failed', change_seq = nextval('machine_change_seq')",
+        )
+        .await?;
+    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_commit_with_a_lower_number_is_not_missed() -> Result<()> {
+    let world = World::start().await?;
+    let (late, early) = (TestMachine::start().await?, TestMachine::start().await?);
+    let mut other = world.database.connect().await?;
+    let transaction = other.transaction().await?;
+    transaction.batch_execute(&insert(&late, "user_late", "primary", "running")).await?;
+    world.add(&early, "user_early", "primary", "running").await?;
+    world.until_status("user_early", StatusCode::OK).await;
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    transaction.commit().await?;
+    world.until_status("user_late", StatusCode::OK).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_moved_machine_is_followed_and_its_pin_with_it() -> Result<()> {
+    let (world, old) = World::with_machine("user_1").await?;
+    let new = TestMachine::start().await?;
+    let seen = old.arrivals().len();
+    let sql = format!(
+        "UPDATE user_machines SET https_port = {}, tls_spki_sha256 = '{}' WHERE machine_id = '{}'",
+        new.addr.port(),
+        new.pin,
+        old.id
+    );
+    world.sql.batch_execute(&sql).await?;
+    let began = Instant::now();
+    while new.arrivals().is_empty() {
+        world.fetch("user_1", "/").await;
+        assert!(began.elapsed() < OBEYED_WITHIN);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let left = old.arrivals().len();
+    assert_eq!(world.fetch("user_1", "/").await.status, StatusCode::OK);
+    assert!(left >= seen && old.arrivals().len() == left);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_running_one_of_primary_serves_else_the_oldest() -> Result<()> {
+    let world = World::start().await?;
+    let (oldest, primary, young) =
+        (TestMachine::start().await?, TestMachine::start().await?, TestMachine::start().await?);
+    world.add(&oldest, "user_1", "studio", "running").await?;
+    world.add(&young, "user_1", "zoo", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
+    assert!(!oldest.arrivals().is_empty() && young.arrivals().is_empty());
+    world.add(&primary, "user_1", "primary", "running").await?;
+    let began = Instant::now();
+    while primary.arrivals().is_empty() {
+        world.fetch("user_1", "/").await;
+        assert!(began.elapsed() < OBEYED_WITHIN);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(world.proven(&primary, &primary.last().headers).slot.as_str(), "primary");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_fallback_of_old_deployments_is_used_only_where_it_is_configured() -> Result<()> {
+    let world = World::start_with(&[("LEGACY_FALLBACK_URL", "https://old.test/base/")], None).await?;
+    world.until_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
+    let answer = world.fetch("user_1", "/a?b=c").await;
+    assert_eq!(answer.location(), "https://old.test/base/a?b=c");
+    Ok(())
+}
+
+/// Takes as long as the router trusts what it knew.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_database_the_last_routes_serve_for_a_while() -> Result<()> {
+    let database = kit::pg::shared().await?;
+    let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
+    let world = World::start_with(&[], Some(line.addr())).await?;
+    let machine = TestMachine::start().await?;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
+    line.refuse();
+    let began = Instant::now();
+    while world.fetch("user_1", "/").await.status == StatusCode::OK {
+        assert!(began.elapsed() < Duration::from_secs(20), "served for too long");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(began.elapsed() > Duration::from_secs(10), "given up after {:?}", began.elapsed());
+    let answer = world.fetch("user_1", "/").await;
+    assert_eq!(
+        (answer.status, answer.json()["machineStatus"].as_str()),
+        (StatusCode::SERVICE_UNAVAILABLE, Some("unknown"))
+    );
+    // What changed meanwhile is obeyed when the database is back.
+    world.set_status(&machine, "failed").await?;
+    line.heal();
+    let began = Instant::now();
+    while world.fetch("user_1", "/").await.json()["machineStatus"] != "failed" {
+        assert!(began.elapsed() < Duration::from_secs(5));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! What a machine gets, and what comes back.
+
+use anyhow::Result;
+use http::StatusCode;
+use svc::http::proof::Route;
+use svc::platform::keys::SigningSet;
+
+use super::machine::TestMachine;
+use super::world::{APP, CODE, World, read, signer};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let answer = read(
+        world
+            .get(APP, "/a/b?c=d")
+            .bearer_auth(world.token("user_1"))
+            .header("cookie", "svc_session=abc; theme=dark")
+            .header("x-svc-proof", "forged")
+            .header("X-Svc-Principal", "owner")
+            .header("x-forwarded-for", "6.6.6.6")
+            .header("x-forwarded-user", "root")
+            .header("forwarded", "for=6.6.6.6")
+            .header("x-real-ip", "6.6.6.6")
+            .header("te", "trailers")
+            .header("proxy-authorization", "Basic eA==")
+            .header("x-kept", "yes"),
+    )
+    .await;
+    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "GET /a/b"));
+    let arrival = machine.last();
+    assert_eq!(arrival.uri, "/a/b?c=d");
+    let claims = world.proven(&machine, &arrival.headers);
+    assert_eq!((claims.sub.as_str(), claims.route), ("user_1", Route::Shell));
+    assert_eq!((claims.handle.as_str(), claims.slot.as_str()), ("user-1", "primary"));
+    assert!(claims.exp - claims.iat <= 60);
+    let mut names: Vec<_> = arrival.headers.keys().map(http::HeaderName::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(
+        names,
+        [
+            "accept",
+            "host",
+            "traceparent",
+            "x-forwarded-for",
+            "x-forwarded-host",
+            "x-forwarded-proto",
+            "x-kept",
+            "x-request-id",
+            "x-svc-proof"
+        ]
+    );
+    assert_eq!(arrival.headers["x-forwarded-for"], "127.0.0.1");
+    assert_eq!(arrival.headers["x-forwarded-host"], APP);
+    assert_eq!(arrival.headers["x-request-id"], answer.headers["x-request-id"]);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connection_cannot_name_the_proof_away() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    for named in ["x-svc-proof", "close, X-Svc-Proof, x-forwarded-for", "upgrade, x-svc-proof"] {
+        let token = world.token("user_1");
+        let request =
+            world.get(APP, "/").bearer_auth(token).header("connection", named).header("x-svc-proof", "x");
+        assert_eq!(read(request).await.status, StatusCode::OK, "{named}");
+        let arrival = machine.last();
+        world.proven(&machine, &arrival.headers);
+        assert!(
+            arrival.headers.contains_key("x-forwarded-for") && !arrival.headers.contains_key("connection")
+        );
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_code_host_is_another_route() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    assert_eq!(read(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
+    assert_eq!(world.proven(&machine, &machine.last().headers).route, Route::Code);
+    let answer = read(world.get("other.test", "/").bearer_auth(world.token("user_1"))).await;
+    assert_eq!((answer.status, answer.json()["code"].as_str()), (StatusCode::NOT_FOUND, Some("not_found")));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machines_answer_passes_without_our_cookies_and_hop_headers() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let answer = world.fetch("user_1", "/cookies").await;
+    let set: Vec<_> = answer.headers.get_all("set-cookie").iter().collect();
+    assert_eq!(set, ["theme=dark; Path=/"]);
+    assert!(!answer.headers.contains_key("x-hop"));
+    let answer = world.fetch("user_1", "/missing").await;
+    assert_eq!((answer.status, &*answer.body), (StatusCode::NOT_FOUND, "the machine's own"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn internal_paths_are_never_forwarded() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let before = machine.arrivals().len();
+    for path in ["/_svc/internal/backup", "/_svc/", "/_svc"] {
+        let answer = read(world.post(APP, path).bearer_auth(world.token("user_1"))).await;
+        assert_eq!(answer.status, StatusCode::NOT_FOUND, "{path}");
+    }
+    assert_eq!(machine.arrivals().len(), before);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_with_another_key_gets_nothing() -> Result<()> {
+    let world = World::start().await?;
+    let mut machine = TestMachine::start().await?;
+    machine.pin.0[0] ^= 1;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
+    let answer = world.fetch("user_1", "/").await;
+    assert_eq!(answer.json()["code"], "upstream_unavailable");
+    assert_eq!(machine.arrivals().len(), 0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_is_down_is_said_by_accept() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    drop(machine);
+    let answer = world.fetch("user_1", "/").await;
+    assert_eq!(answer.status, StatusCode::BAD_GATEWAY);
+    assert_eq!(answer.headers["content-type"], "application/problem+json");
+    let page = world.get(APP, "/").bearer_auth(world.token("user_1")).header("accept", "text/html");
+    let page = read(page).await;
+    assert_eq!(
+        (page.status, &page.headers["cache-control"]),
+        (StatusCode::BAD_GATEWAY, &"no-store".parse()?)
+    );
+    assert!(
+        page.body.contains("does not answer") && page.body.contains("http-equiv=\"refresh\""),
+        "{page:?}"
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
+    let (mut world, machine) = World::with_machine("user_1").await?;
+    let (old, new) = (signer("old"), signer("new"));
+    world.keys.keys = vec![new.public()];
+    let public = world.keys.clone();
+    world.signing.send_replace(SigningSet { current: old, next: Some(new), public }.into());
+    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
+    let began = std::time::Instant::now();
+    loop {
+        world.fetch("user_1", "/").await;
+        let proof = machine.last().headers["x-svc-proof"].clone();
+        if world.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
+            return Ok(());
+        }
+        assert!(began.elapsed() < super::world::OBEYED_WITHIN);
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}

@@ -1,0 +1,128 @@
+//! A machine as the router meets it: HTTPS with a self-signed key, recording all that arrives.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex};
+
+use anyhow::Result;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use futures_util::{SinkExt, StreamExt};
+use http::{HeaderMap, StatusCode};
+use hyper_util::rt::TokioIo;
+use svc::http::server::{Limits, serve};
+use svc::http::tls::{SpkiPin, self_signed};
+use svc::machine::id::MachineId;
+use tokio::net::TcpListener;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
+use tokio_tungstenite::tungstenite::protocol::Role;
+use tokio_util::sync::CancellationToken;
+
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    pub uri: String,
+    pub headers: HeaderMap,
+}
+
+/// Dropped, it answers no more.
+pub struct TestMachine {
+    pub id: MachineId,
+    pub addr: SocketAddr,
+    pub pin: SpkiPin,
+    arrivals: Arc<Mutex<Vec<Arrival>>>,
+    stop: CancellationToken,
+}
+
+impl TestMachine {
+    pub async fn start() -> Result<Self> {
+        let identity = self_signed(&["127.0.0.1".to_owned()])?;
+        let pin = identity.pin()?;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let (addr, stop) = (listener.local_addr()?, CancellationToken::new());
+        let arrivals = Arc::<Mutex<Vec<Arrival>>>::default();
+        let app = axum::Router::new().fallback(answer).with_state(Arc::clone(&arrivals));
+        let tls = Some(Arc::new(identity.server_config()?));
+        let limits = Limits { drain: std::time::Duration::ZERO, ..Limits::default() };
+        tokio::spawn(serve(listener, tls, app, limits, stop.clone()));
+        Ok(Self { id: MachineId::new(), addr, pin, arrivals, stop })
+    }
+
+    pub fn ip(&self) -> IpAddr {
+        self.addr.ip()
+    }
+
+    pub fn arrivals(&self) -> Vec<Arrival> {
+        self.arrivals.lock().unwrap().clone()
+    }
+
+    pub fn last(&self) -> Arrival {
+        self.arrivals().pop().expect("something arrived")
+    }
+}
+
+impl Drop for TestMachine {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+async fn answer(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: Request) -> Response {
+    let (uri, headers) = (request.uri().to_string(), request.headers().clone());
+    let path = request.uri().path().to_owned();
+    arrivals.lock().unwrap().push(Arrival { uri, headers });
+    match &*path {
+        "/echo" => Response::new(request.into_body()),
+        "/ws" => websocket(&mut request),
+        "/large" => {
+            let chunk = bytes::Bytes::from(vec![7; 64 * 1024]);
+            let chunks =
+                futures_util::stream::iter((0..160).map(move |_| Ok::<_, std::io::Error>(chunk.clone())));
+            Response::new(Body::from_stream(chunks))
+        }
+        "/count" => {
+            let body = axum::body::to_bytes(request.into_body(), usize::MAX).await.unwrap();
+            body.len().to_string().into_response()
+        }
+        "/endless" => {
+            let first = futures_util::stream::iter([Ok::<_, std::io::Error>(bytes::Bytes::from("begun\n"))]);
+            Response::new(Body::from_stream(first.chain(futures_util::stream::pending())))
+        }
+        "/cookies" => {
+            let mut answer = "cookies".into_response();
+            for line in ["theme=dark; Path=/", "svc_session=planted; Path=/", "svc_code_session=planted"] {
+                answer.headers_mut().append("set-cookie", line.parse().unwrap());
+            }
+            answer.headers_mut().insert("connection", "x-hop".parse().unwrap());
+            answer.headers_mut().insert("x-hop", "1".parse().unwrap());
+            answer
+        }
+        "/missing" => (StatusCode::NOT_FOUND, "the machine's own").into_response(),
+        _ => format!("{} {path}", request.method()).into_response(),
+    }
+}
+
+/// Answers each message with itself.
+fn websocket(request: &mut Request) -> Response {
+    let Some(key) = request.headers().get("sec-websocket-key") else {
+        return StatusCode::BAD_REQUEST.into_response();
+    };
+    let accept = derive_accept_key(key.as_bytes());
+    let upgrade = hyper::upgrade::on(request);
+    tokio::spawn(async move {
+        let stream = TokioIo::new(upgrade.await.unwrap());
+        let mut socket = WebSocketStream::from_raw_socket(stream, Role::Server, None).await;
+        while let Some(Ok(message)) = socket.next().await {
+            if message.is_close() || socket.send(message).await.is_err() {
+                break;
+            }
+        }
+    });
+    Response::builder()
+        .status(StatusCode::SWITCHING_PROTOCOLS)
+        .header("connection", "Upgrade")
+        .header("upgrade", "websocket")
+        .header("sec-websocket-accept", accept)
+        .body(Body::empty())
+        .unwrap()
+}

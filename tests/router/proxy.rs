@@ -1,0 +1,216 @@
+//! The reverse proxy by itself, against upstreams that behave badly.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::Result;
+use async_trait::async_trait;
+use axum::body::{Body, to_bytes};
+use http::{Method, Request, StatusCode};
+use svc::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+struct Plain(SocketAddr);
+
+#[async_trait]
+impl Dial for Plain {
+    async fn dial(&self) -> std::io::Result<Box<dyn Io>> {
+        Ok(Box::new(TcpStream::connect(self.0).await?))
+    }
+}
+
+/// What an upstream does with the nth request of a connection.
+#[derive(Clone, Copy)]
+enum Play {
+    Answer,
+    /// Closes after having read it.
+    Hang,
+    /// Reads it and says nothing.
+    Silent,
+    /// Answers, then closes.
+    Last,
+    /// An answer that breaks off in its body.
+    Torn,
+}
+
+struct Upstream {
+    addr: SocketAddr,
+    connections: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
+}
+
+impl Upstream {
+    /// `play` gives the behaviour by (connection, request on it), both from 0.
+    async fn start(play: fn(usize, usize) -> Play) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let addr = listener.local_addr()?;
+        let (connections, requests) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let counts = (Arc::clone(&connections), Arc::clone(&requests));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let connection = counts.0.fetch_add(1, Ordering::SeqCst);
+                tokio::spawn(serve(stream, Arc::clone(&counts.1), move |request| play(connection, request)));
+            }
+        });
+        Ok(Self { addr, connections, requests })
+    }
+
+    fn proxy(&self) -> Proxy {
+        self.proxy_with(ProxyLimits::default())
+    }
+
+    fn proxy_with(&self, limits: ProxyLimits) -> Proxy {
+        Proxy::new(Plain(self.addr), limits)
+    }
+
+    fn counts(&self) -> (usize, usize) {
+        (self.connections.load(Ordering::SeqCst), self.requests.load(Ordering::SeqCst))
+    }
+}
+
+async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(usize) -> Play) {
+    for index in 0.. {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => head.push(byte),
+                Err(_) => return,
+            }
+        }
+        requests.fetch_add(1, Ordering::SeqCst);
+        let answer: &[u8] = match play(index) {
+            Play::Answer | Play::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+            Play::Torn => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
+            Play::Hang => return,
+            Play::Silent => {
+                std::future::pending::<()>().await;
+                return;
+            }
+        };
+        if stream.write_all(answer).await.is_err() || matches!(play(index), Play::Last | Play::Torn) {
+            return;
+        }
+    }
+}
+
+fn request(method: Method) -> Request<Body> {
+    Request::builder().method(method).uri("/").header("host", "x").body(Body::empty()).unwrap()
+}
+
+async fn exchange(proxy: &Proxy, method: Method) -> Result<StatusCode, ProxyError> {
+    let answer = proxy.forward(request(method)).await?;
+    let (status, body) = (answer.status(), answer.into_body());
+    assert_eq!(to_bytes(body, 100).await.unwrap(), "ok");
+    Ok(status)
+}
+
+#[tokio::test]
+async fn one_connection_serves_many_requests() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Answer).await?;
+    let proxy = upstream.proxy();
+    for _ in 0..10 {
+        assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
+        assert_eq!(exchange(&proxy, Method::POST).await?, StatusCode::OK);
+    }
+    assert_eq!(upstream.counts(), (1, 20));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_was_closed_is_not_used() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Last).await?;
+    let proxy = upstream.proxy();
+    for _ in 0..3 {
+        assert_eq!(exchange(&proxy, Method::POST).await?, StatusCode::OK);
+        // Until the close has arrived here.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(upstream.counts(), (3, 3));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_kept_connection_that_dies_under_a_request_is_replaced_where_that_is_safe() -> Result<()> {
+    let upstream = Upstream::start(
+        |connection, request| if (connection, request) == (0, 1) { Play::Hang } else { Play::Answer },
+    );
+    let upstream = upstream.await?;
+    let proxy = upstream.proxy();
+    exchange(&proxy, Method::GET).await?;
+    assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
+    assert_eq!(upstream.counts(), (2, 3));
+
+    let upstream = Upstream::start(|_, request| if request == 1 { Play::Hang } else { Play::Answer }).await?;
+    let proxy = upstream.proxy();
+    exchange(&proxy, Method::GET).await?;
+    // It may have been carried out: not asked again.
+    assert!(matches!(exchange(&proxy, Method::POST).await, Err(ProxyError::Exchange(_))));
+    assert_eq!(upstream.counts(), (1, 2));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_fresh_connection_that_dies_is_not_retried() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Hang).await?;
+    assert!(matches!(exchange(&upstream.proxy(), Method::GET).await, Err(ProxyError::Exchange(_))));
+    assert_eq!(upstream.counts(), (1, 1));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_torn_body_is_an_error_and_its_connection_is_not_kept() -> Result<()> {
+    let upstream =
+        Upstream::start(|connection, _| if connection == 0 { Play::Torn } else { Play::Answer }).await?;
+    let proxy = upstream.proxy();
+    let answer = proxy.forward(request(Method::GET)).await?;
+    assert!(to_bytes(answer.into_body(), 100).await.is_err());
+    assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
+    assert_eq!(upstream.counts().0, 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn deadlines_and_bounds_hold() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Silent).await?;
+    let limits =
+        ProxyLimits { response_head: Duration::from_millis(50), connections: 1, ..ProxyLimits::default() };
+    let proxy = Arc::new(upstream.proxy_with(limits));
+    let (one, two) = tokio::join!(proxy.forward(request(Method::GET)), proxy.forward(request(Method::GET)));
+    assert!(matches!(one, Err(ProxyError::HeadTimeout)), "{one:?}");
+    assert!(matches!(two, Err(ProxyError::Full)), "{two:?}");
+    let again = proxy.forward(request(Method::GET)).await;
+    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the place is free again: {again:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_idle_for_too_long_is_closed() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Answer).await?;
+    let limits = ProxyLimits { idle: Duration::from_millis(40), ..ProxyLimits::default() };
+    let proxy = upstream.proxy_with(limits);
+    exchange(&proxy, Method::GET).await?;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    exchange(&proxy, Method::GET).await?;
+    assert_eq!(upstream.counts(), (2, 2));
+    Ok(())
+}
+
+#[tokio::test]
+async fn closing_ends_what_is_under_way() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Play::Silent).await?;
+    let proxy = Arc::new(upstream.proxy());
+    let waiting = tokio::spawn({
+        let proxy = Arc::clone(&proxy);
+        async move { proxy.forward(request(Method::GET)).await.map(drop) }
+    });
+    while upstream.counts().1 == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    proxy.close();
+    assert!(matches!(waiting.await?, Err(ProxyError::Closed)));
+    assert!(matches!(exchange(&proxy, Method::GET).await, Err(ProxyError::Closed)));
+    Ok(())
+}

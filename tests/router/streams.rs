@@ -1,0 +1,117 @@
+//! Long bodies and WebSockets.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use futures_util::{SinkExt, StreamExt};
+use http::StatusCode;
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+use tokio_tungstenite::{WebSocketStream, client_async};
+
+use super::world::{APP, OBEYED_WITHIN, World, read};
+
+const CHUNK: usize = 64 * 1024;
+const CHUNKS: usize = 160;
+
+async fn websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStream>> {
+    let stream = TcpStream::connect(world.addr).await?;
+    let mut request = format!("ws://{APP}/ws").into_client_request()?;
+    request.headers_mut().insert("authorization", format!("Bearer {}", world.token(user)).parse()?);
+    request.headers_mut().insert("origin", format!("http://{APP}").parse()?);
+    let (socket, answer) = client_async(request, stream).await?;
+    assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
+    Ok(socket)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn websocket_messages_go_both_ways() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let mut socket = websocket(&world, "user_1").await?;
+    for message in [Message::text("hello"), Message::binary(vec![0; 300_000]), Message::text("")] {
+        socket.send(message.clone()).await?;
+        let echoed = timeout(Duration::from_secs(10), socket.next()).await?.context("open")??;
+        assert_eq!(echoed, message);
+    }
+    let arrival = machine.last();
+    world.proven(&machine, &arrival.headers);
+    assert!(!arrival.headers.contains_key("authorization"));
+    socket.close(None).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_leaves_running_loses_its_websockets_and_streams() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let mut socket = websocket(&world, "user_1").await?;
+    socket.send(Message::text("hello")).await?;
+    socket.next().await.context("open")??;
+    let mut endless = world.get(APP, "/endless").bearer_auth(world.token("user_1")).send().await?;
+    assert_eq!(endless.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
+    world.set_status(&machine, "failed").await?;
+    let began = Instant::now();
+    let end = timeout(OBEYED_WITHIN, socket.next()).await?;
+    assert!(!matches!(end, Some(Ok(_))), "{end:?}");
+    let end = timeout(OBEYED_WITHIN.saturating_sub(began.elapsed()), endless.chunk()).await?;
+    assert!(end.is_err(), "{end:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_changed_row_that_stays_running_keeps_its_websockets() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let mut socket = websocket(&world, "user_1").await?;
+    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1}'").await?;
+    world.set_status(&machine, "running").await?;
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    socket.send(Message::text("still here")).await?;
+    assert_eq!(
+        timeout(Duration::from_secs(5), socket.next()).await?.context("open")??,
+        Message::text("still here")
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_mebibytes_go_up_and_come_down_whole() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let up = world.post(APP, "/count").bearer_auth(world.token("user_1")).body(vec![1; CHUNK * CHUNKS]);
+    assert_eq!(read(up).await.body, (CHUNK * CHUNKS).to_string());
+    assert_eq!(machine.last().headers["content-length"], (CHUNK * CHUNKS).to_string());
+    let down = world.fetch("user_1", "/large").await;
+    assert_eq!(down.body.len(), CHUNK * CHUNKS);
+    Ok(())
+}
+
+/// Each piece is sent only after the one before has come back: nothing waits for a body's end, in either direction.
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_are_streamed_both_ways_at_once() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let (sender, receiver) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
+    let pieces = futures_util::stream::unfold(receiver, |mut receiver| async move {
+        receiver.recv().await.map(|piece| (piece, receiver))
+    });
+    let request = world.post(APP, "/echo").bearer_auth(world.token("user_1"));
+    let piece = |index: usize| Bytes::from(vec![index as u8; CHUNK]);
+    sender.send(Ok(piece(0))).await?;
+    let mut answer = request.body(reqwest::Body::wrap_stream(pieces)).send().await?;
+    assert_eq!(answer.status(), StatusCode::OK);
+    for index in 0..CHUNKS {
+        let mut back = Vec::new();
+        while back.len() < CHUNK {
+            let part = timeout(Duration::from_secs(10), answer.chunk()).await??;
+            back.extend_from_slice(&part.context("the body goes on")?);
+        }
+        assert_eq!(back, piece(index), "piece {index}");
+        if index + 1 < CHUNKS {
+            sender.send(Ok(piece(index + 1))).await?;
+        }
+    }
+    drop(sender);
+    assert_eq!(timeout(Duration::from_secs(10), answer.chunk()).await??, None);
+    Ok(())
+}

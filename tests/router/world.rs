@@ -1,0 +1,208 @@
+//! A router with its database and issuer, and a browser that speaks to it.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use http::{HeaderMap, StatusCode};
+use kit::idp::{Idp, MintOptions};
+use kit::pg::TestDatabase;
+use reqwest::RequestBuilder;
+use serde_json::Value;
+use svc::config::Env;
+use svc::http::proof::{Claims, ProofKeys, Signer};
+use svc::http::server::{Limits, serve};
+use svc::platform::keys::SigningSet;
+use svc::platform::router::{RouterConfig, RouterContext, router};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_postgres::{Client, NoTls};
+use tokio_util::sync::CancellationToken;
+
+use super::machine::TestMachine;
+
+pub const APP: &str = "app.test";
+pub const CODE: &str = "code.test";
+/// What is promised, with room for a busy machine around the poll.
+pub const OBEYED_WITHIN: Duration = Duration::from_secs(1);
+
+pub struct World {
+    pub idp: Idp,
+    pub database: TestDatabase,
+    pub sql: Client,
+    pub addr: SocketAddr,
+    pub keys: ProofKeys,
+    pub signing: watch::Sender<Arc<SigningSet>>,
+    client: reqwest::Client,
+    stop: CancellationToken,
+}
+
+/// What an answer was, read whole.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: String,
+}
+
+impl Answer {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
+    }
+
+    /// The value that the answer sets a cookie to.
+    pub fn cookie(&self, name: &str) -> Option<String> {
+        let lines = self.headers.get_all("set-cookie").iter().filter_map(|line| line.to_str().ok());
+        let mut pairs = lines.filter_map(|line| line.split(';').next()?.split_once('='));
+        pairs.find(|(found, _)| *found == name).map(|(_, value)| value.to_owned())
+    }
+
+    pub fn location(&self) -> &str {
+        self.headers.get("location").and_then(|to| to.to_str().ok()).unwrap_or_default()
+    }
+}
+
+impl World {
+    pub async fn start() -> Result<Self> {
+        Self::start_with(&[], None).await
+    }
+
+    /// `database` is where the router finds the database, if not at its own address.
+    pub async fn start_with(settings: &[(&str, &str)], database: Option<SocketAddr>) -> Result<Self> {
+        svc::http::tls::install_provider();
+        let idp = Idp::start()?;
+        let db = database_with_schema().await?;
+        let mut pairs = idp.env();
+        let own = [("APP_HOST", APP), ("CODE_HOST", CODE), ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1")];
+        pairs.extend(
+            own.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
+        );
+        let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
+        let config = RouterConfig::read(&mut env);
+        let config = env.finish(config)?;
+        let signer = signer("k1");
+        let keys = ProofKeys { keys: vec![signer.public()] };
+        let set = SigningSet { current: signer, next: None, public: keys.clone() };
+        let (signing, proof) = watch::channel(Arc::new(set));
+        let stop = CancellationToken::new();
+        let mut database: tokio_postgres::Config = match database {
+            None => db.url().parse()?,
+            Some(addr) => {
+                let mut url = url::Url::parse(&db.url())?;
+                url.set_ip_host(addr.ip()).ok().context("host")?;
+                url.set_port(Some(addr.port())).ok().context("port")?;
+                url.as_str().parse()?
+            }
+        };
+        database.connect_timeout(Duration::from_secs(2));
+        let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
+        let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
+        let app = router(RouterContext { pool, database, config, proof, stop: stop.clone() })?;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let addr = listener.local_addr()?;
+        let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
+        tokio::spawn(serve(listener, None, app, limits, stop.clone()));
+        let client = reqwest::Client::builder()
+            .redirect(reqwest::redirect::Policy::none())
+            .no_proxy()
+            .timeout(Duration::from_secs(60))
+            .build()?;
+        let sql = db.connect().await?;
+        Ok(Self { idp, database: db, sql, addr, keys, signing, client, stop })
+    }
+
+    /// A user with one running machine, seen by the router.
+    pub async fn with_machine(user: &str) -> Result<(Self, TestMachine)> {
+        let world = Self::start().await?;
+        let machine = TestMachine::start().await?;
+        world.add(&machine, user, "primary", "running").await?;
+        world.until_status(user, StatusCode::OK).await;
+        Ok((world, machine))
+    }
+
+    pub async fn add(&self, machine: &TestMachine, user: &str, slot: &str, status: &str) -> Result<()> {
+        let sql = insert(machine, user, slot, status);
+        Ok(self.sql.batch_execute(&sql).await?)
+    }
+
+    pub async fn set_status(&self, machine: &TestMachine, status: &str) -> Result<()> {
+        let sql = format!("UPDATE user_machines SET status = '{status}' WHERE machine_id = '{}'", machine.id);
+        Ok(self.sql.batch_execute(&sql).await?)
+    }
+
+    pub fn token(&self, user: &str) -> String {
+        self.idp.mint(user, &MintOptions::default())
+    }
+
+    pub fn get(&self, host: &str, path: &str) -> RequestBuilder {
+        self.client.get(format!("http://{}{path}", self.addr)).header("host", host)
+    }
+
+    pub fn post(&self, host: &str, path: &str) -> RequestBuilder {
+        self.client.post(format!("http://{}{path}", self.addr)).header("host", host)
+    }
+
+    /// A `GET` of a program with this user's token.
+    pub async fn fetch(&self, user: &str, path: &str) -> Answer {
+        read(self.get(APP, path).bearer_auth(self.token(user))).await
+    }
+
+    /// Waits until a user's requests are answered so, for as long as is promised.
+    pub async fn until_status(&self, user: &str, status: StatusCode) {
+        let (began, token) = (Instant::now(), self.token(user));
+        loop {
+            let answer = read(self.get(APP, "/").bearer_auth(&token)).await;
+            if answer.status == status {
+                return;
+            }
+            assert!(began.elapsed() < OBEYED_WITHIN, "after {:?} still {answer:?}", began.elapsed());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// The claims of the proof that came with a request, checked as this machine would.
+    pub fn proven(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
+        let proofs: Vec<_> = headers.get_all("x-svc-proof").iter().collect();
+        assert_eq!(proofs.len(), 1, "one proof");
+        self.keys.verify(proofs[0].to_str().unwrap(), machine.id, jiff::Timestamp::now()).unwrap()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+pub fn signer(kid: &str) -> Arc<Signer> {
+    Arc::new(Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap())
+}
+
+pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> String {
+    let handle = user.replace('_', "-");
+    let TestMachine { id, pin, addr, .. } = machine;
+    format!(
+        "INSERT INTO handles VALUES ('{handle}', '{user}') ON CONFLICT DO NOTHING; \
+         INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
+         server_type, location, image_version, bundle_sha256, public_ipv4, https_port, tls_spki_sha256, \
+         registration_token_hash, upgrade_token_hash) VALUES ('{id}', '{user}', '{slot}', '{handle}', 'customer', \
+         '{status}', 1, 'empty', 'cpx22', 'nbg1', 'v1', 'x', '{ip}', {port}, '{pin}', 'x', 'x')",
+        ip = machine.ip(),
+        port = addr.port(),
+    )
+}
+
+pub async fn read(request: RequestBuilder) -> Answer {
+    let answer = request.send().await.expect("an answer");
+    let (status, headers) = (answer.status(), answer.headers().clone());
+    Answer { status, headers, body: answer.text().await.expect("a whole body") }
+}
+
+async fn database_with_schema() -> Result<TestDatabase> {
+    kit::pg::test_database_from("platform", |url| async move {
+        svc::platform::db::migrate::run(&url.parse()?).await?;
+        Ok(())
+    })
+    .await
+}

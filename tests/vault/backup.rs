@@ -1,0 +1,242 @@
+//! What can go wrong while a backup is taken: nothing of it moves the pointer to anything but a verified snapshot.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use kit::s3::{Fault, Rule, S3Server};
+use nix::sys::signal::Signal;
+use svc::store::pointer_io;
+use svc::store::snapshot;
+
+use super::machine::{self, BUCKET, Machine, USER, slot, text, until, with_wrapped};
+
+const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 1000)";
+/// More than one part of an upload.
+const NOISE: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+     FROM generate_series(1, 600) n, generate_series(1, 1000) m GROUP BY n";
+
+fn snapshots(store: &S3Server) -> Vec<String> {
+    let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
+    objects.into_iter().map(|object| object.key).collect()
+}
+
+async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
+    let machine = Machine::new(store, 1).await?;
+    machine.client().await?.batch_execute(content).await?;
+    Ok(machine)
+}
+
+/// The pointer is absent, or names an object that is there whole with its side record.
+async fn pointer_is_true(store: &S3Server) -> Result<()> {
+    match snapshot::latest(&machine::bucket(store)?, &slot()).await {
+        Ok(_) | Err(snapshot::Unusable::Absent) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[tokio::test]
+async fn a_bad_dump_never_becomes_an_object() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, &format!("{ROWS}; {NOISE}")).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let good = machine::pointer(&store).await?;
+    let before = snapshots(&store);
+    let wrappers = [
+        ("cut in its head", "REAL \"$@\" | head -c 300"),
+        ("cut in the middle", "REAL \"$@\" | head -c 6000000"),
+        ("cut at its end", "REAL \"$@\" | head -c -20"),
+        ("empty", "exit 0"),
+        ("not a dump", "echo hello"),
+        (
+            "damaged in the middle",
+            "REAL \"$@\" | { head -c 5000000; head -c 4000 >/dev/null; head -c 4000 /dev/zero; cat; }",
+        ),
+        ("a failed pg_dump", "REAL \"$@\"; exit 3"),
+    ];
+    for (name, script) in wrappers {
+        let tools = with_wrapped("pg_dump", &format!("#!/bin/sh\n{script}\n"))?;
+        let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
+        assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
+        assert_eq!(snapshots(&store), before, "{name}");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{name}: the upload was aborted");
+        assert_eq!(machine::pointer(&store).await?, good, "{name}");
+        let record = machine.backup_records()?.pop().context("a record")?;
+        assert_eq!(
+            (&record["status"], &record["stage"]),
+            (&"error".into(), &"dump".into()),
+            "{name}: {record}"
+        );
+    }
+    let tools = with_wrapped("pg_restore", "#!/bin/sh\ncat >/dev/null\nexit 1\n")?;
+    machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?.expect(70);
+    assert_eq!(snapshots(&store), before);
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_password_is_in_no_argument_list_and_no_output() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    let seen = tempfile::tempdir()?;
+    let script = format!("#!/bin/sh\ncat /proc/$$/cmdline > {}/args\nexec REAL \"$@\"\n", text(seen.path()));
+    let tools = with_wrapped("pg_dump", &script)?;
+    let ended = machine.run_with(&["svc-db-backup"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?.expect(0);
+    let args = std::fs::read_to_string(seen.path().join("args"))?;
+    assert!(args.contains("--snapshot="), "{args:?}");
+    let password = machine.postgres().password();
+    assert!(!args.contains(password) && !ended.stderr.contains(password) && !ended.stdout.contains(password));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_store_that_stumbles_is_borne_with() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, NOISE).await?;
+    let faults = [
+        ("a part fails twice", Rule::new(Fault::Status(500)).query("partNumber=2").times(2)),
+        ("a part's answer is lost", Rule::new(Fault::LostReply).query("partNumber=1")),
+        ("the completion's answer is lost", Rule::new(Fault::LostReply).method("POST").query("uploadId=")),
+        (
+            "the completion fails after it happened",
+            Rule::new(Fault::StatusAfterCommit(500)).method("POST").query("uploadId="),
+        ),
+        ("the pointer's answer is lost", Rule::new(Fault::LostReply).method("PUT").key("db/latest")),
+        (
+            "the pointer's write fails after it happened",
+            Rule::new(Fault::StatusAfterCommit(503)).method("PUT").key("db/latest"),
+        ),
+        ("the side record's answer is lost", Rule::new(Fault::LostReply).method("PUT").key(".dump.json")),
+    ];
+    for (seq, (name, rule)) in (1..).zip(faults) {
+        let hits = store.fault(rule);
+        let ended = machine.run(&["svc-db-backup"])?;
+        assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
+        assert!(hits.hits() > 0, "{name} did not happen");
+        let pointer = machine::pointer(&store).await?.context("a pointer")?;
+        assert_eq!(pointer.seq, seq, "{name}: moved once");
+        pointer_is_true(&store).await.context(name)?;
+        store.heal();
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_store_or_database_nothing_moves_and_the_exit_is_69() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let good = machine::pointer(&store).await?;
+    store.down();
+    machine.run(&["svc-db-backup"])?.expect(69);
+    store.up()?;
+    store.fault(Rule::new(Fault::Status(503)).method("PUT").key("db/latest").always());
+    machine.run(&["svc-db-backup"])?.expect(69);
+    store.heal();
+    machine.postgres().stop().await?;
+    machine.run(&["svc-db-backup"])?.expect(69);
+    assert_eq!(machine::pointer(&store).await?, good);
+    let records = machine.backup_records()?;
+    let statuses: Vec<_> =
+        records.iter().map(|record| record["status"].as_str().unwrap_or_default()).collect();
+    assert_eq!(statuses, ["success", "error", "error", "error"]);
+    let last: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
+    assert_eq!(last["status"], "error");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_replaced_machine_moves_nothing() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let bucket = machine::bucket(&store)?;
+
+    // The fence comes while the dump is on its way.
+    let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.side_record=sleep(2000)")])?;
+    until("a second side record", || snapshots(&store).len() == 4).await?;
+    pointer_io::fence(&bucket, &slot(), svc::machine::epoch::Epoch(2)).await?;
+    let fenced = machine::pointer(&store).await?;
+    let ended = running.end()?.expect(77);
+    assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);
+    assert_eq!(machine::pointer(&store).await?, fenced);
+
+    // Later it is known from the start, and nothing is dumped.
+    store.forget_requests();
+    machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(!store.requests().iter().any(|seen| seen.method != "GET"), "{:?}", store.requests());
+
+    svc::fsx::write_atomic(&machine.path("var/lib/svc/superseded.json"), b"{}", 0o644)?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(ended.stderr.contains("superseded"), "{}", ended.stderr);
+    assert_eq!(machine::pointer(&store).await?, fenced);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_second_run_says_that_another_is_under_way_and_a_request_waits() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
+    until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
+    // The lock file is made and locked in two calls.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let second = machine.run(&["svc-db-backup"])?.expect(75);
+    assert!(second.stderr.contains("another backup is under way"), "{}", second.stderr);
+
+    let request = machine.path("var/lib/svc/requests/backup");
+    svc::fsx::write_atomic(&request, b"", 0o600)?;
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    assert!(!request.exists(), "a request that was served is removed");
+    first.end()?.expect(0);
+    assert_eq!(machine.backup_records()?.len(), 2);
+    assert_eq!(machine::pointer(&store).await?.context("a pointer")?.seq, 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    for (n, point) in (1_u64..).zip(svc::host::backup::POINTS) {
+        machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
+        let kill = format!("{point}=return(kill)");
+        machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &kill)])?.expect_killed();
+        pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
+        machine.run(&["svc-db-backup"])?.expect(0);
+        let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+        let side = snapshot::side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
+        assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
+        assert_eq!(machine.backup_records()?.pop().context("a record")?["status"], "success");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_error_at_any_step_is_recorded_and_moves_nothing_that_is_not_whole() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, ROWS).await?;
+    for point in svc::host::backup::POINTS {
+        let error = format!("{point}=return(error)");
+        machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{point}");
+        pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
+    }
+    assert_eq!(machine.backup_records()?.len(), svc::host::backup::POINTS.len());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stop_aborts_the_upload() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(&store, NOISE).await?;
+    let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
+    until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+    let asked = Instant::now();
+    running.signal(Signal::SIGTERM)?;
+    running.end()?.expect(75);
+    assert!(asked.elapsed() < Duration::from_secs(20));
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
+    assert_eq!(snapshots(&store), Vec::<String>::new());
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! A small host bundle, and a source that serves it over HTTP as the platform does: ETag, Range, If-Range.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use axum::Router;
+use axum::body::Body;
+use axum::extract::State;
+use axum::response::Response;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::{HeaderMap, StatusCode, header};
+use sha2::{Digest, Sha256};
+
+/// A bundle of version `version`, with enough noise in it to be cut in the middle.
+pub fn bundle(version: &str) -> Result<Vec<u8>> {
+    let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
+    let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
+        let mut header = tar::Header::new_gnu();
+        header.set_mode(mode);
+        header.set_size(body.len() as u64);
+        Ok(tar.append_data(&mut header, path, body)?)
+    };
+    add("bin/svc", 0o755, b"#!/bin/sh\n")?;
+    let release = serde_json::json!({
+        "version": 1, "imageVersion": version, "createdAt": "2026-01-02T03:04:05.000Z",
+        "components": [{ "name": "svc", "version": "0.1.0", "path": "bin/svc" }],
+    });
+    add("release.json", 0o644, release.to_string().as_bytes())?;
+    for n in 0..40_u32 {
+        let noise: Vec<u8> =
+            (0..1000_u32).flat_map(|m| Sha256::digest(format!("{n}-{m}")).to_vec()).collect();
+        add(&format!("runtime/noise/{n}"), 0o644, &noise)?;
+    }
+    let mut link = tar::Header::new_gnu();
+    link.set_entry_type(tar::EntryType::Symlink);
+    link.set_mode(0o777);
+    link.set_size(0);
+    tar.append_link(&mut link, "bin/svc-gateway", "svc")?;
+    Ok(tar.into_inner()?.finish()?)
+}
+
+pub fn digest(bytes: &[u8]) -> String {
+    hex::encode(Sha256::digest(bytes))
+}
+
+/// What one request asked for.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    pub authorization: Option<String>,
+    pub range: Option<String>,
+}
+
+#[derive(Default)]
+struct Shelf {
+    content: Vec<u8>,
+    etag: String,
+    ranges: bool,
+    asked: Vec<Asked>,
+}
+
+/// The source; it lives as long as the test's runtime.
+#[derive(Clone)]
+pub struct Source {
+    shelf: Arc<Mutex<Shelf>>,
+    pub addr: std::net::SocketAddr,
+}
+
+impl Source {
+    pub async fn start(content: Vec<u8>) -> Result<Self> {
+        let shelf =
+            Shelf { etag: format!("\"{}\"", digest(&content)), content, ranges: true, asked: Vec::new() };
+        let shelf = Arc::new(Mutex::new(shelf));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let addr = listener.local_addr()?;
+        let app = Router::new().fallback(serve).with_state(Arc::clone(&shelf));
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        Ok(Self { shelf, addr })
+    }
+
+    fn with<T>(&self, change: impl FnOnce(&mut Shelf) -> T) -> T {
+        change(&mut self.shelf.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub fn replace(&self, content: Vec<u8>) {
+        self.with(|shelf| {
+            shelf.etag = format!("\"{}\"", digest(&content));
+            shelf.content = content;
+        });
+    }
+
+    /// As a server that does not know Range.
+    pub fn forget_ranges(&self) {
+        self.with(|shelf| shelf.ranges = false);
+    }
+
+    pub fn asked(&self) -> Vec<Asked> {
+        self.with(|shelf| shelf.asked.clone())
+    }
+}
+
+async fn serve(State(shelf): State<Arc<Mutex<Shelf>>>, headers: HeaderMap) -> Response {
+    let mut shelf = shelf.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let range = text(header::RANGE);
+    shelf.asked.push(Asked { authorization: text(header::AUTHORIZATION), range: range.clone() });
+    let from =
+        range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
+    let same = text(header::IF_RANGE).as_deref() == Some(shelf.etag.as_str());
+    let answer = Response::builder().header(header::ETAG, &shelf.etag);
+    let total = shelf.content.len();
+    let answer = match from {
+        Some(from) if same && shelf.ranges => answer
+            .status(StatusCode::PARTIAL_CONTENT)
+            .header(header::CONTENT_RANGE, format!("bytes {from}-{}/{total}", total - 1))
+            .body(Body::from(shelf.content[from..].to_vec())),
+        _ => answer.body(Body::from(shelf.content.clone())),
+    };
+    answer.expect("a response of known headers")
+}

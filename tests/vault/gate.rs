@@ -1,0 +1,271 @@
+//! The restore gate: it opens on a whole snapshot or a confirmed and allowed absence, and on nothing else.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use kit::s3::{Fault, Rule, S3Server};
+use svc::machine::epoch::Epoch;
+use svc::store::pointer_io;
+
+use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, until};
+
+const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+
+/// A store with a snapshot of 500 rows and a few MiB, and a new machine with rows of its own.
+async fn lost_and_new() -> Result<(S3Server, Machine)> {
+    let store = machine::store()?;
+    let old = Machine::new(&store, 1).await?;
+    old.client()
+        .await?
+        .batch_execute(
+            "CREATE ROLE app_notes LOGIN; CREATE TABLE kept (id int); ALTER TABLE kept OWNER TO app_notes; \
+             INSERT INTO kept SELECT * FROM generate_series(1, 500); CREATE TABLE noise AS \
+             SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+             FROM generate_series(1, 200) n, generate_series(1, 1000) m GROUP BY n",
+        )
+        .await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let new = Machine::new(&store, 2).await?;
+    new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    Ok((store, new))
+}
+
+fn dump_key(store: &S3Server) -> String {
+    let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
+    let dump = objects.into_iter().find(|object| object.key.ends_with(".dump"));
+    dump.expect("there is a snapshot").key
+}
+
+async fn has_table(machine: &Machine, name: &str) -> Result<bool> {
+    let row = machine.client().await?.query_one("SELECT to_regclass($1) IS NOT NULL", &[&name]).await?;
+    Ok(row.get(0))
+}
+
+async fn is_restored(machine: &Machine) -> Result<bool> {
+    if !has_table(machine, "kept").await? {
+        return Ok(false);
+    }
+    let row = machine.client().await?.query_one("SELECT count(*) FROM kept", &[]).await?;
+    Ok(row.get::<_, i64>(0) == 500)
+}
+
+/// The gate is shut, the old database is as it was, nothing is left beside it.
+async fn is_untouched(machine: &Machine, why: &str) -> Result<()> {
+    assert!(!machine.marker(), "{why}: the gate is open");
+    assert!(has_table(machine, "local").await?, "{why}: the old database is gone");
+    assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
+    Ok(())
+}
+
+fn restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+    machine.run_with(&["svc-restore"], extra)
+}
+
+#[tokio::test]
+async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
+    let (store, new) = lost_and_new().await?;
+    let hits = store.fault(Rule::new(Fault::TruncateBody(1 << 20)).method("GET").key(".dump").times(2));
+    // The side record's key ends like the dump's: it may be hit first, and is read again, too.
+    restore(&new, &[])?.expect(0);
+    assert_eq!(hits.hits(), 2);
+    assert!(is_restored(&new).await? && new.marker());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_download_that_a_kill_broke_goes_on_after_it() -> Result<()> {
+    let (store, new) = lost_and_new().await?;
+    let kill = "restore.downloading=20*off->1*return(kill)";
+    restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
+    let partial = std::fs::read_dir(new.path("var/lib/svc/restore"))?
+        .flatten()
+        .find(|entry| entry.file_name().to_string_lossy().ends_with(".dump"))
+        .context("a partial dump")?;
+    let there = partial.metadata()?.len();
+    let whole = store.read(BUCKET, &dump_key(&store)).context("the dump")?.len() as u64;
+    assert!(there > 0 && there < whole, "{there} of {whole}");
+
+    // What is there is hashed, not believed.
+    let mut bytes = std::fs::read(partial.path())?;
+    bytes[100] ^= 1;
+    std::fs::write(partial.path(), bytes)?;
+    restore(&new, &[])?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
+    let (store, new) = lost_and_new().await?;
+    let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(1));
+    restore(&new, &[])?.expect(0);
+    assert_eq!(once.hits(), 1, "one damaged transfer is made again");
+
+    let (store, new) = lost_and_new().await?;
+    let key = dump_key(&store);
+    let good = store.read(BUCKET, &key).context("the dump")?;
+    let mut bad = good.clone();
+    let middle = bad.len() / 2;
+    bad[middle] ^= 1;
+    store.write(BUCKET, &key, bad);
+    let ended = restore(&new, &[])?.expect(70);
+    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    is_untouched(&new, "one bit").await?;
+
+    store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
+    restore(&new, &[])?.expect(70);
+    is_untouched(&new, "one byte short").await?;
+
+    store.write(BUCKET, &key, good);
+    restore(&new, &[])?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_be_reached_is_no_absence() -> Result<()> {
+    let (store, new) = lost_and_new().await?;
+    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    store.down();
+    restore(&new, SHORT)?.expect(69);
+    is_untouched(&new, "store down").await?;
+    store.up()?;
+    for status in [500, 503, 403] {
+        store.fault(Rule::new(Fault::Status(status)).always());
+        restore(&new, SHORT)?.expect(69);
+        is_untouched(&new, &format!("{status}")).await?;
+        store.heal();
+    }
+
+    // It comes back in time. And `empty` rules no snapshot that is there.
+    store.down();
+    let running = new.spawn(&["svc-restore"], &[])?;
+    until("a complaint", || running.stderr().contains("does not answer")).await?;
+    store.up()?;
+    running.end()?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Result<()> {
+    let store = machine::store()?;
+    let new = Machine::new(&store, 2).await?;
+    new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    let ended = restore(&new, &[])?.expect(70);
+    assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
+    is_untouched(&new, "absent").await?;
+
+    pointer_io::fence(&machine::bucket(&store)?, &slot(), Epoch(2)).await?;
+    restore(&new, &[])?.expect(70);
+    is_untouched(&new, "tombstone").await?;
+
+    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    restore(&new, &[])?.expect(0);
+    assert!(new.marker() && has_table(&new, "local").await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_database_in_use_wins_and_needs_no_store() -> Result<()> {
+    let machine = Machine::bare(1)?;
+    std::fs::remove_dir_all(machine.path("opt/svc/env"))?;
+    restore(&machine, &[])?.expect(78);
+    svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
+    restore(&machine, &[])?.expect(0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_pointer_that_cannot_be_followed_is_refused_in_either_mode() -> Result<()> {
+    let (store, new) = lost_and_new().await?;
+    let pointer = format!("{USER}/primary/system/db/latest");
+    let side = format!("{}.json", dump_key(&store));
+    let good = (store.read(BUCKET, &pointer).context("it")?, store.read(BUCKET, &side).context("it")?);
+    for mode in ["required", "empty"] {
+        new.write_boot(&[("SVC_RESTORE_MODE", mode)])?;
+        for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
+            store.write(BUCKET, &pointer, bad.to_vec());
+            restore(&new, &[])?.expect(70);
+            is_untouched(&new, mode).await?;
+        }
+        store.write(BUCKET, &pointer, good.0.clone());
+        store.remove(BUCKET, &side);
+        restore(&new, &[])?.expect(70);
+        is_untouched(&new, "without side record").await?;
+        store.write(BUCKET, &side, good.1.clone());
+    }
+    let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
+    other["tables"][0]["rows"] = 501.into();
+    store.write(BUCKET, &side, serde_json::to_vec(&other)?);
+    let ended = restore(&new, &[])?.expect(70);
+    assert!(ended.stderr.contains("501 rows"), "{}", ended.stderr);
+    is_untouched(&new, "a row is missing").await
+}
+
+#[tokio::test]
+async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    for point in svc::host::restore::POINTS {
+        let kill = format!("{point}=return(kill)");
+        restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
+        assert_eq!(new.marker(), *point == "restore.marker", "{point}");
+        restore(&new, &[])?.expect(0);
+        assert!(new.marker() && is_restored(&new).await?, "{point}");
+        let databases = new.databases().await?;
+        assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
+        // As a machine that was never restored, for the next point.
+        std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
+        let admin = new.postgres().connect("postgres").await?;
+        for name in databases.iter().filter(|name| name.starts_with("svc")) {
+            admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
+        }
+        admin.batch_execute("CREATE DATABASE svc").await?;
+        new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_error_at_any_step_leaves_the_old_database_or_the_restored_one() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
+    for point in svc::host::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
+        let error = format!("{point}=return(error)");
+        restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
+        is_untouched(&new, point).await?;
+    }
+    for point in &swapped[..2] {
+        let error = format!("{point}=return(error)");
+        restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
+        assert!(!new.marker() && is_restored(&new).await?, "{point}");
+        restore(&new, &[])?.expect(0);
+        assert!(new.marker(), "{point}");
+        std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn sessions_on_the_old_database_are_ended_for_the_swap() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    let client = new.client().await?;
+    client.batch_execute("BEGIN; SELECT 1").await?;
+    restore(&new, &[])?.expect(0);
+    assert!(client.batch_execute("SELECT 1").await.is_err());
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    new.postgres().stop().await?;
+    restore(&new, SHORT)?.expect(69);
+    let running = new.spawn(&["svc-restore"], &[])?;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    new.postgres().start_again().await?;
+    running.end()?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! One customer machine below a `SVC_ROOT` of its own, with its own PostgreSQL, on a store that it shares with others.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use kit::child::{self, AtExit};
+use kit::pg::{PgBinaries, PgOptions, PgServer};
+use kit::s3::S3Server;
+use svc::machine::epoch::Epoch;
+use svc::machine::id::MachineId;
+use svc::store::Bucket;
+use svc::store::key::SlotPrefix;
+use svc::store::pointer::Pointer;
+use svc::store::pointer_io;
+
+pub const BUCKET: &str = "fleet";
+pub const USER: &str = "user_1";
+/// No run of these tests takes longer; one that does hangs.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+pub fn binaries() -> Result<PgBinaries> {
+    PgBinaries::locate_or_fetch(&kit::fetch::target_dir())
+}
+
+/// An object store with the bucket that all machines of these tests use.
+pub fn store() -> Result<S3Server> {
+    let store = S3Server::start(&std::env::temp_dir())?;
+    store.create_bucket(BUCKET);
+    Ok(store)
+}
+
+pub fn slot() -> SlotPrefix {
+    SlotPrefix::new(&USER.parse().expect("a user"), &svc::machine::name::Slot::primary())
+}
+
+/// The bucket as the platform sees it.
+pub fn bucket(store: &S3Server) -> Result<Bucket> {
+    let pairs = store.env(BUCKET);
+    let mut env =
+        svc::config::Env::from_pairs(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+    svc::http::tls::install_provider();
+    svc::store::config::StoreConfig::read(&mut env).context("the store's settings")?.open()
+}
+
+pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {
+    Ok(pointer_io::read(&bucket(store)?, &slot()).await?.map(|read| read.value))
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// `None`: by a signal.
+    pub code: Option<i32>,
+    pub signal: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ended {
+    #[track_caller]
+    pub fn expect(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "signal {:?}, stderr:\n{}", self.signal, self.stderr);
+        self
+    }
+
+    #[track_caller]
+    pub fn expect_killed(self) -> Self {
+        assert_eq!(self.signal, Some(9), "exit {:?}, stderr:\n{}", self.code, self.stderr);
+        self
+    }
+}
+
+pub struct Machine {
+    pub root: tempfile::TempDir,
+    pub postgres: Option<PgServer>,
+    pub id: MachineId,
+    pub epoch: Epoch,
+    env: Vec<(String, String)>,
+}
+
+/// Variables of a single run, e.g. `FAILPOINTS`.
+pub type Extra<'a> = &'a [(&'a str, &'a str)];
+
+impl Machine {
+    /// With a PostgreSQL of its own, in which there is an empty database `svc`.
+    pub async fn new(store: &S3Server, epoch: u32) -> Result<Self> {
+        let binaries = binaries()?;
+        let postgres = PgServer::start(&binaries, PgOptions::default()).await?;
+        postgres.create_database("svc").await?;
+        let mut machine = Self::bare(epoch)?;
+        machine.write_env("r2.env", &store.env(BUCKET))?;
+        machine.add_env("host.env", &[("DATABASE_URL", &postgres.url("svc"))])?;
+        machine.env.push(("SVC_PG_BIN_DIR".into(), binaries.dir().display().to_string()));
+        machine.postgres = Some(postgres);
+        Ok(machine)
+    }
+
+    /// Without a database and without a store.
+    pub fn bare(epoch: u32) -> Result<Self> {
+        let root = tempfile::Builder::new().prefix("svc-machine-").tempdir()?;
+        let id = MachineId::new();
+        let env = vec![
+            ("SVC_ROOT".to_owned(), root.path().display().to_string()),
+            ("PATH".to_owned(), std::env::var("PATH")?),
+            ("RUST_LOG".to_owned(), "info".to_owned()),
+        ];
+        let machine = Self { root, postgres: None, id, epoch: Epoch(epoch), env };
+        machine.write_env(
+            "host.env",
+            &[
+                ("SVC_MACHINE_ID", id.to_string()),
+                ("SVC_USER_ID", USER.to_owned()),
+                ("SVC_HANDLE", "ada".to_owned()),
+                ("SVC_SLOT", "primary".to_owned()),
+                ("SVC_EPOCH", epoch.to_string()),
+                ("PLATFORM_INTERNAL_URL", "http://127.0.0.1:9".to_owned()),
+                ("UPGRADE_TOKEN", "upgrade-token-of-a-machine".to_owned()),
+                ("SVC_PROOF_KEYS", r#"{"keys":[{"kid":"first","x":"AAAA"}]}"#.to_owned()),
+            ]
+            .map(|(name, value)| (name.to_owned(), value)),
+        )?;
+        machine.write_boot(&[])?;
+        Ok(machine)
+    }
+
+    /// `boot.env` as provisioning writes it, with these variables instead.
+    pub fn write_boot(&self, instead: &[(&str, &str)]) -> Result<()> {
+        let mut pairs = vec![
+            ("REGISTRATION_TOKEN", "registration-token-of-a-machine"),
+            ("SVC_HOST_BUNDLE_URL", "http://127.0.0.1:9/svc-host-bundle.tar.gz"),
+            ("SVC_BUNDLE_SHA256", "0000000000000000000000000000000000000000000000000000000000000000"),
+            ("SVC_IMAGE_VERSION", "1.0.0"),
+            ("SVC_RESTORE_MODE", "required"),
+        ];
+        pairs.retain(|(name, _)| !instead.iter().any(|(other, _)| other == name));
+        pairs.extend(instead);
+        let pairs: Vec<_> =
+            pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        self.write_env("boot.env", &pairs)
+    }
+
+    fn write_env(&self, file: &str, pairs: &[(String, String)]) -> Result<()> {
+        let path = self.path("opt/svc/env").join(file);
+        fs::create_dir_all(path.parent().context("a directory")?)?;
+        let lines: String = pairs.iter().map(|(name, value)| svc::config::env_line(name, value)).collect();
+        Ok(fs::write(path, lines)?)
+    }
+
+    pub fn add_env(&self, file: &str, pairs: &[(&str, &str)]) -> Result<()> {
+        let path = self.path("opt/svc/env").join(file);
+        let mut text = fs::read_to_string(&path)?;
+        for (name, value) in pairs {
+            // The last line of a name wins with systemd; here the first would: it is taken out.
+            text = text
+                .lines()
+                .filter(|line| !line.starts_with(&format!("{name}=")))
+                .fold(String::new(), |text, line| text + line + "\n");
+            text.push_str(&svc::config::env_line(name, value));
+        }
+        Ok(fs::write(path, text)?)
+    }
+
+    pub fn path(&self, below_root: &str) -> PathBuf {
+        self.root.path().join(below_root)
+    }
+
+    pub fn postgres(&self) -> &PgServer {
+        self.postgres.as_ref().expect("this machine was made with a database")
+    }
+
+    /// The owner's database.
+    pub async fn client(&self) -> Result<tokio_postgres::Client> {
+        self.postgres().connect("svc").await
+    }
+
+    pub async fn databases(&self) -> Result<Vec<String>> {
+        let client = self.postgres().connect("postgres").await?;
+        let rows = client
+            .query("SELECT datname::text FROM pg_database WHERE NOT datistemplate ORDER BY 1", &[])
+            .await?;
+        Ok(rows.iter().map(|row| row.get(0)).collect())
+    }
+
+    pub fn spawn(&self, words: &[&str], extra: Extra<'_>) -> Result<Running> {
+        let out = tempfile::NamedTempFile::new()?;
+        let err = tempfile::NamedTempFile::new()?;
+        let child = Command::new(env!("CARGO_BIN_EXE_svc"))
+            .args(words)
+            .env_clear()
+            .envs(self.env.iter().map(|(name, value)| (name, value)))
+            .envs(extra.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(out.reopen()?)
+            .stderr(err.reopen()?)
+            .spawn()?;
+        child::end_with_us(child.id(), AtExit::Kill);
+        Ok(Running { child, out, err })
+    }
+
+    /// Runs an applet to its end.
+    pub fn run_with(&self, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+        self.spawn(words, extra)?.end()
+    }
+
+    pub fn run(&self, words: &[&str]) -> Result<Ended> {
+        self.run_with(words, &[])
+    }
+
+    pub fn marker(&self) -> bool {
+        self.path("opt/svc/restore-complete").exists()
+    }
+
+    /// The lines of `backup.jsonl`.
+    pub fn backup_records(&self) -> Result<Vec<serde_json::Value>> {
+        let text = fs::read_to_string(self.path("home/svc/home/system/logs/backup.jsonl"))?;
+        assert!(text.ends_with('\n'), "the last line is whole");
+        text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+    }
+}
+
+/// An applet under way.
+pub struct Running {
+    child: Child,
+    out: tempfile::NamedTempFile,
+    err: tempfile::NamedTempFile,
+}
+
+impl Running {
+    pub fn signal(&self, signal: nix::sys::signal::Signal) -> Result<()> {
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(self.child.id())?);
+        Ok(nix::sys::signal::kill(pid, signal)?)
+    }
+
+    pub fn stderr(&self) -> String {
+        fs::read_to_string(self.err.path()).unwrap_or_default()
+    }
+
+    pub fn end(mut self) -> Result<Ended> {
+        let Some(status) = child::wait_until(&mut self.child, Instant::now() + DEADLINE) else {
+            self.child.kill().ok();
+            bail!("still running after {DEADLINE:?}:\n{}", self.stderr());
+        };
+        child::ended(self.child.id());
+        Ok(Ended {
+            code: status.code(),
+            signal: status.signal(),
+            stdout: fs::read_to_string(self.out.path())?,
+            stderr: self.stderr(),
+        })
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            self.child.kill().ok();
+            self.child.wait().ok();
+            child::ended(self.child.id());
+        }
+    }
+}
+
+/// Waits for something that another process brings about.
+pub async fn until(what: &str, mut there: impl FnMut() -> bool) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !there() {
+        if Instant::now() > end {
+            bail!("{what} did not happen");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(())
+}
+
+/// A directory with all of PostgreSQL's programs, one of which is a shell script instead.
+pub fn with_wrapped(program: &str, script: &str) -> Result<tempfile::TempDir> {
+    use std::os::unix::fs::PermissionsExt;
+    let real = binaries()?;
+    let dir = tempfile::tempdir()?;
+    for entry in fs::read_dir(real.dir())? {
+        let entry = entry?;
+        std::os::unix::fs::symlink(entry.path(), dir.path().join(entry.file_name()))?;
+    }
+    let path = dir.path().join(program);
+    fs::remove_file(&path)?;
+    let real = real.dir().join(program);
+    fs::write(&path, script.replace("REAL", &real.display().to_string()))?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+    Ok(dir)
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("paths of tests are UTF-8")
+}

@@ -1,0 +1,12 @@
+//! Backup, restore, update, registration and heartbeat of a machine: the real binary against a real PostgreSQL 16, a
+//! real S3 server over HTTP, real TLS.
+
+mod backup;
+mod bundle;
+mod gate;
+mod machine;
+mod platform;
+mod register;
+mod round_trip;
+mod sync;
+mod update;

@@ -1,0 +1,123 @@
+//! Registration: once, and byte for byte the same until it is answered, across restarts.
+
+use anyhow::{Context, Result};
+use serde_json::json;
+
+use super::machine::{Ended, Extra, Machine};
+use super::platform::{Answer, Platform, gateway};
+
+fn registered() -> Answer {
+    Answer::Json(200, json!({ "status": "running", "epoch": 1 }))
+}
+
+/// Off the test's runtime, which serves platform and gateway meanwhile.
+async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
+    let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
+    let running = machine.spawn(&words, extra)?;
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+async fn ready(platform: &Platform) -> Result<(Machine, String)> {
+    let machine = Machine::bare(1)?;
+    platform.serves(&machine)?;
+    let listen = gateway(&machine).await?;
+    Ok((machine, format!("0.0.0.0:{}", listen.port())))
+}
+
+#[tokio::test]
+async fn a_machine_is_registered_once() -> Result<()> {
+    let platform = Platform::start(registered()).await?;
+    let (machine, listen) = ready(&platform).await?;
+    let extra = [("GATEWAY_LISTEN", listen.as_str())];
+    register(&machine, &[], &extra).await?.expect(0);
+    register(&machine, &["register"], &extra).await?.expect(0);
+    let calls = platform.calls();
+    assert_eq!(calls.len(), 1, "{calls:?}");
+    assert_eq!(calls[0].path, "/vps/register");
+    assert_eq!(calls[0].authorization, "Bearer registration-token-of-a-machine");
+    let body: serde_json::Value = serde_json::from_str(&calls[0].body)?;
+    let identity = svc::http::tls::Identity::read(
+        &machine.path("var/lib/svc/tls/cert.pem"),
+        &machine.path("var/lib/svc/tls/key.pem"),
+    )?;
+    assert_eq!(body["machineId"], machine.id.to_string());
+    assert_eq!(body["tlsSpkiSha256"], identity.pin()?.to_string());
+    assert_eq!(body["imageVersion"], "1.0.0");
+    assert_eq!(body["bundleSha256"], "0".repeat(64));
+    assert!(body["bootMs"].is_u64());
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_body_stays_the_same_through_lost_replies_faults_and_kills() -> Result<()> {
+    let platform = Platform::start(registered()).await?;
+    let (machine, listen) = ready(&platform).await?;
+    let extra =
+        |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
+    for point in svc::host::register::POINTS {
+        let kill: &'static str = Box::leak(format!("{point}=return(kill)").into_boxed_str());
+        let extra = extra(kill);
+        let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        register(&machine, &[], &extra).await?.expect_killed();
+    }
+    platform.next([Answer::Lost, Answer::Json(503, json!({})), Answer::Json(429, json!({})), registered()]);
+    register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
+    let calls = platform.calls();
+    assert_eq!(calls.len(), 5, "one before the last kill, and four: {calls:?}");
+    assert!(calls.iter().all(|call| call == &calls[0]), "{calls:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_refusal_is_final_and_silence_is_not() -> Result<()> {
+    let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
+    let platform = Platform::start(Answer::Json(401, refused)).await?;
+    let (machine, listen) = ready(&platform).await?;
+    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_PLATFORM_DEADLINE_SECONDS", "1")];
+    let ended = register(&machine, &[], &extra).await?.expect(77);
+    assert!(ended.stderr.contains("The token was used."), "{}", ended.stderr);
+    assert_eq!(platform.calls().len(), 1);
+
+    let silent = Platform::start(Answer::Lost).await?;
+    silent.serves(&machine)?;
+    register(&machine, &[], &extra).await?.expect(75);
+    assert!(silent.calls().len() > 1);
+
+    let broken = Platform::start(Answer::Json(400, json!({ "detail": "no" }))).await?;
+    broken.serves(&machine)?;
+    register(&machine, &[], &extra).await?.expect(70);
+    Ok(())
+}
+
+#[tokio::test]
+async fn nothing_is_registered_before_the_gateway_is_ready_with_the_key_on_disk() -> Result<()> {
+    let platform = Platform::start(registered()).await?;
+    let (machine, listen) = ready(&platform).await?;
+    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
+    // Another gateway's key lies where ours should.
+    gateway(&machine).await?;
+    register(&machine, &[], &extra).await?.expect(75);
+    std::fs::remove_dir_all(machine.path("var/lib/svc/tls"))?;
+    register(&machine, &[], &extra).await?.expect(75);
+    assert!(platform.calls().is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_failed_boot_is_reported_without_secrets() -> Result<()> {
+    let platform = Platform::start(Answer::Json(202, json!({}))).await?;
+    let machine = Machine::bare(1)?;
+    platform.serves(&machine)?;
+    machine.add_env("host.env", &[("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1:1/svc")])?;
+    let message = format!("no bundle\nupgrade-token-of-a-machine hunter2hunter2 {}", "x".repeat(9000));
+    register(&machine, &["failure", "--stage", "bundle", "--message", &message], &[]).await?.expect(0);
+    let call = platform.calls().pop().context("a call")?;
+    assert_eq!(call.path, format!("/vps/{}/boot-failure", machine.id));
+    assert_eq!(call.authorization, "Bearer registration-token-of-a-machine");
+    let body: serde_json::Value = serde_json::from_str(&call.body)?;
+    assert_eq!(body["stage"], "bundle");
+    let said = body["message"].as_str().context("a message")?;
+    assert!(said.starts_with("no bundle [hidden] [hidden] xxx") && said.len() <= 500, "{said}");
+    register(&machine, &["failure", "--stage", "elsewhere", "--message", "x"], &[]).await?.expect(64);
+    Ok(())
+}

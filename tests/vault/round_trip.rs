@@ -1,0 +1,164 @@
+//! What a restore brings back is what the backup saw, to the last byte of a plain dump.
+
+use anyhow::{Context, Result};
+use kit::child;
+use svc::store::pointer_io;
+use svc::store::snapshot::SideRecord;
+
+use super::machine::{self, BUCKET, Machine, USER, slot};
+
+/// Two apps with schemas and roles of their own, sequences, a partitioned table, a big one, rights and settings.
+const CONTENT: &str = r#"
+CREATE ROLE "app_notes" LOGIN PASSWORD 'x';
+CREATE ROLE "app_To do" LOGIN PASSWORD 'y';
+CREATE ROLE reader NOLOGIN;
+CREATE SCHEMA app_notes AUTHORIZATION "app_notes";
+CREATE SCHEMA "app_To do" AUTHORIZATION "app_To do";
+CREATE TABLE app_notes.notes (id uuid PRIMARY KEY DEFAULT gen_random_uuid(), n bigserial, body jsonb, at timestamptz DEFAULT now());
+ALTER TABLE app_notes.notes OWNER TO "app_notes";
+CREATE INDEX ON app_notes.notes USING gin (body);
+INSERT INTO app_notes.notes (body) SELECT jsonb_build_object('n', n, 'text', 'it''s ' || n) FROM generate_series(1, 5000) n;
+SELECT setval('app_notes.notes_n_seq', 70000);
+CREATE TABLE "app_To do"."It""em" (id int PRIMARY KEY, done boolean, price numeric(20,5));
+ALTER TABLE "app_To do"."It""em" OWNER TO "app_To do";
+INSERT INTO "app_To do"."It""em" SELECT n, n % 2 = 0, n / 3.0 FROM generate_series(1, 300) n;
+GRANT SELECT ON "app_To do"."It""em" TO reader;
+CREATE VIEW app_notes.recent AS SELECT id, at FROM app_notes.notes ORDER BY n DESC LIMIT 10;
+CREATE TABLE public.events (at date NOT NULL, what text) PARTITION BY RANGE (at);
+CREATE TABLE public.events_2025 PARTITION OF public.events FOR VALUES FROM ('2025-01-01') TO ('2026-01-01');
+CREATE TABLE public.events_2026 PARTITION OF public.events FOR VALUES FROM ('2026-01-01') TO ('2027-01-01');
+INSERT INTO public.events SELECT '2025-12-01'::date + n, 'e' || n FROM generate_series(1, 60) n;
+CREATE TABLE public.empty (id int);
+CREATE TABLE public.parent (id int); CREATE TABLE public.child () INHERITS (public.parent);
+INSERT INTO public.parent VALUES (1); INSERT INTO public.child VALUES (2), (3);
+CREATE TABLE public.big (id int, noise bytea);
+INSERT INTO public.big SELECT n, decode(string_agg(md5(n::text || '-' || m), ''), 'hex') FROM generate_series(1, 1000) n, generate_series(1, 1000) m GROUP BY n;
+REVOKE ALL ON DATABASE svc FROM PUBLIC;
+GRANT CONNECT ON DATABASE svc TO "app_notes", reader;
+ALTER DATABASE svc SET search_path = app_notes, "app_To do", public;
+ALTER DATABASE svc SET statement_timeout = '31s';
+ALTER DATABASE svc SET app.name = 'it''s \ here';
+ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
+"#;
+
+/// Owner, rights and settings, which a dump of the content does not hold.
+const FACTS: &str = "SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
+     ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \
+     || ' | ' || (SELECT string_agg(coalesce(r.rolname, '*') || ' ' || c, ' ; ' ORDER BY r.rolname, c) \
+     FROM pg_db_role_setting s CROSS JOIN unnest(s.setconfig) c LEFT JOIN pg_roles r ON r.oid = s.setrole WHERE s.setdatabase = d.oid) \
+     FROM pg_database d WHERE datname = 'svc'";
+
+fn plain_dump(machine: &Machine) -> Result<String> {
+    let mut dump = machine.postgres().binaries().client("pg_dump");
+    dump.arg(machine.postgres().url("svc"));
+    let text = child::run(dump, std::time::Duration::from_secs(60))?;
+    // A random word against injection, new in each dump.
+    Ok(text
+        .lines()
+        .filter(|line| !line.starts_with("\\restrict") && !line.starts_with("\\unrestrict"))
+        .fold(String::new(), |text, line| text + line + "\n"))
+}
+
+#[tokio::test]
+async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::new(&store, 1).await?;
+    old.client().await?.batch_execute(CONTENT).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+
+    let pointer = machine::pointer(&store).await?.context("a pointer")?;
+    let snapshot = pointer.snapshot.context("a snapshot")?;
+    assert_eq!((pointer.fence_epoch, pointer.seq, snapshot.epoch), (old.epoch, 1, old.epoch));
+    let object = format!("{USER}/primary/{}", snapshot.key);
+    let dump = store.read(BUCKET, &object).context("the object")?;
+    assert_eq!(dump.len() as u64, snapshot.size_bytes);
+    assert!(dump.len() > 11 << 20, "{} bytes: it must take three parts", dump.len());
+    let parts: Vec<_> =
+        store.requests().into_iter().filter(|seen| seen.query.contains("partNumber=")).collect();
+    assert!(parts.len() >= 3, "{parts:?}");
+
+    let side: SideRecord =
+        serde_json::from_slice(&store.read(BUCKET, &format!("{object}.json")).context("the side record")?)?;
+    assert_eq!(side.roles, ["app_To do", "app_notes", "reader"]);
+    let rows = |name: &str| side.tables.iter().find(|table| table.name == name).map(|table| table.rows);
+    assert_eq!(rows("app_notes.notes"), Some(5000));
+    assert_eq!(rows("\"app_To do\".\"It\"\"em\""), Some(300));
+    assert_eq!((rows("public.parent"), rows("public.child")), (Some(1), Some(2)));
+    assert_eq!(rows("public.events"), None, "a partitioned table has its rows in its parts");
+
+    let record = &old.backup_records()?[0];
+    assert_eq!(record["status"], "success");
+    assert_eq!(record["sha256"], snapshot.sha256.as_str());
+
+    let new = Machine::new(&store, 2).await?;
+    pointer_io::fence(&machine::bucket(&store)?, &slot(), new.epoch).await?;
+    new.client().await?.batch_execute("CREATE TABLE of_the_empty_start (id int)").await?;
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker());
+    assert_eq!(plain_dump(&new)?, plain_dump(&old)?);
+
+    let facts = async |machine: &Machine| -> Result<String> {
+        Ok(machine.postgres().connect("postgres").await?.query_one(FACTS, &[]).await?.get(0))
+    };
+    assert_eq!(facts(&new).await?, facts(&old).await?);
+    let logins = "SELECT count(*) FROM pg_roles WHERE rolcanlogin AND rolname ~ '^app_'";
+    assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
+    let left = new.databases().await?;
+    assert!(left.iter().any(|name| name.starts_with("svc_before_")), "the old database stays: {left:?}");
+    assert!(!left.iter().any(|name| name.starts_with("svc_restore_")), "{left:?}");
+    assert_eq!(std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(), 1, "the lock is left alone");
+
+    new.run(&["svc-db-backup"])?.expect(0);
+    assert!(!new.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
+    assert_eq!(store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/")).len(), 4);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_stock_pg_restore_reads_our_object() -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::new(&store, 1).await?;
+    machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
+    machine.run(&["svc-db-backup", "run"])?.expect(0);
+    let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
+    let dump = tempfile::NamedTempFile::new()?;
+    std::fs::write(
+        dump.path(),
+        store.read(BUCKET, &format!("{USER}/primary/{}", snapshot.key)).context("it")?,
+    )?;
+    let mut list = machine.postgres().binaries().client("pg_restore");
+    list.arg("-l").arg(dump.path());
+    let listed = child::run(list, std::time::Duration::from_secs(20))?;
+    assert!(listed.contains("TABLE DATA public t"), "{listed}");
+    Ok(())
+}
+
+/// Rows written while the backup runs are in neither the dump nor the counts: both see one moment.
+#[tokio::test]
+async fn a_database_in_use_is_backed_up_as_of_one_moment() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::new(&store, 1).await?;
+    let client = old.client().await?;
+    client.batch_execute("CREATE TABLE a (id bigserial); CREATE TABLE b (id bigserial)").await?;
+    let writing = tokio::spawn(async move {
+        while client
+            .batch_execute("BEGIN; INSERT INTO a DEFAULT VALUES; INSERT INTO b DEFAULT VALUES; COMMIT")
+            .await
+            .is_ok()
+        {}
+    });
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    old.run_with(
+        &["svc-db-backup"],
+        &[("FAILPOINTS", "backup.snapshot=sleep(300);backup.streaming=sleep(100)")],
+    )?
+    .expect(0);
+    writing.abort();
+    let new = Machine::new(&store, 2).await?;
+    new.run(&["svc-restore"])?.expect(0);
+    let count = "SELECT (SELECT count(*) FROM a), (SELECT count(*) FROM b)";
+    let row = new.client().await?.query_one(count, &[]).await?;
+    let (a, b): (i64, i64) = (row.get(0), row.get(1));
+    assert!(a > 0 && a == b, "{a} and {b}");
+    Ok(())
+}

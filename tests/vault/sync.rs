@@ -1,0 +1,139 @@
+//! The sync agent: it says how the machine is, keeps what it is given, and ends when the machine was replaced.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use svc::store::meta::VpsMeta;
+
+use super::machine::{self, BUCKET, Ended, Machine, Running, USER, until};
+use super::platform::{Answer, Platform, gateway};
+
+fn alive() -> Answer {
+    let keys = json!({ "keys": [{ "kid": "second", "x": "BBBB" }] });
+    Answer::Json(
+        200,
+        json!({ "desiredImageVersion": "1.0.0", "epoch": 3, "superseded": false, "proofKeys": keys, "newer": 1 }),
+    )
+}
+
+async fn end(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+#[tokio::test]
+async fn a_heartbeat_says_how_the_machine_is() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(alive()).await?;
+    let machine = Machine::new(&store, 3).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    platform.serves(&machine)?;
+    let listen = gateway(&machine).await?.to_string();
+    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    let meta_key = format!("{USER}/primary/system/vps-meta.json");
+    until("the metadata", || store.read(BUCKET, &meta_key).is_some()).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+
+    let calls = platform.calls();
+    assert_eq!(calls[0].path, format!("/vps/{}/heartbeat", machine.id));
+    assert_eq!(calls[0].authorization, "Bearer upgrade-token-of-a-machine");
+    let first: Value = serde_json::from_str(&calls[0].body)?;
+    assert_eq!(first["imageVersion"], "1.0.0");
+    assert_eq!(first["epoch"], 3);
+    assert_eq!(first["health"], json!({ "gateway": "ok", "database": "ok" }));
+    assert_eq!(first["lastBackup"]["status"], "success");
+    let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
+    assert_eq!(first["lastBackup"]["key"], snapshot.key.as_str());
+    assert_eq!(first["lastBackup"]["takenAt"], svc::clock::rfc3339_ms(snapshot.taken_at));
+    assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
+    assert_eq!(first["proofKids"], json!(["first"]));
+    let second: Value = serde_json::from_str(&calls[1].body)?;
+    assert_eq!(second["proofKids"], json!(["second"]), "delivered keys are in force");
+
+    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &meta_key).context("it")?)?;
+    assert_eq!((meta.machine_id, meta.epoch, meta.status.as_str()), (machine.id, machine.epoch, "running"));
+    assert_eq!(meta.last_backup, Some(snapshot.taken_at));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_replaced_machine_learns_it_and_stops() -> Result<()> {
+    let store = machine::store()?;
+    let answers = [
+        Answer::Json(
+            200,
+            json!({ "desiredImageVersion": "1.0.0", "epoch": 4, "superseded": true, "proofKeys": { "keys": [] } }),
+        ),
+        Answer::Json(403, json!({ "code": "superseded", "detail": "another machine" })),
+    ];
+    for answer in answers {
+        let platform = Platform::start(answer).await?;
+        let machine = Machine::new(&store, 3).await?;
+        platform.serves(&machine)?;
+        let ended = end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
+        assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
+        let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
+        assert_eq!(note["mine"], 3);
+        end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
+        assert_eq!(platform.calls().len(), 1, "nothing is sent after that");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_platform_that_fails_ends_nothing_and_empties_nothing() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(Answer::Json(503, json!({}))).await?;
+    platform.next([
+        alive(),
+        Answer::Json(200, json!({ "superseded": false, "proofKeys": { "keys": [] } })),
+        Answer::Lost,
+        Answer::Json(403, json!({ "code": "forbidden" })),
+        Answer::Json(401, json!({})),
+    ]);
+    let machine = Machine::new(&store, 3).await?;
+    platform.serves(&machine)?;
+    store.down();
+    let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
+    until("six heartbeats", || platform.calls().len() >= 6).await?;
+    assert!(!machine.path("var/lib/svc/superseded.json").exists());
+    let keys: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/proof-keys.json"))?)?;
+    assert_eq!(keys["keys"][0]["kid"], "second");
+    let last: Value = serde_json::from_str(&platform.calls()[5].body)?;
+    assert_eq!(last["health"], json!({ "gateway": "failing", "database": "ok" }));
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    Ok(())
+}
+
+/// A machine that was replaced while the platform could not say so does not write over the new one's metadata.
+#[tokio::test]
+async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(alive()).await?;
+    let key = format!("{USER}/primary/system/vps-meta.json");
+    for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
+        let machine = Machine::new(&store, epoch).await?;
+        platform.serves(&machine)?;
+        store.forget_requests();
+        let running = machine.spawn(&["svc-sync-agent"], &[])?;
+        until("a look at the metadata", || {
+            store.requests().iter().any(|seen| seen.path.ends_with("vps-meta.json"))
+        })
+        .await?;
+        until("an end of it", || {
+            let written = store.requests().iter().any(|seen| seen.method == "PUT");
+            written || running.stderr().contains("could not write vps-meta.json")
+        })
+        .await?;
+        running.signal(Signal::SIGTERM)?;
+        end(running).await?.expect(0);
+        let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
+        assert_eq!(meta.epoch.0, expected);
+    }
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! The first release of a machine: resumed, verified before anything is switched, whole or not there.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use kit::net::Proxy;
+
+use super::bundle::{self, Source};
+use super::machine::{Ended, Extra, Machine};
+
+const VERSION: &str = "2026.1.0";
+
+async fn source() -> Result<(Source, String)> {
+    let content = bundle::bundle(VERSION)?;
+    let digest = bundle::digest(&content);
+    Ok((Source::start(content).await?, digest))
+}
+
+fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
+    let machine = Machine::bare(1)?;
+    let url = format!("http://{addr}/system-bundles/{VERSION}/svc-host-bundle.tar.gz?signature=secret");
+    machine.write_boot(&[
+        ("SVC_HOST_BUNDLE_URL", &url),
+        ("SVC_BUNDLE_SHA256", digest),
+        ("SVC_IMAGE_VERSION", VERSION),
+    ])?;
+    Ok(machine)
+}
+
+/// Off the test's runtime, which serves the bundle meanwhile.
+async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
+    let running = machine.spawn(&["svc-update", "boot"], extra)?;
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+fn is_current(machine: &Machine) -> Result<()> {
+    let opt = machine.path("opt/svc");
+    assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(VERSION));
+    for name in ["bin", "app", "runtime"] {
+        assert_eq!(fs::read_link(opt.join(name))?, std::path::Path::new("current").join(name));
+    }
+    assert_eq!(fs::read(opt.join("bin/svc-gateway"))?, b"#!/bin/sh\n");
+    assert_eq!(fs::metadata(opt.join("runtime/noise/39"))?.len(), 32_000);
+    assert_eq!(names(&opt.join("releases"))?, [VERSION]);
+    assert_eq!(names(&opt)?, ["app", "bin", "current", "env", "releases", "runtime"]);
+    Ok(())
+}
+
+fn is_untouched(machine: &Machine) -> Result<()> {
+    assert_eq!(names(&machine.path("opt/svc"))?, ["env", "releases"]);
+    assert_eq!(names(&machine.path("opt/svc/releases"))?, Vec::<String>::new());
+    Ok(())
+}
+
+fn names(dir: &std::path::Path) -> Result<Vec<String>> {
+    let read = fs::read_dir(dir).with_context(|| dir.display().to_string())?;
+    let mut names: Vec<String> =
+        read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+#[tokio::test]
+async fn a_bundle_becomes_the_current_release_once() -> Result<()> {
+    let (source, digest) = source().await?;
+    let machine = machine(source.addr, &digest)?;
+    boot(&machine, &[]).await?.expect(0);
+    is_current(&machine)?;
+    boot(&machine, &[]).await?.expect(0);
+    assert_eq!(source.asked().len(), 1, "what is there is not fetched again");
+
+    let json = machine.run(&["svc-update", "status", "--json"])?.expect(0).stdout;
+    let status: serde_json::Value = serde_json::from_str(&json)?;
+    assert_eq!(status["current"], VERSION);
+    assert_eq!(status["releases"][0]["bundleSha256"], digest);
+    assert_eq!(status["releases"][0]["components"][0]["name"], "svc");
+    let table = machine.run(&["svc-update", "status"])?.expect(0).stdout;
+    assert!(table.contains(&format!("* {VERSION}")), "{table}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cut_download_is_resumed_and_still_verified() -> Result<()> {
+    let (source, digest) = source().await?;
+    let wire = Proxy::start(source.addr)?;
+    let machine = machine(wire.addr(), &digest)?;
+    wire.reset_after(400_000);
+    let ended = boot(&machine, &[]).await?.expect(0);
+    assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
+    is_current(&machine)?;
+    let asked = source.asked();
+    assert!(asked.len() >= 4, "{asked:?}");
+    assert!(asked[1..].iter().all(|asked| asked.range.is_some()), "{asked:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_source_without_range_is_read_again_from_its_start() -> Result<()> {
+    let (source, digest) = source().await?;
+    source.forget_ranges();
+    let wire = Proxy::start(source.addr)?;
+    let machine = machine(wire.addr(), &digest)?;
+    wire.reset_after(700_000);
+    let running = machine.spawn(&["svc-update", "boot"], &[])?;
+    super::machine::until("a second try", || source.asked().len() >= 2).await?;
+    wire.heal();
+    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    is_current(&machine)
+}
+
+#[tokio::test]
+async fn a_bundle_that_changes_under_way_is_refused() -> Result<()> {
+    let (source, digest) = source().await?;
+    let wire = Proxy::start(source.addr)?;
+    let machine = machine(wire.addr(), &digest)?;
+    wire.reset_after(400_000);
+    let running =
+        machine.spawn(&["svc-update", "boot"], &[("FAILPOINTS", "update.downloading=sleep(20)")])?;
+    super::machine::until("the first try", || !source.asked().is_empty()).await?;
+    source.replace(bundle::bundle("9.9.9")?);
+    wire.heal();
+    let ended = tokio::task::spawn_blocking(move || running.end()).await??;
+    // Either the break was seen and the other ETag refused, or the whole of the first was already on its way.
+    if ended.code == Some(0) {
+        return is_current(&machine);
+    }
+    assert!(ended.stderr.contains("it was changed"), "{}", ended.stderr);
+    is_untouched(&machine)
+}
+
+#[tokio::test]
+async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
+    let (source, digest) = source().await?;
+    let wrong = machine(source.addr, &"ab".repeat(32))?;
+    let ended = boot(&wrong, &[]).await?.expect(70);
+    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    is_untouched(&wrong)?;
+
+    let other = bundle::bundle("9.9.9")?;
+    let machine = machine(source.addr, &bundle::digest(&other))?;
+    source.replace(other);
+    let ended = boot(&machine, &[]).await?.expect(70);
+    assert!(ended.stderr.contains("9.9.9"), "{}", ended.stderr);
+    is_untouched(&machine)?;
+
+    source.replace(b"no archive".to_vec());
+    machine.add_env("boot.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
+    boot(&machine, &[]).await?.expect(70);
+    is_untouched(&machine)?;
+    let _ = digest;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_token_goes_to_the_platform_alone() -> Result<()> {
+    let (source, digest) = source().await?;
+    let elsewhere = machine(source.addr, &digest)?;
+    boot(&elsewhere, &[]).await?.expect(0);
+    assert_eq!(source.asked()[0].authorization, None);
+
+    let (platform, digest) = self::source().await?;
+    let own = machine(platform.addr, &digest)?;
+    own.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
+    boot(&own, &[]).await?.expect(0);
+    assert_eq!(platform.asked()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
+    let (source, digest) = source().await?;
+    for point in svc::host::update::POINTS {
+        let machine = machine(source.addr, &digest)?;
+        let kill = format!("{point}=return(kill)");
+        boot(&machine, &[("FAILPOINTS", &kill)]).await?.expect_killed();
+        let current = machine.path("opt/svc/current");
+        assert!(
+            !current.exists() || current.join("bin/svc").is_file(),
+            "{point}: current leads to no release"
+        );
+        boot(&machine, &[]).await?.expect(0);
+        is_current(&machine).context(*point)?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_error_at_any_step_leaves_nothing_half_done() -> Result<()> {
+    let (source, digest) = source().await?;
+    for point in svc::host::update::POINTS {
+        let machine = machine(source.addr, &digest)?;
+        let error = format!("{point}=return(error)");
+        let code = boot(&machine, &[("FAILPOINTS", &error)]).await?.code;
+        assert!(code.is_some_and(|code| code != 0), "{point}: {code:?}");
+        let left = names(&machine.path("opt/svc/releases")).unwrap_or_default();
+        assert!(!left.iter().any(|name| name.contains(".partial-")), "{point}: {left:?}");
+        boot(&machine, &[]).await?.expect(0);
+        is_current(&machine).context(*point)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! Running cargo, as the workspace's root would.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
+}
+
+/// The cargo that runs us, in the workspace's root, with the tools that were fetched in its path.
+pub fn command(args: &[&str]) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(args).current_dir(root());
+    command
+}
+
+pub fn run(args: &[&str]) -> Result<()> {
+    succeed(command(args))
+}
+
+pub fn succeed(mut command: Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("start {command:?}"))?;
+    let words = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
+    ensure!(status.success(), "`cargo {}`: {status}", words.join(" "));
+    Ok(())
+}
+
+/// Whether a cargo subcommand is installed.
+pub fn has(subcommand: &str) -> bool {
+    command(&[subcommand, "--version"]).output().is_ok_and(|output| output.status.success())
+}

@@ -1,0 +1,65 @@
+//! `cargo xtask test`: by nextest where it is installed, else by cargo's own runner.
+
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::cargo;
+
+/// Runs the tests whose names contain a filter; all without one. `long` adds those that are ignored by default.
+pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
+    // The binary first: tests run it, and a compiler that still works would eat their deadlines.
+    cargo::run(&["build", "--workspace"])?;
+    if cargo::has("nextest") {
+        let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
+        if long {
+            nextest.args(["--run-ignored", "all"]);
+        }
+        nextest.args(filters);
+        return Ok(ended(&mut nextest)?.0);
+    }
+    let mut plain = cargo::command(&["test", "--workspace", "--no-fail-fast", "--"]);
+    if long {
+        plain.arg("--include-ignored");
+    }
+    plain.args(filters).stdout(Stdio::piped());
+    let (end, counted) = ended(&mut plain)?;
+    println!("{counted}");
+    Ok(end)
+}
+
+/// Runs to the end, passing on what is printed; counts what cargo's runner says.
+fn ended(command: &mut Command) -> Result<(ExitCode, String)> {
+    use std::io::{BufRead, BufReader};
+    let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
+    let (mut passed, mut failed) = (0, 0);
+    if let Some(stdout) = child.stdout.take() {
+        for line in BufReader::new(stdout).lines() {
+            let line = line?;
+            println!("{line}");
+            passed += count(&line, " passed");
+            failed += count(&line, " failed");
+        }
+    }
+    let end = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    Ok((end, format!("{passed} passed, {failed} failed")))
+}
+
+/// The number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
+fn count(line: &str, word: &str) -> u64 {
+    let Some(result) = line.strip_prefix("test result: ") else { return 0 };
+    let before = result.split_once(word).map(|(before, _)| before);
+    before.and_then(|before| before.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::count;
+
+    #[test]
+    fn counts_are_read_from_result_lines_only() {
+        let line = "test result: FAILED. 31 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out";
+        assert_eq!((count(line, " passed"), count(line, " failed")), (31, 2));
+        assert_eq!(count("a test printed 7 passed; 1 failed", " passed"), 0);
+    }
+}
