@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -278,8 +278,4 @@ pub async fn answer(request: RequestBuilder) -> Result<(StatusCode, Value)> {
     let status = response.status();
     let text = response.text().await?;
     Ok((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
-}
-
-pub fn exists(path: &Path) -> bool {
-    path.exists()
 }

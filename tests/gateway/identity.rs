@@ -45,7 +45,8 @@ async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()
     let host = Machine::new(NOWHERE)?.start()?;
     let good = host.machine.claims(Route::Shell);
     assert_eq!(with_proof(&host, &good).await?, StatusCode::OK);
-    let cases: [(&str, StatusCode, fn(&mut Claims)); 8] = [
+    type Change = fn(&mut Claims);
+    let cases: [(&str, StatusCode, Change); 8] = [
         ("stale", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat - 200, c.exp - 200)),
         ("not yet", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat + 200, c.exp + 200)),
         ("long", StatusCode::UNAUTHORIZED, |c| c.exp = c.iat + 3600),

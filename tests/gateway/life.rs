@@ -129,3 +129,35 @@ async fn backups_are_listed_newest_first() -> Result<()> {
     assert_eq!(host.get("/api/backups?limit=x").await?.0, StatusCode::BAD_REQUEST);
     Ok(())
 }
+
+#[tokio::test]
+async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> {
+    let binaries = kit::pg::PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?;
+    let settings = vec![("max_connections".into(), "23".into())];
+    let options = kit::pg::PgOptions { settings, ..kit::pg::PgOptions::default() };
+    let server = kit::pg::PgServer::start(&binaries, options).await?;
+    server.create_database("svc").await?;
+    let machine = Machine::new(&server.url("svc"))?;
+    let apps: Vec<String> = (0..9).map(|n| format!("app{n}")).collect();
+    for app in &apps {
+        machine.app(app, &json!({ "t": { "columns": { "a": "integer" } } }))?;
+    }
+    let host = machine.start()?;
+    for app in &apps {
+        host.until_registered(app).await?;
+    }
+    // Four connections are left for nine apps: 23 less 3 for the superuser and the headroom of 16.
+    let asked = (0..360).map(|n| {
+        let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
+        let host = &host;
+        async move { host.data(&body).await }
+    });
+    futures_util::future::try_join_all(asked).await?;
+    let held = server
+        .connect("svc")
+        .await?
+        .query_one("SELECT count(*) FROM pg_stat_activity WHERE usename LIKE 'app_app%'", &[])
+        .await?;
+    assert!(held.get::<_, i64>(0) <= 4, "{} connections", held.get::<_, i64>(0));
+    Ok(())
+}

@@ -11,7 +11,7 @@ use http::header;
 
 use super::auth::{Ingress, identify, require_caller, require_owner, require_platform};
 use super::state::Gateway;
-use super::{apps, backups, bridge, health, internal, proxy};
+use super::{apps, backups, body, bridge, health, internal, proxy};
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 
@@ -66,8 +66,8 @@ async fn at_most<const BYTES: usize>(request: Request, next: Next) -> Response {
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let length: Option<u64> = length.and_then(|text| text.parse().ok());
     if length.is_some_and(|length| length > BYTES as u64) {
-        let detail = format!("A request has at most {BYTES} bytes.");
-        return Problem::new(Code::RequestTooLarge, detail).into_response();
+        body::hear_out(request.into_body()).await;
+        return body::too_large(BYTES).into_response();
     }
     next.run(request).await
 }

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use sd_notify::NotifyState;
 use secrecy::{ExposeSecret, SecretString};
-use tokio::sync::Semaphore;
 use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
@@ -17,7 +17,8 @@ use super::name::Slug;
 use super::register::{self, RegisterError};
 use super::registry::{App, Known, Trouble};
 use super::watch::Watch;
-use crate::host::gateway::database::{self, DatabaseError, Pool};
+use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
+use crate::host::gateway::lifetime;
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::chain;
 
@@ -67,7 +68,7 @@ async fn install_bundled(gateway: &Gateway) {
     match tokio::task::spawn_blocking(move || bundled::install(&layout)).await {
         Ok(Ok(kept)) => kept.iter().for_each(|kept| match kept {
             Kept::Changed(app) => {
-                tracing::info!(%app, "the owner's version stays; the release's is not copied")
+                tracing::info!(%app, "the owner's version stays; the release's is not copied");
             }
             Kept::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
         }),
@@ -80,7 +81,7 @@ struct Supervisor {
     gateway: Arc<Gateway>,
     passwords: HashMap<Slug, SecretString>,
     pools: HashMap<Slug, Arc<Pool>>,
-    budget: Option<Arc<Semaphore>>,
+    budget: Option<Arc<Budget>>,
     known: Known,
     /// Kept manifests that this version cannot read.
     unreadable: BTreeMap<String, Trouble>,
@@ -172,7 +173,7 @@ impl Supervisor {
         database::prepare(client).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
-            self.budget = Some(Arc::new(Semaphore::new(connections)));
+            self.budget = Some(Budget::new(connections));
         }
         self.known.apps.clear();
         self.unreadable.clear();
@@ -187,6 +188,7 @@ impl Supervisor {
             }
         }
         self.known.loaded = true;
+        lifetime::tell(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
         Ok(())
     }
 
@@ -229,7 +231,7 @@ impl Supervisor {
     }
 
     fn pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
-        let budget = self.budget.get_or_insert_with(|| Arc::new(Semaphore::new(1))).clone();
+        let budget = self.budget.get_or_insert_with(|| Budget::new(1)).clone();
         let database = self.gateway.database.clone();
         let make = || {
             let mut config = database.config().clone();

@@ -220,7 +220,7 @@ fn pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<T
     }
     match present(kind, raw)? {
         // PostgreSQL refuses a pattern that ends in its escape; that is a mistake of the client's, said here.
-        Param::Text(text) if text.len() - text.trim_end_matches('\\').len() & 1 == 1 => {
+        Param::Text(text) if (text.len() - text.trim_end_matches('\\').len()) % 2 == 1 => {
             Err("must not end with a single backslash")
         }
         pattern => Ok(Test::Operator(operator, pattern)),
@@ -247,5 +247,4 @@ pub fn escaped(name: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "filter_tests.rs"]
 mod tests;

@@ -13,6 +13,7 @@ use super::request::{self, Action};
 use super::{plan, refusal, run, schemas};
 use crate::host::gateway::apps::App;
 use crate::host::gateway::auth::{Caller, Principal};
+use crate::host::gateway::body;
 use crate::host::gateway::router::BRIDGE_BODY;
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::{Code, Problem};
@@ -42,7 +43,7 @@ async fn answer(
     body: Body,
 ) -> Result<Response, Problem> {
     require_json(headers)?;
-    let body = read(body).await?;
+    let body = body::read(body, BRIDGE_BODY).await?;
     let request = request::Request::parse(&body)?;
     let app = request.app.as_deref();
     match request.action {
@@ -67,18 +68,6 @@ fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
         return Ok(());
     }
     Err(Problem::new(Code::UnsupportedMediaType, "Send the request as application/json."))
-}
-
-async fn read(body: Body) -> Result<Bytes, Problem> {
-    axum::body::to_bytes(body, BRIDGE_BODY).await.map_err(|error| {
-        let too_large = std::error::Error::source(&error)
-            .is_some_and(<dyn std::error::Error>::is::<http_body_util::LengthLimitError>);
-        if too_large {
-            Problem::new(Code::RequestTooLarge, format!("A request has at most {BRIDGE_BODY} bytes."))
-        } else {
-            Problem::field("", "could not be read to its end")
-        }
-    })
 }
 
 /// An app speaks for itself alone.

@@ -103,12 +103,22 @@ impl Sql {
         self.push(" AS ").name(&column.name)
     }
 
-    /// The row as one JSON object. `"#"` cannot be a column's name, so it always means the whole row.
+    /// The row as one JSON object, as an expression.
     pub fn row_object<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
-        self.push("(SELECT row_to_json(\"#\") FROM (SELECT ");
+        self.push("(SELECT ").row_of_wire().push(" FROM ").wire_row(columns).push(")")
+    }
+
+    /// The row that [`Self::wire_row`] gives, as JSON. `"#"` cannot be a column's name: it always means the whole row.
+    pub fn row_of_wire(&mut self) -> &mut Self {
+        self.push("row_to_json(\"#\")")
+    }
+
+    /// The columns in their wire form, as a row source.
+    pub fn wire_row<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
+        self.push("(SELECT ");
         self.list(columns, ", ", |sql, column| {
             sql.wire_value(column);
         });
-        self.push(") AS \"#\")")
+        self.push(") AS \"#\"")
     }
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -13,6 +13,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 use tokio_postgres::{Client, Statement};
 
+use super::budget::{Budget, Place};
 use super::connect::{Database, DatabaseError, connect};
 
 /// The most connections of one app.
@@ -35,12 +36,11 @@ pub enum PoolError {
 pub struct Pool {
     database: Arc<Database>,
     config: tokio_postgres::Config,
-    budget: Arc<Semaphore>,
+    budget: Arc<Budget>,
     places: Arc<Semaphore>,
     connections: Mutex<Vec<Arc<Connection>>>,
     opening: tokio::sync::Mutex<()>,
     growing: AtomicBool,
-    started: Instant,
 }
 
 impl std::fmt::Debug for Pool {
@@ -57,13 +57,19 @@ pub struct Connection {
     /// Given up by a request that waited too long: nobody takes it any more.
     stuck: AtomicBool,
     used_ms: AtomicU64,
-    _budget: OwnedSemaphorePermit,
+    _place: Place,
 }
 
 #[derive(Default)]
 struct Statements {
     by_text: HashMap<String, Statement>,
     oldest_first: VecDeque<String>,
+}
+
+/// What a pool has.
+pub(super) struct Holding {
+    pub connections: usize,
+    pub last_used: u64,
 }
 
 /// A place on a connection, given back when dropped.
@@ -125,8 +131,8 @@ impl Connection {
 
 impl Pool {
     /// `config` names the role and its password; `budget` is shared by all pools.
-    pub fn new(database: Arc<Database>, config: tokio_postgres::Config, budget: Arc<Semaphore>) -> Arc<Self> {
-        Arc::new(Self {
+    pub fn new(database: Arc<Database>, config: tokio_postgres::Config, budget: Arc<Budget>) -> Arc<Self> {
+        let pool = Arc::new(Self {
             database,
             config,
             budget,
@@ -134,8 +140,9 @@ impl Pool {
             connections: Mutex::default(),
             opening: tokio::sync::Mutex::default(),
             growing: AtomicBool::new(false),
-            started: Instant::now(),
-        })
+        });
+        pool.budget.join(&pool);
+        pool
     }
 
     /// A place on the connection with the fewest statements under way.
@@ -156,12 +163,27 @@ impl Pool {
 
     /// Closes connections that nobody used for a while.
     pub fn close_idle(&self) {
-        let now = self.now_ms();
+        let now = now_ms();
         let idle = u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
         self.open().retain(|connection| {
             let used = connection.used_ms.load(Ordering::Relaxed);
             connection.under_way.load(Ordering::Relaxed) > 0 || now.saturating_sub(used) < idle
         });
+    }
+
+    pub(super) fn holding(&self) -> Holding {
+        let open = self.open();
+        let used = open.iter().map(|connection| connection.used_ms.load(Ordering::Relaxed));
+        Holding { connections: open.len(), last_used: used.max().unwrap_or(0) }
+    }
+
+    /// Lets go of the least busy connection; it closes when the statements under way on it have ended.
+    pub(super) fn retire_one(&self) {
+        let mut open = self.open();
+        let least = (0..open.len()).min_by_key(|&index| open[index].under_way.load(Ordering::Relaxed));
+        if let Some(index) = least {
+            open.swap_remove(index);
+        }
     }
 
     fn least_busy(self: &Arc<Self>) -> Option<Arc<Connection>> {
@@ -173,7 +195,7 @@ impl Pool {
             let busy = chosen.under_way.fetch_add(1, Ordering::Relaxed) > 0;
             (chosen, busy && open.len() < MOST)
         };
-        chosen.used_ms.store(self.now_ms(), Ordering::Relaxed);
+        chosen.used_ms.store(now_ms(), Ordering::Relaxed);
         if room && !self.growing.swap(true, Ordering::Relaxed) {
             let pool = self.clone();
             tokio::spawn(async move {
@@ -189,32 +211,27 @@ impl Pool {
         if let Some(connection) = self.least_busy() {
             return Ok(connection);
         }
-        let place = self.budget.clone().acquire_owned().await.map_err(|_| PoolError::Wait)?;
-        let connection = self.add(place, 1).await?;
-        Ok(connection)
+        let place = self.budget.place().await.ok_or(PoolError::Wait)?;
+        Ok(self.add(place, 1).await?)
     }
 
     /// One more connection, if the budget has room; the requests of now do not wait for it.
     async fn grow(&self) {
-        let Ok(place) = self.budget.clone().try_acquire_owned() else { return };
+        let Some(place) = self.budget.spare() else { return };
         if let Err(error) = self.add(place, 0).await {
             tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
         }
     }
 
-    async fn add(
-        &self,
-        place: OwnedSemaphorePermit,
-        under_way: usize,
-    ) -> Result<Arc<Connection>, DatabaseError> {
+    async fn add(&self, place: Place, under_way: usize) -> Result<Arc<Connection>, DatabaseError> {
         let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
         let connection = Arc::new(Connection {
             client,
             statements: Mutex::default(),
             under_way: AtomicUsize::new(under_way),
             stuck: AtomicBool::new(false),
-            used_ms: AtomicU64::new(self.now_ms()),
-            _budget: place,
+            used_ms: AtomicU64::new(now_ms()),
+            _place: place,
         });
         self.open().push(connection.clone());
         Ok(connection)
@@ -232,8 +249,10 @@ impl Pool {
     fn open(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Connection>>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn now_ms(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
-    }
+/// Milliseconds on one clock for all pools.
+fn now_ms() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,3 +1,5 @@
+//! What a manifest may say, and what of its mistakes is told.
+
 use super::*;
 
 fn notes() -> Value {

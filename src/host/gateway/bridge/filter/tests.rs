@@ -1,3 +1,5 @@
+//! The grammar of filters, its SQL and its bounds.
+
 use super::*;
 use crate::host::gateway::apps::Manifest;
 use serde_json::json;
