@@ -117,6 +117,40 @@ async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<(
 }
 
 #[tokio::test]
+async fn a_websocket_passes_through() -> Result<()> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let host = Machine::new(NOWHERE)?.start()?;
+    let listener = UnixListener::bind(host.machine.path("run/svc/code.sock"))?;
+    let serving = std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut stream, _) = listener.accept()?;
+        let (mut request, mut byte) = (Vec::new(), [0_u8; 1]);
+        while !request.ends_with(b"\r\n\r\n") {
+            stream.read_exact(&mut byte)?;
+            request.push(byte[0]);
+        }
+        stream.write_all(
+            b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        )?;
+        let mut frame = [0_u8; 5];
+        stream.read_exact(&mut frame)?;
+        stream.write_all(&frame)
+    });
+    let asked = host
+        .bare(Method::GET, "/socket")
+        .header("x-svc-proof", host.proof(Route::Code))
+        .header("connection", "upgrade")
+        .header("upgrade", "websocket");
+    let answer = asked.send().await?;
+    assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
+    let mut socket = answer.upgrade().await?;
+    socket.write_all(b"hello").await?;
+    let mut echo = [0_u8; 5];
+    socket.read_exact(&mut echo).await?;
+    assert_eq!(&echo, b"hello");
+    Ok(serving.join().expect("the upstream ends")?)
+}
+
+#[tokio::test]
 async fn backups_are_listed_newest_first() -> Result<()> {
     let host = Machine::new(NOWHERE)?.start()?;
     assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [] }));

@@ -15,15 +15,23 @@ pub async fn live() -> Response {
     answer(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// The database answers.
+/// The database answers, and the apps that it keeps have been taken up: the bridge can be used.
 pub async fn ready(State(gateway): State<Arc<Gateway>>) -> Response {
-    match gateway.database.ping().await {
-        Ok(()) => answer(StatusCode::OK, &json!({ "status": "ready", "database": "ok" })),
-        Err(error) => {
-            tracing::warn!(error = %chain(&error), "not ready");
-            answer(StatusCode::SERVICE_UNAVAILABLE, &json!({ "status": "unready", "database": "failing" }))
-        }
+    let database = gateway.database.ping().await;
+    if let Err(error) = &database {
+        tracing::warn!(error = %chain(error), "not ready");
     }
+    let apps = gateway.apps.known().loaded;
+    let (status, word) = match (&database, apps) {
+        (Ok(()), true) => (StatusCode::OK, "ready"),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
+    };
+    let body = json!({
+        "status": word,
+        "database": if database.is_ok() { "ok" } else { "failing" },
+        "apps": if apps { "ok" } else { "waiting" },
+    });
+    answer(status, &body)
 }
 
 fn answer(status: StatusCode, body: &Value) -> Response {
