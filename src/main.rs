@@ -8,6 +8,11 @@ use svc::{ctl, host, platform};
 /// Applets that work. One that does not is not listed.
 static APPLETS: &[Applet] = &[
     Applet {
+        name: "svc-gateway",
+        about: "the machine's HTTPS port: owner API, bridge, apps, shell and code",
+        run: host::gateway::run,
+    },
+    Applet {
         name: "svc-restore",
         about: "the gate: restores the latest snapshot before the gateway starts",
         run: host::restore::run,

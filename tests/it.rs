@@ -6,6 +6,7 @@
 )]
 
 mod ctl;
+mod gateway;
 mod house;
 mod platform;
 mod provider;

@@ -80,6 +80,11 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
+    /// What was copied from the bundled apps; it lies in the home, so that it goes where the apps go.
+    pub fn bundled_apps_record(&self) -> PathBuf {
+        self.home().join("system/bundled-apps.json")
+    }
+
     pub fn logs(&self) -> PathBuf {
         self.home().join("system/logs")
     }

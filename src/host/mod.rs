@@ -3,6 +3,7 @@
 pub mod backup;
 pub mod census;
 pub mod config;
+pub mod gateway;
 pub mod layout;
 pub mod lock;
 pub mod patience;

@@ -1,0 +1,67 @@
+//! What a manifest may say, and what of its mistakes is told.
+
+use super::*;
+
+fn notes() -> Value {
+    json!({
+        "name": "Notes", "slug": "my-notes", "version": "1.0.0", "runtime": "vite",
+        "build": { "command": "vite build", "output": "dist" }, "icon": "icon.svg",
+        "storage": { "tables": { "notes": {
+            "columns": { "title": "text", "size": "bigint", "meta": "jsonb" },
+            "indexes": ["title", ["size", "title"], ["meta"]], "unique": [["title"]],
+        } } },
+    })
+}
+
+fn mistakes(change: impl FnOnce(&mut Value)) -> String {
+    let mut value = notes();
+    change(&mut value);
+    Manifest::from_value(&value).expect_err("a mistake").to_string()
+}
+
+#[test]
+fn a_manifest_reads_back_as_it_is_kept() {
+    let manifest = Manifest::from_value(&notes()).unwrap();
+    assert_eq!(Manifest::from_value(&manifest.to_value()).unwrap(), manifest);
+    let names: Vec<_> = manifest.tables[0].columns.iter().map(|c| c.name.as_str()).collect();
+    assert_eq!(names, ["id", "title", "size", "meta", "created_at", "updated_at"]);
+}
+
+#[test]
+fn an_unknown_type_is_named() {
+    let text = mistakes(|m| m["storage"]["tables"]["notes"]["columns"]["title"] = json!("txt"));
+    assert!(text.contains("columns.title") && text.contains("\"txt\""), "{text}");
+}
+
+#[test]
+fn all_mistakes_are_named_at_once() {
+    let text = mistakes(|m| {
+        m["slug"] = json!("My_Notes");
+        m["runtime"] = json!("php");
+        m["build"]["output"] = json!("../..");
+        m["icon"] = json!("/etc/passwd");
+        m["storage"]["tables"]["notes"]["indexes"] = json!(["nope"]);
+        m["storage"]["tables"]["a\"b"] = json!({ "columns": {} });
+        m["storage"]["tables"]["notes"]["colums"] = json!({});
+    });
+    for part in ["slug", "php", "build.output", "icon", "nope", "a\"b", "colums"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+}
+
+#[test]
+fn built_in_columns_cannot_be_something_else() {
+    let text = mistakes(|m| m["storage"]["tables"]["notes"]["columns"]["id"] = json!("text"));
+    assert!(text.contains("built in"), "{text}");
+    let mut same = notes();
+    same["storage"]["tables"]["notes"]["columns"]["created_at"] = json!("timestamptz");
+    assert_eq!(Manifest::from_value(&same).unwrap().tables[0].columns.len(), 6);
+}
+
+#[test]
+fn storage_may_be_absent() {
+    let mut bare = notes();
+    bare.as_object_mut().unwrap().remove("storage");
+    assert!(Manifest::from_value(&bare).unwrap().tables.is_empty());
+    assert!(Manifest::parse(b"{").is_err());
+}

@@ -1,0 +1,26 @@
+//! The owner's apps: their folders and manifests, their registration as schemas, their pages and icons.
+
+mod bundled;
+mod column;
+mod ddl;
+mod folder;
+mod icon;
+mod list;
+mod manifest;
+mod name;
+mod pages;
+mod register;
+mod registry;
+mod supervise;
+mod watch;
+
+pub use column::{Column, ColumnType, Origin};
+pub use icon::icon;
+pub use list::list;
+#[cfg(test)]
+pub use manifest::Manifest;
+pub use manifest::Table;
+pub use name::{Name, Slug};
+pub use pages::page;
+pub use registry::{App, Registry};
+pub use supervise::supervise;

@@ -1,0 +1,111 @@
+//! Names of apps, tables and columns: checked once, safe in a path, and quoted wherever they enter SQL.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// An app's name in paths and requests: `^[a-z][a-z0-9-]{0,40}$`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slug(String);
+
+impl Slug {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The schema that holds the app's tables, and the role that may use it.
+    pub fn schema(&self) -> Name {
+        Name(format!("app_{}", self.0.replace('-', "_")))
+    }
+}
+
+impl FromStr for Slug {
+    type Err = BadName;
+
+    fn from_str(text: &str) -> Result<Self, BadName> {
+        let rest = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        let fits =
+            text.len() <= 41 && text.starts_with(|c: char| c.is_ascii_lowercase()) && text.chars().all(rest);
+        if fits {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(BadName("must be 1 to 41 of a-z 0-9 -, beginning with a letter"))
+        }
+    }
+}
+
+impl fmt::Display for Slug {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A table's, column's or schema's name: letters, digits and `_`, at most PostgreSQL's 63 bytes.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Name(String);
+
+/// Columns that PostgreSQL keeps for itself, and the words of our filters.
+const RESERVED: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
+
+impl Name {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// As an SQL identifier. The alphabet holds no quote, so there is nothing to escape.
+    pub fn quoted(&self) -> Quoted<'_> {
+        Quoted(&self.0)
+    }
+}
+
+impl FromStr for Name {
+    type Err = BadName;
+
+    fn from_str(text: &str) -> Result<Self, BadName> {
+        let first = |c: char| c.is_ascii_alphabetic() || c == '_';
+        let rest = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if text.len() > 63 || !text.starts_with(first) || !text.chars().all(rest) {
+            return Err(BadName("must be 1 to 63 of A-Z a-z 0-9 _, beginning with a letter or _"));
+        }
+        if RESERVED.contains(&text) {
+            return Err(BadName("is a reserved word"));
+        }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// A name between double quotes.
+#[derive(Debug, Clone, Copy)]
+pub struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.0)
+    }
+}
+
+/// A name that does not fit, with the rule that it broke.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct BadName(&'static str);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_end_a_quote_or_leave_a_folder_are_refused() {
+        for bad in ["", "a\"b", "a b", "a;b", "é", "a\0", "../a", "1a", "a.b", "ctid", "and"] {
+            assert!(bad.parse::<Name>().is_err(), "{bad:?}");
+            assert!(bad == "ctid" || bad == "and" || bad.parse::<Slug>().is_err(), "{bad:?}");
+        }
+        assert!("a_b".parse::<Slug>().is_err(), "so that no two slugs share a schema");
+        assert!("dueAt".parse::<Name>().is_ok());
+        assert_eq!("my-notes".parse::<Slug>().unwrap().schema().quoted().to_string(), "\"app_my_notes\"");
+    }
+}

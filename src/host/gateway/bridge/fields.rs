@@ -1,0 +1,156 @@
+//! A JSON object as its fields, each value still text: nothing is parsed twice, and no digit of a number is lost.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// The fields of an object in their order; a name that comes twice is an error.
+#[derive(Debug, Default)]
+pub struct Fields<'a>(pub Vec<(Cow<'a, str>, &'a RawValue)>);
+
+impl<'a> Fields<'a> {
+    /// # Errors
+    /// Says in words what is wrong, without quoting any of it.
+    pub fn of(raw: &'a RawValue) -> Result<Self, &'static str> {
+        if !raw.get().starts_with('{') {
+            return Err("must be an object");
+        }
+        serde_json::from_str(raw.get()).map_err(|_| "must be an object in which no name comes twice")
+    }
+}
+
+impl<'de> Deserialize<'de> for Fields<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+struct FieldsVisitor;
+
+impl<'de> Visitor<'de> for FieldsVisitor {
+    type Value = Fields<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
+        let mut fields: Vec<(Cow<'de, str>, &'de RawValue)> = Vec::with_capacity(8);
+        while let Some(name) = map.next_key_seed(Name)? {
+            if fields.iter().any(|(known, _)| *known == name) {
+                return Err(serde::de::Error::custom("a name comes twice"));
+            }
+            fields.push((name, map.next_value()?));
+        }
+        Ok(Fields(fields))
+    }
+}
+
+/// A field's name, borrowed where it holds no escape.
+struct Name;
+
+impl<'de> DeserializeSeed<'de> for Name {
+    type Value = Cow<'de, str>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Cow<'de, str>, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Name {
+    type Value = Cow<'de, str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a name")
+    }
+
+    fn visit_borrowed_str<E>(self, name: &'de str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Borrowed(name))
+    }
+
+    fn visit_str<E>(self, name: &str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Owned(name.to_owned()))
+    }
+}
+
+/// The elements of an array, each still text.
+#[derive(Debug)]
+struct Elements<'a>(Vec<&'a RawValue>);
+
+impl<'de> Deserialize<'de> for Elements<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct ElementsVisitor;
+        impl<'de> Visitor<'de> for ElementsVisitor {
+            type Value = Elements<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an array")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Elements<'de>, A::Error> {
+                let mut elements = Vec::new();
+                while let Some(element) = seq.next_element()? {
+                    elements.push(element);
+                }
+                Ok(Elements(elements))
+            }
+        }
+        deserializer.deserialize_seq(ElementsVisitor)
+    }
+}
+
+/// The elements of `raw`, if it is an array.
+pub fn elements(raw: &RawValue) -> Option<Vec<&RawValue>> {
+    raw.get().starts_with('[').then(|| serde_json::from_str::<Elements<'_>>(raw.get()).ok())?.map(|e| e.0)
+}
+
+/// The text of `raw`, if it is a string; borrowed where it holds no escape.
+pub fn text(raw: &RawValue) -> Option<Cow<'_, str>> {
+    let inner = raw.get().strip_prefix('"')?.strip_suffix('"')?;
+    if inner.contains('\\') {
+        serde_json::from_str(raw.get()).ok().map(Cow::Owned)
+    } else {
+        Some(Cow::Borrowed(inner))
+    }
+}
+
+pub fn is_null(raw: &RawValue) -> bool {
+    raw.get() == "null"
+}
+
+pub fn is_object(raw: &RawValue) -> bool {
+    raw.get().starts_with('{')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw(text: &str) -> &RawValue {
+        serde_json::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn fields_keep_their_order_and_their_digits() {
+        let fields = Fields::of(raw(r#"{"b": 12345678901234567890123, "\u0061": [1, {"x": 2}]}"#)).unwrap();
+        let seen: Vec<_> = fields.0.iter().map(|(name, value)| (name.as_ref(), value.get())).collect();
+        assert_eq!(seen, [("b", "12345678901234567890123"), ("a", r#"[1, {"x": 2}]"#)]);
+    }
+
+    #[test]
+    fn a_name_that_comes_twice_is_refused() {
+        assert!(Fields::of(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
+        assert!(Fields::of(raw("[]")).is_err());
+    }
+
+    #[test]
+    fn strings_are_unescaped() {
+        assert_eq!(text(raw(r#""a\"b""#)).unwrap(), "a\"b");
+        assert!(matches!(text(raw(r#""plain""#)), Some(Cow::Borrowed("plain"))));
+        assert_eq!(text(raw("1")), None);
+        assert_eq!(elements(raw("[1, [2]]")).unwrap().len(), 2);
+        assert!(elements(raw("{}")).is_none());
+    }
+}

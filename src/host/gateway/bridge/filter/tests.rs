@@ -1,0 +1,85 @@
+//! The grammar of filters, its SQL and its bounds.
+
+use super::*;
+use crate::host::gateway::apps::Manifest;
+use serde_json::json;
+
+pub(super) fn table() -> Table {
+    let columns: serde_json::Map<String, serde_json::Value> =
+        ColumnType::ALL.iter().map(|kind| (format!("c_{}", kind.name()), json!(kind.name()))).collect();
+    let manifest = json!({ "name": "n", "slug": "n", "version": "1", "runtime": "static",
+        "storage": { "tables": { "t": { "columns": columns } } } });
+    Manifest::from_value(&manifest).unwrap().tables.remove(0)
+}
+
+fn written(filter: &str) -> Result<String, String> {
+    let table = table();
+    let raw: &RawValue = serde_json::from_str(filter).unwrap();
+    let parsed = Filter::parse(&table, raw, "/filter").map_err(|e| format!("{} {}", e.pointer, e.detail))?;
+    let mut sql = Sql::default();
+    parsed.write(&mut sql);
+    Ok(sql.text)
+}
+
+#[test]
+fn every_operator_has_its_sql() {
+    let cases = [
+        ("{}", "TRUE"),
+        (r#"{"c_text":"a"}"#, r#""t"."c_text" = $1"#),
+        (r#"{"c_text":null}"#, r#""t"."c_text" IS NULL"#),
+        (r#"{"c_text":{"ne":null}}"#, r#""t"."c_text" IS NOT NULL"#),
+        (r#"{"c_integer":{"gt":1,"lte":5}}"#, r#"("t"."c_integer" > $1 AND "t"."c_integer" <= $2)"#),
+        (r#"{"c_numeric":{"gte":"1.5"}}"#, r#""t"."c_numeric" >= $1::text::numeric"#),
+        (r#"{"c_uuid":{"in":[]}}"#, r#""t"."c_uuid" = ANY ($1::text[]::uuid[])"#),
+        (r#"{"c_text":{"in":["a","b"]}}"#, r#""t"."c_text" = ANY ($1::text[])"#),
+        (r#"{"c_text":{"ilike":"%a"}}"#, r#""t"."c_text" ILIKE $1"#),
+        (r#"{"c_text":{"contains":"a"}}"#, r#"strpos("t"."c_text", $1) > 0"#),
+        (r#"{"c_jsonb":{"contains":{"a":1}}}"#, r#""t"."c_jsonb" @> $1"#),
+        (r#"{"c_boolean":{"isNull":false}}"#, r#""t"."c_boolean" IS NOT NULL"#),
+        (
+            r#"{"or":[{"c_text":"a"},{"not":{"c_text":"b"}}],"and":[{"c_integer":1}]}"#,
+            r#"(("t"."c_text" = $1 OR NOT ("t"."c_text" = $2)) AND ("t"."c_integer" = $3))"#,
+        ),
+    ];
+    for (filter, sql) in cases {
+        assert_eq!(written(filter).as_deref(), Ok(sql), "{filter}");
+    }
+}
+
+#[test]
+fn what_is_no_filter_is_refused_at_its_place() {
+    let cases = [
+        ("[]", "/filter must"),
+        (r#"{"nope":1}"#, "/filter/nope is not a column"),
+        (r#"{"c_text\"; DROP":1}"#, "is not a column"),
+        (r#"{"c_text":{"regex":"a"}}"#, "/filter/c_text/regex is not an operator"),
+        (r#"{"c_text":{}}"#, "must name an operator"),
+        (r#"{"c_text":{"gt":null}}"#, "must not be null"),
+        (r#"{"c_text":{"in":[null]}}"#, "must not be null"),
+        (r#"{"c_text":{"in":"a"}}"#, "must be an array"),
+        (r#"{"c_integer":{"like":"1%"}}"#, "type text"),
+        (r#"{"c_text":{"like":"a\\"}}"#, "backslash"),
+        (r#"{"c_jsonb":{"lt":1}}"#, "jsonb"),
+        (r#"{"c_integer":{"contains":1}}"#, "type text and jsonb"),
+        (r#"{"and":[]}"#, "/filter/and must be"),
+        (r#"{"not":{}}"#, "/filter/not must not be empty"),
+        (r#"{"or":[{"c_integer":"s3cret"}]}"#, "/filter/or/0/c_integer must be"),
+    ];
+    for (filter, part) in cases {
+        let why = written(filter).expect_err(filter);
+        assert!(why.contains(part) && !why.contains("s3cret"), "{filter}: {why}");
+    }
+}
+
+#[test]
+fn depth_and_terms_are_bounded() {
+    let nested = |depth: usize| {
+        format!("{}{}{}", r#"{"not":"#.repeat(depth - 1), r#"{"c_integer":1}"#, "}".repeat(depth - 1))
+    };
+    assert!(written(&nested(5)).is_ok());
+    assert!(written(&nested(6)).expect_err("too deep").contains("deeper"));
+    let terms = |count: usize| json!({ "and": vec![json!({ "c_integer": 1 }); count] }).to_string();
+    assert!(written(&terms(50)).is_ok());
+    assert!(written(&terms(51)).expect_err("too many").contains("at most 50"));
+    assert!(written(&json!({ "c_integer": { "in": vec![1; 1001] } }).to_string()).is_err());
+}

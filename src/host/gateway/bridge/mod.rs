@@ -1,0 +1,21 @@
+//! The bridge: an app's tables over HTTP, without SQL.
+//!
+//! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and run through
+//! the app's own role ([`run`]). No value ever stands in SQL text, no row value in an error or a log line.
+
+mod cursor;
+mod fields;
+mod filter;
+mod handler;
+mod order;
+mod param;
+mod plan;
+mod refusal;
+mod request;
+mod run;
+mod schemas;
+mod sql;
+mod value;
+
+pub use handler::{list_schemas, query};
+pub use run::json;

@@ -1,0 +1,165 @@
+//! The order of a `find`, and where in it a page begins.
+//!
+//! The order always ends with `id`, so that no two rows are equal in it and a cursor names one place.
+
+use serde_json::value::RawValue;
+
+use super::cursor::Cursor;
+use super::fields::{Fields, elements, text};
+use super::sql::Sql;
+use crate::host::gateway::apps::{Column, Table};
+use crate::http::problem::FieldError;
+
+const MOST_KEYS: usize = 8;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    Ascending,
+    Descending,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order<'t> {
+    pub keys: Vec<(&'t Column, Direction)>,
+}
+
+impl<'t> Order<'t> {
+    /// `orderBy`: an array of `{"column", "direction"?: "asc"|"desc"}` or of bare column names; by `id` without one.
+    ///
+    /// # Errors
+    /// The place and what is wrong there.
+    pub fn parse(table: &'t Table, raw: Option<&RawValue>) -> Result<Self, FieldError> {
+        let mut keys: Vec<(&Column, Direction)> = Vec::new();
+        let entries = match raw {
+            None => Vec::new(),
+            Some(raw) => elements(raw)
+                .filter(|entries| entries.len() <= MOST_KEYS)
+                .ok_or_else(|| wrong("/orderBy", "must be an array of at most 8 entries"))?,
+        };
+        for (index, entry) in entries.into_iter().enumerate() {
+            let place = format!("/orderBy/{index}");
+            let (name, direction) = entry_of(entry, &place)?;
+            let column = table.column(&name).ok_or_else(|| wrong(&place, "is not a column of this table"))?;
+            if !column.kind.is_ordered() {
+                return Err(wrong(&place, "is of type jsonb, which has no order here"));
+            }
+            if keys.iter().all(|(known, _)| *known != column) {
+                keys.push((column, direction));
+            }
+        }
+        if keys.iter().all(|(column, _)| column.name.as_str() != "id")
+            && let Some(id) = table.column("id")
+        {
+            let direction = keys.last().map_or(Direction::Ascending, |(_, direction)| *direction);
+            keys.push((id, direction));
+        }
+        Ok(Self { keys })
+    }
+
+    /// The order in words, by which a cursor is known to belong to it.
+    pub fn fingerprint(&self) -> String {
+        let key = |(column, direction): &(&Column, Direction)| match direction {
+            Direction::Ascending => column.name.to_string(),
+            Direction::Descending => format!("-{}", column.name),
+        };
+        self.keys.iter().map(key).collect::<Vec<_>>().join(",")
+    }
+
+    pub fn write(&self, sql: &mut Sql) {
+        sql.list(&self.keys, ", ", |sql, (column, direction)| {
+            sql.column(column).push(match direction {
+                Direction::Ascending => " ASC NULLS LAST",
+                Direction::Descending => " DESC NULLS FIRST",
+            });
+        });
+    }
+
+    /// The condition that a row comes after the cursor's.
+    pub fn write_after(&self, cursor: &Cursor, sql: &mut Sql) {
+        if self.is_plain() {
+            self.write_row_comparison(cursor, sql);
+        } else {
+            self.write_steps(cursor, sql);
+        }
+    }
+
+    /// One direction and no NULL anywhere: an index serves the comparison of whole rows.
+    fn is_plain(&self) -> bool {
+        let first = self.keys.first().map(|(_, direction)| *direction);
+        self.keys.iter().all(|(column, direction)| !column.is_nullable() && Some(*direction) == first)
+    }
+
+    fn write_row_comparison(&self, cursor: &Cursor, sql: &mut Sql) {
+        sql.push("(").list(&self.keys, ", ", |sql, (column, _)| {
+            sql.column(column);
+        });
+        let descending = self.keys.first().is_some_and(|(_, d)| *d == Direction::Descending);
+        sql.push(if descending { ") < (" } else { ") > (" });
+        sql.list(self.keys.iter().zip(&cursor.keys), ", ", |sql, ((column, _), value)| {
+            sql.bind_text(column.kind, value.clone().unwrap_or_default());
+        });
+        sql.push(")");
+    }
+
+    /// For each key: equal before it, and past it there. NULL comes last ascending and first descending.
+    fn write_steps(&self, cursor: &Cursor, sql: &mut Sql) {
+        let keys: Vec<_> = self.keys.iter().zip(&cursor.keys).collect();
+        sql.push("(");
+        sql.list(0..keys.len(), " OR ", |sql, last| {
+            sql.push("(");
+            sql.list(0..=last, " AND ", |sql, index| {
+                let ((column, direction), value) = &keys[index];
+                if index < last {
+                    write_equal(column, value.as_deref(), sql);
+                } else {
+                    write_past(column, *direction, value.as_deref(), sql);
+                }
+            });
+            sql.push(")");
+        });
+        sql.push(")");
+    }
+}
+
+fn write_equal(column: &Column, value: Option<&str>, sql: &mut Sql) {
+    match value {
+        Some(value) => sql.column(column).push(" = ").bind_text(column.kind, value.to_owned()),
+        None => sql.column(column).push(" IS NULL"),
+    };
+}
+
+fn write_past(column: &Column, direction: Direction, value: Option<&str>, sql: &mut Sql) {
+    match (direction, value) {
+        (Direction::Ascending, Some(value)) => {
+            sql.push("(").column(column).push(" > ").bind_text(column.kind, value.to_owned());
+            sql.push(" OR ").column(column).push(" IS NULL)")
+        }
+        (Direction::Ascending, None) => sql.push("FALSE"),
+        (Direction::Descending, Some(value)) => {
+            sql.column(column).push(" < ").bind_text(column.kind, value.to_owned())
+        }
+        (Direction::Descending, None) => sql.column(column).push(" IS NOT NULL"),
+    };
+}
+
+fn entry_of(raw: &RawValue, place: &str) -> Result<(String, Direction), FieldError> {
+    let shape = "must be a column or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
+    if let Some(name) = text(raw) {
+        return Ok((name.into_owned(), Direction::Ascending));
+    }
+    let fields = Fields::of(raw).map_err(|_| wrong(place, shape))?;
+    let (mut column, mut direction) = (None, Direction::Ascending);
+    for (name, value) in &fields.0 {
+        match (name.as_ref(), text(value).as_deref()) {
+            ("column", Some(name)) => column = Some(name.to_owned()),
+            ("direction", Some("asc")) => direction = Direction::Ascending,
+            ("direction", Some("desc")) => direction = Direction::Descending,
+            _ => return Err(wrong(place, shape)),
+        }
+    }
+    Ok((column.ok_or_else(|| wrong(place, shape))?, direction))
+}
+
+fn wrong(place: &str, why: &str) -> FieldError {
+    FieldError { pointer: place.to_owned(), detail: why.to_owned() }
+}

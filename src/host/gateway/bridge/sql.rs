@@ -1,0 +1,124 @@
+//! SQL text with its parameters. The only ways to add to it are fixed text, checked names and numbered placeholders.
+
+use std::fmt::Write;
+
+use super::param::Param;
+use crate::host::gateway::apps::{Column, ColumnType, Name};
+
+/// A statement under construction.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub struct Sql {
+    pub text: String,
+    pub params: Vec<Param>,
+}
+
+impl Sql {
+    pub fn new(text: &'static str) -> Self {
+        Self { text: text.to_owned(), params: Vec::new() }
+    }
+
+    pub fn push(&mut self, text: &'static str) -> &mut Self {
+        self.text.push_str(text);
+        self
+    }
+
+    pub fn name(&mut self, name: &Name) -> &mut Self {
+        write!(self.text, "{}", name.quoted()).expect("a String takes all");
+        self
+    }
+
+    /// `"t"."column"`: every statement calls its table `t`.
+    pub fn column(&mut self, column: &Column) -> &mut Self {
+        self.push("\"t\".").name(&column.name)
+    }
+
+    pub fn type_name(&mut self, kind: ColumnType) -> &mut Self {
+        self.push(kind.sql())
+    }
+
+    /// A placeholder for a value of a column's type.
+    pub fn bind(&mut self, kind: ColumnType, param: Param) -> &mut Self {
+        self.placeholder(param);
+        if kind == ColumnType::Numeric {
+            self.push("::text::numeric");
+        }
+        self
+    }
+
+    /// A placeholder for a value that travels as text and is read by PostgreSQL as `kind`.
+    pub fn bind_text(&mut self, kind: ColumnType, text: String) -> &mut Self {
+        self.placeholder(Param::Text(text)).push("::text::").type_name(kind)
+    }
+
+    /// A placeholder for a list of values that travel as text.
+    pub fn bind_texts(&mut self, kind: ColumnType, texts: Vec<String>) -> &mut Self {
+        self.placeholder(Param::Texts(texts)).push("::text[]");
+        if kind != ColumnType::Text {
+            self.push("::").type_name(kind).push("[]");
+        }
+        self
+    }
+
+    pub fn placeholder(&mut self, param: Param) -> &mut Self {
+        self.params.push(param);
+        write!(self.text, "${}", self.params.len()).expect("a String takes all");
+        self
+    }
+
+    /// Separates the items that `each` writes.
+    pub fn list<T>(
+        &mut self,
+        items: impl IntoIterator<Item = T>,
+        between: &'static str,
+        mut each: impl FnMut(&mut Self, T),
+    ) -> &mut Self {
+        for (index, item) in items.into_iter().enumerate() {
+            if index > 0 {
+                self.push(between);
+            }
+            each(self, item);
+        }
+        self
+    }
+
+    /// A column's value in the form in which it travels.
+    pub fn wire_value(&mut self, column: &Column) -> &mut Self {
+        match column.kind {
+            // Beyond 2^53 a number would lose digits in JavaScript.
+            ColumnType::Bigint => {
+                self.push("CASE WHEN ").column(column);
+                self.push(" BETWEEN -9007199254740991 AND 9007199254740991 THEN to_json(").column(column);
+                self.push(") ELSE to_json(").column(column).push("::text) END")
+            }
+            ColumnType::Numeric => self.column(column).push("::text"),
+            ColumnType::Bytea => {
+                self.push("translate(encode(").column(column).push(", 'base64'), E'\\n', '')")
+            }
+            ColumnType::Timestamptz => {
+                self.push("to_char(").column(column);
+                self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')")
+            }
+            _ => self.column(column),
+        };
+        self.push(" AS ").name(&column.name)
+    }
+
+    /// The row as one JSON object, as an expression.
+    pub fn row_object<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
+        self.push("(SELECT ").row_of_wire().push(" FROM ").wire_row(columns).push(")")
+    }
+
+    /// The row that [`Self::wire_row`] gives, as JSON. `"#"` cannot be a column's name: it always means the whole row.
+    pub fn row_of_wire(&mut self) -> &mut Self {
+        self.push("row_to_json(\"#\")")
+    }
+
+    /// The columns in their wire form, as a row source.
+    pub fn wire_row<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
+        self.push("(SELECT ");
+        self.list(columns, ", ", |sql, column| {
+            sql.wire_value(column);
+        });
+        self.push(") AS \"#\"")
+    }
+}

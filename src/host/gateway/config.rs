@@ -1,0 +1,191 @@
+//! What the gateway is told: where it listens, who owns the machine, which credentials it knows.
+//!
+//! A configuration that would let the dev default answer anywhere but on a developer's own machine does not load.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use secrecy::SecretString;
+
+use crate::config::{ConfigError, Env, Flag};
+use crate::host::config::{DatabaseUrl, Identity, environment, first_proof_keys};
+use crate::host::layout::Layout;
+use crate::http::jwt::Trust;
+use crate::http::proof::ProofKeys;
+
+/// The gateway's configuration, whole and checked.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub layout: Layout,
+    pub listen: SocketAddr,
+    pub owner: OwnerConfig,
+    pub admin_token: Option<SecretString>,
+    /// Whose bearer tokens stand for the owner, where the machine was told.
+    pub issuer: Option<Trust>,
+    pub postgres: tokio_postgres::Config,
+    /// The longest that one statement of an app may run.
+    pub statement_timeout: Duration,
+}
+
+/// Whose machine this is, as provisioning wrote it, or nobody's on a developer's own.
+#[derive(Debug, Clone)]
+pub enum OwnerConfig {
+    Provisioned { identity: Identity, first_keys: ProofKeys },
+    DevDefault,
+}
+
+impl Config {
+    /// # Errors
+    /// All mistakes at once.
+    pub fn load(layout: Layout) -> Result<Self, ConfigError> {
+        let env = environment(&layout);
+        Self::read(env, layout)
+    }
+
+    fn read(mut env: Env, layout: Layout) -> Result<Self, ConfigError> {
+        let listen = env.or("GATEWAY_LISTEN", SocketAddr::from((Ipv4Addr::UNSPECIFIED, 443)));
+        let owner = owner(&mut env, listen);
+        let admin_token = env.secret("ADMIN_TOKEN");
+        let issuer = issuer(&mut env);
+        let timeout = env.or("BRIDGE_STATEMENT_TIMEOUT_MS", 10_000_u64);
+        if timeout == 0 {
+            env.mistake("BRIDGE_STATEMENT_TIMEOUT_MS", "must be at least 1");
+        }
+        let database = DatabaseUrl::read(&mut env);
+        let postgres = database.as_ref().and_then(|url| match url.config() {
+            Ok(config) => Some(config),
+            Err(error) => {
+                error.mistakes.iter().for_each(|mistake| env.mistake("DATABASE_URL", mistake.as_str()));
+                None
+            }
+        });
+        let built = (|| {
+            Some(Self {
+                layout,
+                listen,
+                owner: owner?,
+                admin_token,
+                issuer,
+                postgres: postgres?,
+                statement_timeout: Duration::from_millis(timeout),
+            })
+        })();
+        env.finish(built)
+    }
+}
+
+/// All of `IDP_ISSUER` and `IDP_AUDIENCE`, or none.
+fn issuer(env: &mut Env) -> Option<Trust> {
+    if !["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"].iter().any(|name| env.is_set(name)) {
+        return None;
+    }
+    let issuer: Option<String> = env.required("IDP_ISSUER");
+    let audiences: Option<String> = env.required("IDP_AUDIENCE");
+    let derived =
+        issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
+    let jwks_url = match env.is_set("IDP_JWKS_URL") {
+        true => env.optional("IDP_JWKS_URL"),
+        false => derived?.parse().map_err(|why| env.mistake("IDP_ISSUER", why)).ok(),
+    };
+    let audiences =
+        audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
+    Some(Trust { issuer: issuer?, audiences, jwks_url: jwks_url? })
+}
+
+const IDENTITY: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];
+
+fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
+    let auth = env.flag("GATEWAY_AUTH", Flag::On);
+    let production = env.flag("SVC_PRODUCTION", Flag::On);
+    let place = env.text("SVC_ENVIRONMENT").unwrap_or_else(|| "production".to_owned());
+    if !["production", "local", "development"].contains(&place.as_str()) {
+        env.mistake("SVC_ENVIRONMENT", "must be production, development or local");
+    }
+    if auth.is_on() {
+        let identity = Identity::read(env);
+        let first_keys = first_proof_keys(env);
+        return Some(OwnerConfig::Provisioned { identity: identity?, first_keys: first_keys? });
+    }
+    let mut refuse = |why: &str| env.mistake("GATEWAY_AUTH", format!("cannot be off: {why}"));
+    if production.is_on() {
+        refuse("SVC_PRODUCTION is not false");
+    }
+    if place == "production" {
+        refuse("SVC_ENVIRONMENT is not local or development");
+    }
+    if !listen.ip().is_loopback() {
+        refuse("GATEWAY_LISTEN is not a loopback address");
+    }
+    if let Some(name) = IDENTITY.into_iter().find(|name| env.is_set(name)) {
+        env.mistake("GATEWAY_AUTH", format!("cannot be off: an identity is configured ({name})"));
+    }
+    Some(OwnerConfig::DevDefault)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: [(&str, &str); 6] = [
+        ("SVC_MACHINE_ID", "0192d1f0-0000-7000-8000-000000000001"),
+        ("SVC_USER_ID", "user_1"),
+        ("SVC_HANDLE", "ada"),
+        ("SVC_EPOCH", "1"),
+        ("SVC_PROOF_KEYS", r#"{"keys":[]}"#),
+        ("DATABASE_URL", "postgres://postgres:pw@127.0.0.1:5432/svc"),
+    ];
+    const DEV: [(&str, &str); 5] = [
+        ("GATEWAY_AUTH", "off"),
+        ("SVC_PRODUCTION", "false"),
+        ("SVC_ENVIRONMENT", "local"),
+        ("GATEWAY_LISTEN", "127.0.0.1:0"),
+        ("DATABASE_URL", "postgres://postgres:pw@127.0.0.1:5432/svc"),
+    ];
+
+    fn read(pairs: &[(&str, &str)]) -> Result<Config, ConfigError> {
+        Config::read(Env::from_pairs(pairs.iter().copied()), Layout::new("/"))
+    }
+
+    fn with<'a>(base: &[(&'a str, &'a str)], change: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+        base.iter().chain(change).copied().collect()
+    }
+
+    #[test]
+    fn a_provisioned_configuration_loads() {
+        let config = read(&GOOD).unwrap();
+        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("nobody's machine") };
+        assert_eq!(identity.user.as_str(), "user_1");
+        assert_eq!(config.listen.port(), 443);
+    }
+
+    #[test]
+    fn every_mistake_is_named_and_no_value_shown() {
+        let error = read(&[("GATEWAY_LISTEN", "x"), ("DATABASE_URL", "s3cret")]).unwrap_err().to_string();
+        for name in ["GATEWAY_LISTEN", "SVC_USER_ID", "SVC_MACHINE_ID", "SVC_PROOF_KEYS", "DATABASE_URL"] {
+            assert!(error.contains(name), "{name} in {error}");
+        }
+        assert!(!error.contains("s3cret"), "{error}");
+    }
+
+    #[test]
+    fn the_dev_default_needs_every_one_of_its_conditions() {
+        assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::DevDefault));
+        assert!(read(&DEV[..1]).is_err(), "auth off alone");
+        for change in [
+            ("SVC_PRODUCTION", "true"),
+            ("SVC_ENVIRONMENT", "production"),
+            ("SVC_ENVIRONMENT", "staging"),
+            ("SVC_USER_ID", "user_1"),
+            ("SVC_MACHINE_ID", "0192d1f0-0000-7000-8000-000000000001"),
+            ("GATEWAY_LISTEN", "0.0.0.0:443"),
+        ] {
+            assert!(read(&with(&DEV, &[change])).is_err(), "{change:?}");
+        }
+    }
+
+    #[test]
+    fn an_owner_is_needed_wherever_auth_is_on() {
+        let dev_but_auth = with(&DEV, &[("GATEWAY_AUTH", "on")]);
+        assert!(read(&dev_but_auth).is_err());
+    }
+}

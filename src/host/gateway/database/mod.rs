@@ -1,0 +1,13 @@
+//! The machine's own PostgreSQL: the administrator's connection, and a bounded pool for each app's role.
+
+mod budget;
+mod cluster;
+mod connect;
+mod pool;
+mod role;
+
+pub use budget::Budget;
+pub use cluster::{connection_budget, lock, prepare};
+pub use connect::{Database, DatabaseError};
+pub use pool::{Connection, Pool, PoolError};
+pub use role::{fresh_password, open_login};

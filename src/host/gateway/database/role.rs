@@ -1,0 +1,53 @@
+//! One login role for each app. Its password is made here at each start, sent only as a SCRAM verifier, and kept in
+//! memory alone: neither a log of statements nor a dump ever holds it.
+
+use std::time::Duration;
+
+use postgres_protocol::password::scram_sha_256;
+use ring::rand::{SecureRandom, SystemRandom};
+use secrecy::{ExposeSecret, SecretString};
+use tokio_postgres::GenericClient;
+
+use crate::host::gateway::apps::Name;
+
+/// A fresh password.
+///
+/// # Errors
+/// When the system has no randomness.
+pub fn fresh_password() -> Result<SecretString, ring::error::Unspecified> {
+    let mut bytes = [0_u8; 32];
+    SystemRandom::new().fill(&mut bytes)?;
+    Ok(SecretString::from(hex::encode(bytes)))
+}
+
+/// Makes the role if it is not there (a restore makes it without login), and lets it log in with `password`.
+///
+/// # Errors
+/// When the database is away or refuses.
+pub async fn open_login(
+    client: &impl GenericClient,
+    role: &Name,
+    password: &SecretString,
+    statement_timeout: Duration,
+) -> Result<(), tokio_postgres::Error> {
+    let found = client.query_opt("SELECT 1 FROM pg_roles WHERE rolname = $1", &[&role.as_str()]).await?;
+    let name = role.quoted();
+    let mut sql = String::new();
+    if found.is_none() {
+        sql.push_str(&format!("CREATE ROLE {name};"));
+    }
+    let verifier = scram_sha_256(password.expose_secret().as_bytes());
+    sql.push_str(&format!(
+        "ALTER ROLE {name} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT NOREPLICATION NOBYPASSRLS \
+           PASSWORD '{verifier}';
+         ALTER ROLE {name} SET search_path = {name};
+         ALTER ROLE {name} SET timezone = 'UTC';
+         ALTER ROLE {name} SET datestyle = 'ISO, YMD';
+         ALTER ROLE {name} SET extra_float_digits = 1;
+         ALTER ROLE {name} SET bytea_output = 'hex';
+         ALTER ROLE {name} SET idle_in_transaction_session_timeout = '30s';
+         ALTER ROLE {name} SET statement_timeout = {};",
+        statement_timeout.as_millis()
+    ));
+    client.batch_execute(&sql).await
+}

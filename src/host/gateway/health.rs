@@ -1,0 +1,43 @@
+//! `/livez` and `/readyz`: the two routes that answer anybody.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde_json::{Value, json};
+
+use super::state::Gateway;
+use crate::http::problem::chain;
+
+/// The process runs.
+pub async fn live() -> Response {
+    answer(StatusCode::OK, &json!({ "status": "live" }))
+}
+
+/// The database answers, and the apps that it keeps have been taken up: the bridge can be used.
+pub async fn ready(State(gateway): State<Arc<Gateway>>) -> Response {
+    let database = gateway.database.ping().await;
+    if let Err(error) = &database {
+        tracing::warn!(error = %chain(error), "not ready");
+    }
+    let apps = gateway.apps.known().loaded;
+    let (status, word) = match (&database, apps) {
+        (Ok(()), true) => (StatusCode::OK, "ready"),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
+    };
+    let body = json!({
+        "status": word,
+        "database": if database.is_ok() { "ok" } else { "failing" },
+        "apps": if apps { "ok" } else { "waiting" },
+    });
+    answer(status, &body)
+}
+
+fn answer(status: StatusCode, body: &Value) -> Response {
+    let mut response = (status, body.to_string()).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}

@@ -1,0 +1,93 @@
+//! `svc-gateway`: the machine's HTTPS port. Owner API, bridge, apps, and the way to shell and code server.
+//!
+//! It listens at once, without waiting for the database. Invariant: on the public port nothing but the two health
+//! routes is served without a valid proof or token.
+
+mod apps;
+mod auth;
+mod backups;
+mod body;
+mod bridge;
+mod certificate;
+mod config;
+mod database;
+mod health;
+mod internal;
+mod lifetime;
+mod proxy;
+mod router;
+mod socket;
+mod state;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, anyhow};
+use clap::Parser;
+use sd_notify::NotifyState;
+use tokio::net::TcpListener;
+
+use self::auth::Ingress;
+use self::config::Config;
+use self::state::Gateway;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::host::layout::Layout;
+use crate::http::server::{self, Limits};
+use crate::telemetry;
+
+#[derive(Parser)]
+#[command(
+    name = "svc-gateway",
+    version = applet::VERSION,
+    about = "The machine's HTTPS port: owner API, bridge, apps, and the way to shell and code server",
+    after_help = "It is configured by the environment and /opt/svc/env/*.env below SVC_ROOT; see the README."
+)]
+struct Args {}
+
+/// The applet.
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    if let Err(code) = applet::parse::<Args>(args) {
+        return code;
+    }
+    telemetry::init("svc-gateway");
+    applet::block_on("svc-gateway", serve(Layout::from_process()))
+}
+
+async fn serve(layout: Layout) -> Result<(), Failure> {
+    if layout.superseded().exists() {
+        let why = anyhow!("another machine has taken this one's place ({})", layout.superseded().display());
+        return Err(Failure::new(Exit::Permission, why));
+    }
+    let config = Config::load(layout)?;
+    let layout = config.layout.clone();
+    let tls = certificate::open(&layout).and_then(|identity| identity.server_config());
+    let tls = tls.context("the machine's TLS key").or_exit(Exit::Internal)?;
+    let bound = TcpListener::bind(config.listen).await;
+    let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
+    let trusted = socket::bind(&layout.sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    let gateway = Gateway::new(config)?;
+
+    let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
+    tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
+    tokio::spawn(lifetime::feed_watchdog(stop.clone()));
+    let local = router::router(&gateway, Ingress::Trusted);
+    let local = tokio::spawn(socket::serve(trusted, local, stop.clone()));
+    let told = stop.clone();
+    tokio::spawn(async move {
+        told.cancelled().await;
+        lifetime::tell(&[NotifyState::Stopping]);
+    });
+
+    let address = server::local_addr(&public).or_exit(Exit::Internal)?;
+    tracing::info!(%address, "listening");
+    let status = format!("listening on {address}");
+    lifetime::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    let routes = router::router(&gateway, Ingress::Public);
+    server::serve(public, Some(Arc::new(tls)), routes, Limits::default(), stop).await;
+    // Requests are answered; what still runs belongs to nobody.
+    apps.abort();
+    local.abort();
+    Ok(())
+}

@@ -1,0 +1,32 @@
+//! What the gateway's handlers share.
+
+use std::sync::Arc;
+
+use super::apps::Registry;
+use super::auth::Seam;
+use super::config::Config;
+use super::database::Database;
+use super::proxy::Upstreams;
+
+/// One running gateway.
+pub struct Gateway {
+    pub seam: Seam,
+    pub database: Arc<Database>,
+    pub apps: Registry,
+    pub upstreams: Upstreams,
+    pub config: Config,
+}
+
+impl Gateway {
+    /// # Errors
+    /// When the client for the identity provider's keys cannot be made.
+    pub fn new(config: Config) -> anyhow::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            seam: Seam::new(&config)?,
+            database: Arc::new(Database::new(&config)),
+            apps: Registry::default(),
+            upstreams: Upstreams::new(&config.layout.sockets()),
+            config,
+        }))
+    }
+}

@@ -1,0 +1,221 @@
+//! Apps: copied, registered, changed, recovered, served.
+
+use anyhow::Result;
+use kit::pg::test_database;
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use svc::http::proof::Route;
+
+use super::host::{Host, Machine, answer, host_with_app, manifest, unique};
+
+async fn app(host: &Host, slug: &str) -> Result<Value> {
+    let (_, apps) = host.get("/api/apps").await?;
+    let apps = apps["apps"].as_array().cloned().unwrap_or_default();
+    Ok(apps.into_iter().find(|app| app["slug"] == slug).unwrap_or_default())
+}
+
+async fn columns(host: &Host, slug: &str) -> Result<Vec<String>> {
+    let data = host.data(&json!({ "action": "schemas", "app": slug })).await?;
+    let columns = data[0]["tables"][0]["columns"].as_array().cloned().unwrap_or_default();
+    Ok(columns
+        .iter()
+        .map(|c| format!("{} {}", c["column"].as_str().unwrap_or("-"), c["type"].as_str().unwrap_or("-")))
+        .collect())
+}
+
+#[tokio::test]
+async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("bundled"));
+    let machine = Machine::new(&database.url())?;
+    let text = manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string();
+    machine.write(&format!("opt/svc/current/app/apps/{slug}/svc.json"), &text)?;
+    machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>first</h1>")?;
+    let host = machine.start()?;
+    host.until_registered(&slug).await?;
+    let page = |host: &Host| host.owner(Method::GET, &format!("/apps/{slug}/"));
+    assert_eq!(page(&host).send().await?.text().await?, "<h1>first</h1>");
+    host.machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>mine</h1>")?;
+    host.machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>second</h1>")?;
+    let host = host.restart()?;
+    host.until_registered(&slug).await?;
+    assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change stays");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_new_version_adds_and_says_what_it_did_not_do() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("grow"));
+    let tables = json!({ "t": { "columns": { "a": "text", "old": "integer" } } });
+    let host = host_with_app(&database, &slug, &tables).await?;
+    for a in ["same", "same"] {
+        host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": a, "old": 7 } }))
+            .await?;
+    }
+    let next = json!({
+        "t": { "columns": { "a": "bigint", "b": "jsonb" }, "indexes": ["b"], "unique": ["a"] },
+        "u": { "columns": { "c": "date" } }
+    });
+    host.machine.app(&slug, &next)?;
+    host.until("the new table", async || Ok(app(&host, &slug).await?["tables"] == json!(["t", "u"]))).await?;
+    let told = app(&host, &slug).await?["notDone"].to_string();
+    for part in ["t.a stays text", "t.old", "unique (a)"] {
+        assert!(told.contains(part), "{part} in {told}");
+    }
+    let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];
+    assert_eq!(columns(&host, &slug).await?, expected);
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    let admin = database.connect().await?;
+    let row = admin.query_one(&format!("SELECT count(*), sum(old) FROM {schema}.t"), &[]).await?;
+    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "no row and no column is lost");
+    let inserted = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
+    host.data(&inserted).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_unknown_type_is_named_and_the_other_apps_go_on() -> Result<()> {
+    let (database, good) = (test_database().await?, unique("good"));
+    let bad = unique("bad");
+    let machine = Machine::new(&database.url())?;
+    machine.app(&good, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    machine.app(&bad, &json!({ "t": { "columns": { "a": "txt" } } }))?;
+    machine.write("home/svc/home/apps/broken/svc.json", "{ not json")?;
+    let host = machine.start()?;
+    host.until_registered(&good).await?;
+    let told = app(&host, &bad).await?;
+    assert_eq!(told["status"], "error");
+    assert!(told["error"].as_str().unwrap_or_default().contains("\"txt\""), "{told}");
+    assert_eq!(app(&host, "broken").await?["status"], "error");
+    host.machine.app(&bad, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.until_registered(&bad).await
+}
+
+#[tokio::test]
+async fn a_new_folder_is_picked_up_while_the_gateway_runs() -> Result<()> {
+    let (database, first) = (test_database().await?, unique("first"));
+    let host = host_with_app(&database, &first, &json!({ "t": { "columns": {} } })).await?;
+    let later = unique("later");
+    host.machine.app(&later, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    host.until_registered(&later).await
+}
+
+#[tokio::test]
+async fn two_apps_never_share_a_schema() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("one"));
+    let machine = Machine::new(&database.url())?;
+    let text = manifest(&slug, &json!({ "t": { "columns": { "a": "text" } } })).to_string();
+    machine.write("home/svc/home/apps/copy/svc.json", &text)?;
+    machine.write(&format!("home/svc/home/apps/{slug}/svc.json"), &text)?;
+    let host = machine.start()?;
+    host.until_registered(&slug).await?;
+    let (_, apps) = host.get("/api/apps").await?;
+    let refused = apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "copy").cloned();
+    assert!(refused.is_some_and(|app| app["status"] == "error"), "{apps}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn after_a_recovery_the_bridge_works_without_the_app_s_folder() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("kept"));
+    let tables = json!({ "t": { "columns": { "a": "text" } } });
+    let host = host_with_app(&database, &slug, &tables).await?;
+    host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } })).await?;
+    drop(host);
+    // What a restore leaves: the same data, and roles that cannot log in.
+    let role = format!("app_{}", slug.replace('-', "_"));
+    database.connect().await?.batch_execute(&format!("ALTER ROLE {role} NOLOGIN PASSWORD NULL")).await?;
+    let host = Machine::new(&database.url())?.start()?;
+    host.until_registered(&slug).await?;
+    let found = host.data(&json!({ "action": "find", "app": slug, "table": "t" })).await?;
+    assert_eq!(found[0]["a"], "before");
+    assert_eq!(app(&host, &slug).await?["folder"], Value::Null);
+    Ok(())
+}
+
+#[tokio::test]
+async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
+    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    machine.app("site", &json!({}))?;
+    let file = |name: &str| format!("home/svc/home/apps/site/{name}");
+    machine.write(&file("dist/index.html"), "<h1>hello</h1>")?;
+    machine.write(&file("dist/app.js"), "1")?;
+    machine.write(&file("secret.txt"), "s3cret")?;
+    machine.write("home/svc/home/secret.txt", "s3cret")?;
+    std::os::unix::fs::symlink("../secret.txt", machine.path(&file("dist/link.txt")))?;
+    let host = machine.start()?;
+    host.until("the page", async || {
+        Ok(host.owner(Method::GET, "/apps/site/").send().await?.status() == StatusCode::OK)
+    })
+    .await?;
+    let page = host.owner(Method::GET, "/apps/site/").send().await?;
+    let header = |response: &reqwest::Response, name: &str| {
+        response.headers().get(name).and_then(|v| v.to_str().ok()).unwrap_or_default().to_owned()
+    };
+    let policy = header(&page, "content-security-policy");
+    assert!(policy.starts_with("sandbox") && !policy.contains("allow-same-origin"), "{policy}");
+    assert_eq!(header(&page, "content-type"), "text/html; charset=utf-8");
+    let tag = header(&page, "etag");
+    let again = host.owner(Method::GET, "/apps/site/").header("if-none-match", &tag).send().await?;
+    assert_eq!(again.status(), StatusCode::NOT_MODIFIED);
+    let deep = host.owner(Method::GET, "/apps/site/some/route").send().await?;
+    assert_eq!((deep.status(), deep.text().await?.as_str()), (StatusCode::OK, "<h1>hello</h1>"));
+    let script = host.owner(Method::GET, "/apps/site/app.js").send().await?;
+    assert_eq!(header(&script, "content-type"), "text/javascript; charset=utf-8");
+    for path in [
+        "/apps/site/link.txt",
+        "/apps/site/%2e%2e/secret.txt",
+        "/apps/site/..%2fsecret.txt",
+        "/apps/site/missing.js",
+        "/apps/none/",
+    ] {
+        let sent = raw_get(&host, path)?;
+        assert!(sent.starts_with("HTTP/1.1 404") && !sent.contains("s3cret"), "{path}: {sent}");
+    }
+    let sent = raw_get(&host, "/apps/site/../../../secret.txt")?;
+    assert!(!sent.contains("s3cret"), "{sent}");
+    let bare = host.owner(Method::GET, "/apps/site").send().await?;
+    assert_eq!(header(&bare, "location"), "/apps/site/");
+    Ok(())
+}
+
+/// As it stands: a client library would tidy the path first.
+fn raw_get(host: &Host, path: &str) -> Result<String> {
+    host.by_socket(&format!("GET {path} HTTP/1.1\nhost: h\nconnection: close\n\n"))
+}
+
+#[tokio::test]
+async fn an_icon_is_always_there() -> Result<()> {
+    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    let mut text = manifest("own", &json!({}));
+    text["icon"] = json!("icon.svg");
+    machine.write("home/svc/home/apps/own/svc.json", &text.to_string())?;
+    machine.write("home/svc/home/apps/own/icon.svg", "<svg/>")?;
+    let host = machine.start()?;
+    let icon = async |slug: &str| -> Result<(StatusCode, String)> {
+        let sent = host.owner(Method::GET, &format!("/icons/{slug}")).send().await?;
+        Ok((sent.status(), sent.text().await?))
+    };
+    host.until("the own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
+    let (status, first) = icon("never-heard-of").await?;
+    assert!(status == StatusCode::OK && first.starts_with("<svg"), "{status} {first}");
+    assert_eq!(icon("never-heard-of").await?.1, first, "stable");
+    assert_eq!(icon("%3Cscript%3E").await?.0, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_app_sees_its_own_pages_alone() -> Result<()> {
+    let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
+    machine.app("site", &json!({}))?;
+    machine.write("home/svc/home/apps/site/dist/index.html", "x")?;
+    let host = machine.start()?;
+    let as_app = async |slug: &str| -> Result<StatusCode> {
+        let mut claims = host.machine.claims(Route::App);
+        claims.app = Some(slug.to_owned());
+        let proof = host.machine.signer.sign(&claims);
+        Ok(answer(host.bare(Method::GET, "/apps/site/").header("x-svc-proof", proof)).await?.0)
+    };
+    host.until("its own page", async || Ok(as_app("site").await? == StatusCode::OK)).await?;
+    assert_eq!(as_app("other").await?, StatusCode::FORBIDDEN);
+    Ok(())
+}

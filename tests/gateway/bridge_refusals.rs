@@ -1,0 +1,237 @@
+//! What the bridge refuses, in which order, and what it does not give away.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use kit::pg::{TestDatabase, test_database};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use svc::http::proof::Route;
+
+use super::host::{Host, Machine, answer, host_with_app, unique};
+
+async fn notes() -> Result<(Host, String, TestDatabase)> {
+    let (database, slug) = (test_database().await?, unique("notes"));
+    let tables = json!({ "notes": { "columns": { "title": "text", "size": "integer", "price": "numeric" },
+        "unique": ["title"] } });
+    let machine = {
+        let mut machine = Machine::new(&database.url())?;
+        machine.env.insert("BRIDGE_STATEMENT_TIMEOUT_MS".into(), "700".into());
+        machine.app(&slug, &tables)?;
+        machine
+    };
+    let host = machine.start()?;
+    host.until_registered(&slug).await?;
+    Ok((host, slug, database))
+}
+
+#[tokio::test]
+async fn checks_come_in_their_order() -> Result<()> {
+    let (host, slug, _database) = notes().await?;
+    let path = "/api/bridge/query";
+    let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
+        let (status, problem) = answer(request).await?;
+        Ok((status.as_u16(), problem["code"].as_str().unwrap_or_default().to_owned()))
+    };
+    let is = |status: u16, code: &str| (status, code.to_owned());
+    assert_eq!(code(host.bare(Method::GET, path)).await?, is(405, "method_not_allowed"));
+    let large = "x".repeat(1024 * 1024 + 1);
+    assert_eq!(code(host.bare(Method::POST, path).body(large.clone())).await?, is(413, "request_too_large"));
+    assert_eq!(code(host.bare(Method::POST, path).body("{")).await?, is(401, "unauthorized"));
+    let owner = || host.owner(Method::POST, path);
+    let stream = futures_util::stream::iter(vec![Ok::<_, std::io::Error>(large)]);
+    let streamed =
+        owner().header("content-type", "application/json").body(reqwest::Body::wrap_stream(stream));
+    assert_eq!(code(streamed).await?, is(413, "request_too_large"), "a length that is not told");
+    assert_eq!(code(owner().body("{")).await?, is(415, "unsupported_media_type"));
+    let json_body =
+        |text: &'static str| owner().header("content-type", "application/json; charset=utf-8").body(text);
+    assert_eq!(code(json_body("{")).await?, is(400, "invalid_request"));
+    let unknown = json!({ "action": "get", "app": "none", "table": "none", "id": "x", "extra": 1 });
+    assert_eq!(code(owner().json(&unknown)).await?, is(400, "invalid_request"), "schema before look-up");
+    for (app, table) in
+        [("none", "notes"), (slug.as_str(), "none"), (slug.as_str(), "pg_class"), ("../x", "notes")]
+    {
+        let find = json!({ "action": "find", "app": app, "table": table });
+        assert_eq!(code(owner().json(&find)).await?, is(404, "not_found"), "{app} {table}");
+    }
+    let absent = json!({ "action": "get", "app": slug, "table": "notes", "id": "0192d1f0-0000-7000-8000-000000000000" });
+    assert_eq!(code(owner().json(&absent)).await?, is(404, "not_found"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn names_that_try_to_be_sql_are_not_found_or_refused() -> Result<()> {
+    let (host, slug, database) = notes().await?;
+    let attack = "notes\"; DROP TABLE notes; --";
+    let find = |more: Value| {
+        let mut body = json!({ "action": "find", "app": slug, "table": "notes" });
+        if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
+            body.extend(more);
+        }
+        body
+    };
+    let cases = [
+        (find(json!({ "table": attack })), 404),
+        (find(json!({ "app": attack })), 404),
+        (find(json!({ "columns": [attack] })), 400),
+        (find(json!({ "orderBy": [attack] })), 400),
+        (find(json!({ "orderBy": [{ "column": "title", "direction": "asc; DROP TABLE notes" }] })), 400),
+        (find(json!({ "filter": { attack: 1 } })), 400),
+        (find(json!({ "filter": { "title": { "= '' OR 1=1 --": 1 } } })), 400),
+        (find(json!({ "limit": "1; DROP TABLE notes" })), 400),
+        (find(json!({ "after": "eyJvcmRlciI6ImlkIiwia2V5cyI6WyJ4JyBPUiAxPTEgLS0iXX0" })), 400),
+        (json!({ "action": "insert", "app": slug, "table": "notes", "data": { attack: "x" } }), 400),
+        (json!({ "action": attack, "app": slug, "table": "notes" }), 400),
+        (json!({ "action": "get", "app": slug, "table": "notes", "id": "x' OR '1'='1" }), 400),
+    ];
+    for (body, status) in cases {
+        let (got, problem) = host.query(&body).await?;
+        assert_eq!(got.as_u16(), status, "{body}: {problem}");
+    }
+    let kept = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": attack } });
+    assert_eq!(host.data(&kept).await?["title"], attack, "a value may be anything");
+    let found = host.data(&find(json!({ "filter": { "title": attack } }))).await?;
+    assert_eq!(found.as_array().map(Vec::len), Some(1));
+    let still = database
+        .connect()
+        .await?
+        .query_one("SELECT count(*) FROM pg_class WHERE relname = 'notes'", &[])
+        .await?;
+    assert_eq!(still.get::<_, i64>(0), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_the_database_refuses_is_told_without_any_value() -> Result<()> {
+    let (host, slug, database) = notes().await?;
+    let insert = |data: Value| json!({ "action": "insert", "app": slug, "table": "notes", "data": data });
+    host.data(&insert(json!({ "title": "s3cret-value" }))).await?;
+    let (status, problem) = host.query(&insert(json!({ "title": "s3cret-value" }))).await?;
+    assert_eq!((status, problem["code"].as_str()), (StatusCode::CONFLICT, Some("conflict")));
+    assert!(problem["constraint"].is_string() && problem["retryable"] == false, "{problem}");
+
+    let admin = database.connect().await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    admin
+        .batch_execute(&format!(
+            "ALTER TABLE {schema}.notes ADD CONSTRAINT small CHECK (size < 1000);
+             ALTER TABLE {schema}.notes ADD COLUMN must text NOT NULL DEFAULT 'x';
+             ALTER TABLE {schema}.notes ALTER COLUMN must DROP DEFAULT"
+        ))
+        .await?;
+    let (status, _) = host.query(&insert(json!({ "size": 987_654 }))).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "23514 or 23502");
+    admin.batch_execute(&format!("ALTER TABLE {schema}.notes DROP COLUMN must")).await?;
+    let huge = format!("1{}", "0".repeat(10)) + "e140000";
+    let (status, problem) = host.query(&insert(json!({ "price": huge }))).await?;
+    assert_eq!(
+        (status, problem["code"].as_str()),
+        (StatusCode::BAD_REQUEST, Some("invalid_request")),
+        "{problem}"
+    );
+    admin.batch_execute(&format!("REVOKE INSERT ON {schema}.notes FROM {schema}")).await?;
+    let (status, _) = host.query(&insert(json!({ "title": "s3cret-other" }))).await?;
+    assert_eq!(status, StatusCode::FORBIDDEN, "42501");
+    let log = host.log();
+    for secret in ["s3cret-value", "s3cret-other", "987654", &huge] {
+        assert!(!log.contains(secret), "{secret} in the log");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_statement_that_takes_too_long_is_ended() -> Result<()> {
+    let (host, slug, database) = notes().await?;
+    let mut admin = database.connect().await?;
+    let lock = admin.transaction().await?;
+    lock.batch_execute(&format!("LOCK TABLE app_{}.notes", slug.replace('-', "_"))).await?;
+    let find = json!({ "action": "find", "app": slug, "table": "notes" });
+    let (status, problem) = host.query(&find).await?;
+    assert_eq!((status, problem["code"].as_str()), (StatusCode::GATEWAY_TIMEOUT, Some("deadline_exceeded")));
+    lock.rollback().await?;
+    assert_eq!(host.query(&find).await?.0, StatusCode::OK, "the connection still serves");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_platform_and_no_one_do_not_use_the_bridge() -> Result<()> {
+    let (host, slug, _database) = notes().await?;
+    let mut claims = host.machine.claims(Route::Internal);
+    claims.method = Some("POST".into());
+    claims.path = Some("/api/bridge/query".into());
+    claims.jti = Some("one".into());
+    let proof = host.machine.signer.sign(&claims);
+    let find = json!({ "action": "find", "app": slug, "table": "notes" });
+    let sent = host.bare(Method::POST, "/api/bridge/query").header("x-svc-proof", proof).json(&find);
+    assert_eq!(sent.send().await?.status(), StatusCode::FORBIDDEN);
+    Ok(())
+}
+
+#[tokio::test]
+async fn while_the_database_is_away_the_bridge_says_so_and_comes_back() -> Result<()> {
+    let binaries = kit::pg::PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?;
+    let server = kit::pg::PgServer::start(&binaries, kit::pg::PgOptions::default()).await?;
+    server.create_database("svc").await?;
+    server.stop().await?;
+    let slug = "notes";
+    let machine = Machine::new(&server.url("svc"))?;
+    machine.app(slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
+    let host = machine.start()?;
+    let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "x" } });
+    let away = async || -> Result<()> {
+        let sent = host.owner(Method::POST, "/api/bridge/query").json(&insert).send().await?;
+        assert_eq!(sent.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert!(sent.headers().contains_key("retry-after"));
+        let problem: Value = sent.json().await?;
+        assert_eq!(problem["code"], "database_unavailable");
+        Ok(())
+    };
+    away().await?;
+    server.start_again().await?;
+    host.until_registered(slug).await?;
+    host.data(&insert).await?;
+    assert_eq!(host.get("/readyz").await?.0, StatusCode::OK);
+    server.kill9().await?;
+    away().await?;
+    assert_eq!(host.get("/readyz").await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    server.start_again().await?;
+    let find = json!({ "action": "find", "app": slug, "table": "notes" });
+    host.until("the bridge is back", async || Ok(host.query(&find).await?.0 == StatusCode::OK)).await?;
+    assert_eq!(host.data(&find).await?.as_array().map(Vec::len), Some(1));
+    tokio::time::timeout(Duration::from_secs(5), server.stop()).await??;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_sizes_of_data_are_bounded_before_the_database() -> Result<()> {
+    let (host, slug, _database) = notes().await?;
+    let title = "x".repeat(900 * 1024);
+    let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": title } });
+    let (status, problem) = host.query(&insert).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "too long for its unique index: {problem}");
+    let tables = json!({ "t": { "columns": { "body": "text" } } });
+    let (database, slug) = (test_database().await?, unique("large"));
+    let host = host_with_app(&database, &slug, &tables).await?;
+    let body = "y".repeat(900 * 1024);
+    let insert = json!({ "action": "insert", "app": slug, "table": "t", "data": { "body": body } });
+    for _ in 0..20 {
+        assert_eq!(host.data(&insert).await?["body"].as_str().map(str::len), Some(900 * 1024));
+    }
+    let (mut rows, mut pages, mut after) = (0, 0, Value::Null);
+    loop {
+        let mut find = json!({ "action": "find", "app": slug, "table": "t" });
+        if after.is_string() {
+            find["after"] = after.take();
+        }
+        let (_, mut page) = host.query(&find).await?;
+        rows += page["data"].as_array().map_or(0, Vec::len);
+        pages += 1;
+        after = page["nextCursor"].take();
+        if after.is_null() {
+            break;
+        }
+    }
+    assert_eq!((rows, pages), (20, 2), "a page of much text ends early, and the next goes on");
+    Ok(())
+}

@@ -1,0 +1,281 @@
+//! A customer machine's directory with a running gateway, and its platform's way in.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use jiff::Timestamp;
+use kit::child::{self, AtExit};
+use kit::pg::TestDatabase;
+use reqwest::{Method, RequestBuilder, StatusCode};
+use serde_json::{Value, json};
+use svc::http::client::{Deadlines, with_tls};
+use svc::http::proof::{Claims, ISSUER, ProofKeys, Route, Signer};
+use svc::http::tls::{ChainCheck, Identity, pinned_client_config};
+use svc::machine::id::MachineId;
+use tempfile::TempDir;
+
+pub const USER: &str = "user_owner";
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// A machine before its gateway is started.
+pub struct Machine {
+    root: TempDir,
+    pub id: MachineId,
+    pub signer: Signer,
+    pub env: BTreeMap<String, String>,
+}
+
+/// A machine with its gateway running.
+pub struct Host {
+    pub machine: Machine,
+    pub address: String,
+    client: reqwest::Client,
+    child: Child,
+}
+
+/// A name that no other test uses: roles belong to the whole server.
+pub fn unique(name: &str) -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    format!("{name}-{}-{}", std::process::id() % 10_000, COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+pub fn signer(kid: &str) -> Signer {
+    Signer::from_pkcs8(kid, &Signer::generate().expect("randomness")).expect("a fresh key")
+}
+
+impl Machine {
+    pub fn new(database_url: &str) -> Result<Self> {
+        let root = tempfile::tempdir()?;
+        let (id, signer) = (MachineId::new(), signer("k1"));
+        let keys = ProofKeys { keys: vec![signer.public()] };
+        let pairs = [
+            ("SVC_MACHINE_ID", id.to_string()),
+            ("SVC_USER_ID", USER.to_owned()),
+            ("SVC_HANDLE", "ada".to_owned()),
+            ("SVC_EPOCH", "1".to_owned()),
+            ("SVC_PROOF_KEYS", serde_json::to_string(&keys)?),
+            ("DATABASE_URL", database_url.to_owned()),
+            ("GATEWAY_LISTEN", "127.0.0.1:0".to_owned()),
+        ];
+        let env = pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        Ok(Self { root, id, signer, env })
+    }
+
+    pub fn path(&self, below: &str) -> PathBuf {
+        self.root.path().join(below)
+    }
+
+    pub fn write(&self, below: &str, content: &str) -> Result<()> {
+        Ok(svc::fsx::write_atomic(&self.path(below), content.as_bytes(), 0o644)?)
+    }
+
+    /// Puts an app's manifest into the owner's apps folder.
+    pub fn app(&self, slug: &str, tables: &Value) -> Result<()> {
+        self.write(&format!("home/svc/home/apps/{slug}/svc.json"), &manifest(slug, tables).to_string())
+    }
+
+    pub fn claims(&self, route: Route) -> Claims {
+        let now = Timestamp::now().as_second();
+        Claims {
+            iss: ISSUER.into(),
+            aud: self.id,
+            sub: USER.parse().expect("a user"),
+            handle: "ada".parse().expect("a handle"),
+            slot: "primary".parse().expect("a slot"),
+            route,
+            app: None,
+            method: None,
+            path: None,
+            jti: None,
+            iat: now,
+            exp: now + 30,
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        command.arg("svc-gateway").env_clear().env("PATH", path).env("SVC_ROOT", self.root.path());
+        command.envs(&self.env).stdin(Stdio::null());
+        if let Some(filter) = std::env::var_os("RUST_LOG") {
+            command.env("RUST_LOG", filter);
+        }
+        command
+    }
+
+    /// Runs the gateway where it is expected to end by itself.
+    pub fn run_to_end(&self) -> Result<Output> {
+        let mut child = self.command().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        if child::wait_until(&mut child, Instant::now() + PATIENCE).is_none() {
+            child.kill()?;
+            child.wait()?;
+            bail!("the gateway is still running");
+        }
+        Ok(child.wait_with_output()?)
+    }
+
+    /// Starts the gateway and waits until it says that it is ready.
+    pub fn start(self) -> Result<Host> {
+        let notify = self.path("notify.sock");
+        let _ = std::fs::remove_file(&notify);
+        let socket = UnixDatagram::bind(&notify)?;
+        socket.set_read_timeout(Some(Duration::from_millis(50)))?;
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(self.path("gateway.log"))?;
+        let mut child =
+            self.command().env("NOTIFY_SOCKET", &notify).stdout(log.try_clone()?).stderr(log).spawn()?;
+        child::end_with_us(child.id(), AtExit::Kill);
+        let deadline = Instant::now() + PATIENCE;
+        let mut buffer = [0_u8; 1024];
+        let address = loop {
+            if let Ok(size) = socket.recv(&mut buffer) {
+                let text = String::from_utf8_lossy(&buffer[..size]).into_owned();
+                let status = text.lines().find_map(|line| line.strip_prefix("STATUS=listening on "));
+                if let Some(address) = status.filter(|_| text.contains("READY=1")) {
+                    break address.to_owned();
+                }
+            }
+            if let Some(status) = child.try_wait()? {
+                bail!(
+                    "the gateway ended with {status}: {}",
+                    std::fs::read_to_string(self.path("gateway.log"))?
+                );
+            }
+            ensure!(Instant::now() < deadline, "the gateway did not get ready");
+        };
+        svc::http::tls::install_provider();
+        let tls =
+            Identity::read(&self.path("var/lib/svc/tls/cert.pem"), &self.path("var/lib/svc/tls/key.pem"))?;
+        let config = pinned_client_config(tls.pin()?, ChainCheck::PinOnly)?;
+        let deadlines = Deadlines { whole: Some(PATIENCE), idle: PATIENCE, ..Deadlines::CALL };
+        Ok(Host { client: with_tls(deadlines, config)?, machine: self, address, child })
+    }
+}
+
+pub fn manifest(slug: &str, tables: &Value) -> Value {
+    json!({ "name": slug, "slug": slug, "version": "1.0.0", "runtime": "static",
+        "build": { "output": "dist" }, "storage": { "tables": tables } })
+}
+
+/// A machine on a database of its own, with one app, all ready to be asked.
+pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) -> Result<Host> {
+    let machine = Machine::new(&database.url())?;
+    machine.app(slug, tables)?;
+    let host = machine.start()?;
+    host.until_registered(slug).await?;
+    Ok(host)
+}
+
+impl Host {
+    /// A request with nothing to prove who asks.
+    pub fn bare(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, format!("https://{}{path}", self.address))
+    }
+
+    pub fn proof(&self, route: Route) -> String {
+        self.machine.signer.sign(&self.machine.claims(route))
+    }
+
+    /// A request as the platform forwards the owner's.
+    pub fn owner(&self, method: Method, path: &str) -> RequestBuilder {
+        self.bare(method, path).header("x-svc-proof", self.proof(Route::Shell))
+    }
+
+    pub async fn get(&self, path: &str) -> Result<(StatusCode, Value)> {
+        answer(self.owner(Method::GET, path)).await
+    }
+
+    pub async fn query(&self, body: &Value) -> Result<(StatusCode, Value)> {
+        answer(self.owner(Method::POST, "/api/bridge/query").json(body)).await
+    }
+
+    /// A query that has to succeed; its `data`.
+    pub async fn data(&self, body: &Value) -> Result<Value> {
+        let (status, mut answer) = self.query(body).await?;
+        ensure!(status.is_success(), "{body}: {status} {answer}");
+        Ok(answer["data"].take())
+    }
+
+    pub async fn until_registered(&self, slug: &str) -> Result<()> {
+        self.until(&format!("app {slug}"), async || {
+            let (_, apps) = self.get("/api/apps").await?;
+            let apps = apps["apps"].as_array().cloned().unwrap_or_default();
+            Ok(apps.iter().any(|app| app["slug"] == slug && app["status"] == "ready"))
+        })
+        .await
+    }
+
+    /// Waits for something that happens by itself.
+    pub async fn until(&self, what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while !holds().await? {
+            ensure!(Instant::now() < deadline, "in vain: {what}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.machine.path("gateway.log")).unwrap_or_default()
+    }
+
+    /// A request over the trusted socket, as it stands; the whole answer as text.
+    pub fn by_socket(&self, request: &str) -> Result<String> {
+        let mut stream = UnixStream::connect(self.socket())?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(request.replace('\n', "\r\n").as_bytes())?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.machine.path("run/svc/gateway.sock")
+    }
+
+    pub fn terminate(&self) -> Result<()> {
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(self.child.id())?);
+        Ok(nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?)
+    }
+
+    pub async fn ended(&mut self) -> Result<ExitStatus> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            ensure!(Instant::now() < deadline, "the gateway does not end\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Kills the gateway and starts it again on the same machine.
+    pub fn restart(mut self) -> Result<Self> {
+        self.child.kill()?;
+        self.child.wait()?;
+        child::ended(self.child.id());
+        // The machine moves on; what is left of this host is only its dead child.
+        let machine = std::mem::replace(&mut self.machine, Machine::new("postgres://nobody@127.0.0.1/x")?);
+        machine.start()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        child::ended(self.child.id());
+    }
+}
+
+pub async fn answer(request: RequestBuilder) -> Result<(StatusCode, Value)> {
+    let response = request.send().await.context("the gateway answers")?;
+    let status = response.status();
+    let text = response.text().await?;
+    Ok((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
+}

@@ -1,0 +1,240 @@
+//! Who gets in, and as whom.
+
+use anyhow::Result;
+use kit::idp::{Flaw, Idp, MintOptions};
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+use svc::http::proof::{Claims, ProofKeys, Route};
+use svc::machine::id::MachineId;
+
+use super::host::{Host, Machine, USER, answer, signer};
+
+/// No database: identity comes before it.
+const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+
+async fn with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
+    let proof = host.machine.signer.sign(claims);
+    Ok(host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?.status())
+}
+
+#[tokio::test]
+async fn on_the_public_port_nothing_but_health_is_served_without_a_proof() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    for path in
+        ["/", "/api/apps", "/api/backups", "/api/bridge/schemas", "/api/canvas", "/apps/x/", "/icons/x", "/x"]
+    {
+        let (status, problem) = answer(host.bare(Method::GET, path)).await?;
+        assert_eq!(
+            (status, problem["code"].as_str()),
+            (StatusCode::UNAUTHORIZED, Some("unauthorized")),
+            "{path}"
+        );
+    }
+    for path in ["/api/bridge/query", "/_svc/internal/backup", "/_svc/internal/other", "/livez/"] {
+        let sent = host.bare(Method::POST, path).json(&json!({ "action": "schemas" })).send().await?;
+        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{path}");
+    }
+    assert_eq!(host.bare(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
+    let ready = host.bare(Method::GET, "/readyz").send().await?;
+    assert_eq!(ready.status(), StatusCode::SERVICE_UNAVAILABLE, "without a database");
+    Ok(())
+}
+
+#[tokio::test]
+async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let good = host.machine.claims(Route::Shell);
+    assert_eq!(with_proof(&host, &good).await?, StatusCode::OK);
+    type Change = fn(&mut Claims);
+    let cases: [(&str, StatusCode, Change); 8] = [
+        ("stale", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat - 200, c.exp - 200)),
+        ("not yet", StatusCode::UNAUTHORIZED, |c| (c.iat, c.exp) = (c.iat + 200, c.exp + 200)),
+        ("long", StatusCode::UNAUTHORIZED, |c| c.exp = c.iat + 3600),
+        ("another machine", StatusCode::UNAUTHORIZED, |c| c.aud = MachineId::new()),
+        ("another issuer", StatusCode::UNAUTHORIZED, |c| c.iss = "me".into()),
+        ("another user", StatusCode::FORBIDDEN, |c| c.sub = "user_other".parse().expect("a user")),
+        ("route app without an app", StatusCode::UNAUTHORIZED, |c| c.route = Route::App),
+        ("internal elsewhere", StatusCode::FORBIDDEN, |c| {
+            c.route = Route::Internal;
+            (c.method, c.path, c.jti) = (Some("GET".into()), Some("/api/backups".into()), Some("j".into()));
+        }),
+    ];
+    for (what, status, change) in cases {
+        let mut claims = good.clone();
+        change(&mut claims);
+        assert_eq!(with_proof(&host, &claims).await?, status, "{what}");
+    }
+    let forged = signer("k1").sign(&good);
+    let unknown = signer("k9").sign(&good);
+    for proof in [forged.as_str(), unknown.as_str(), "", "a.b.c"] {
+        let sent = host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?;
+        assert_eq!(sent.status(), StatusCode::UNAUTHORIZED, "{proof}");
+    }
+    let twice = host.owner(Method::GET, "/api/backups").header("x-svc-proof", host.proof(Route::Shell));
+    assert_eq!(twice.send().await?.status(), StatusCode::UNAUTHORIZED, "two proofs");
+    Ok(())
+}
+
+#[tokio::test]
+async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let forged = host
+        .bare(Method::GET, &format!("/api/backups?userId={USER}"))
+        .header("x-svc-user-id", USER)
+        .header("cookie", format!("svc_user_id={USER}; __session={USER}"));
+    assert_eq!(forged.send().await?.status(), StatusCode::UNAUTHORIZED);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
+    let mut machine = Machine::new(NOWHERE)?;
+    machine.env.insert("ADMIN_TOKEN".into(), "admin-secret".into());
+    let host = machine.start()?;
+    let get = |request: &str| {
+        host.by_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
+    };
+    assert!(get("")?.starts_with("HTTP/1.1 200"), "the trusted socket is the owner's");
+    assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
+    assert!(get("authorization: Bearer nonsense\n")?.starts_with("HTTP/1.1 401"));
+    assert!(get("authorization: Basic eDp5\n")?.starts_with("HTTP/1.1 401"));
+    assert!(get("authorization: Bearer admin-secret\n")?.starts_with("HTTP/1.1 200"));
+    assert!(get("authorization: Bearer admin-secret\nx-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
+    let bad_beside_good = host.owner(Method::GET, "/api/backups").bearer_auth("nonsense");
+    assert_eq!(bad_beside_good.send().await?.status(), StatusCode::UNAUTHORIZED);
+    let admin_alone = host.bare(Method::GET, "/api/backups").bearer_auth("admin-secret");
+    assert_eq!(admin_alone.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
+    let with_proof = host.owner(Method::GET, "/api/backups").bearer_auth("admin-secret");
+    assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_trusted_socket_opens_for_its_own_user_alone() -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let host = Machine::new(NOWHERE)?.start()?;
+    assert_eq!(std::fs::metadata(host.socket())?.permissions().mode() & 0o777, 0o600);
+    let another = format!("x-svc-proof: {}\n", {
+        let mut claims = host.machine.claims(Route::Shell);
+        claims.sub = "user_other".parse()?;
+        host.machine.signer.sign(&claims)
+    });
+    let sent =
+        host.by_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{another}\n"))?;
+    assert!(sent.starts_with("HTTP/1.1 403"), "{sent}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn tokens_of_the_issuer_stand_for_the_owner() -> Result<()> {
+    let idp = Idp::start()?;
+    let mut machine = Machine::new(NOWHERE)?;
+    machine.env.extend(idp.env());
+    let host = machine.start()?;
+    let with = async |sub: &str, options: &MintOptions| -> Result<StatusCode> {
+        let token = idp.mint(sub, options);
+        Ok(host.bare(Method::GET, "/api/backups").bearer_auth(token).send().await?.status())
+    };
+    assert_eq!(with(USER, &MintOptions::default()).await?, StatusCode::OK);
+    assert_eq!(with("user_other", &MintOptions::default()).await?, StatusCode::FORBIDDEN);
+    let expired = MintOptions { ttl: -120, ..MintOptions::default() };
+    assert_eq!(with(USER, &expired).await?, StatusCode::UNAUTHORIZED);
+    let forged = MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() };
+    assert_eq!(with(USER, &forged).await?, StatusCode::UNAUTHORIZED);
+    let bad = idp.mint(USER, &forged);
+    let beside = host.owner(Method::GET, "/api/backups").bearer_auth(bad);
+    assert_eq!(beside.send().await?.status(), StatusCode::UNAUTHORIZED, "beside a good proof");
+    let sent = host.by_socket(&format!(
+        "GET /api/backups HTTP/1.1\nhost: h\nconnection: close\nauthorization: Bearer {}\n\n",
+        idp.mint("user_other", &MintOptions::default())
+    ))?;
+    assert!(sent.starts_with("HTTP/1.1 403"), "the token wins over the socket: {sent}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn new_proof_keys_are_taken_up_and_old_ones_given_up() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let next = signer("k2");
+    let with_next = async || -> Result<StatusCode> {
+        let proof = next.sign(&host.machine.claims(Route::Shell));
+        Ok(host.bare(Method::GET, "/api/backups").header("x-svc-proof", proof).send().await?.status())
+    };
+    let with_old = async || with_proof(&host, &host.machine.claims(Route::Shell)).await;
+    assert_eq!((with_next().await?, with_old().await?), (StatusCode::UNAUTHORIZED, StatusCode::OK));
+    let keys = ProofKeys { keys: vec![next.public()] };
+    host.machine.write("var/lib/svc/proof-keys.json", &serde_json::to_string(&keys)?)?;
+    host.until("the new key", async || Ok(with_next().await? == StatusCode::OK)).await?;
+    assert_eq!(with_old().await?, StatusCode::UNAUTHORIZED);
+    host.machine.write("var/lib/svc/proof-keys.json", "{ broken")?;
+    tokio::time::sleep(std::time::Duration::from_millis(1200)).await;
+    assert_eq!(with_next().await?, StatusCode::OK, "the last good keys stay");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let path = "/_svc/internal/backup";
+    let claims = |jti: &str| {
+        let mut claims = host.machine.claims(Route::Internal);
+        claims.method = Some("POST".into());
+        claims.path = Some(path.into());
+        claims.jti = Some(jti.into());
+        claims
+    };
+    let send = async |claims: &Claims| -> Result<StatusCode> {
+        let proof = host.machine.signer.sign(claims);
+        Ok(host.bare(Method::POST, path).header("x-svc-proof", proof).send().await?.status())
+    };
+    let mut elsewhere = claims("1");
+    elsewhere.path = Some("/_svc/internal/update".into());
+    assert_eq!(send(&elsewhere).await?, StatusCode::FORBIDDEN);
+    let mut nameless = claims("1");
+    nameless.jti = None;
+    assert_eq!(send(&nameless).await?, StatusCode::UNAUTHORIZED);
+    let request = host.machine.path("var/lib/svc/requests/backup");
+    assert!(!request.exists(), "nothing was asked yet");
+    assert_eq!(send(&claims("1")).await?, StatusCode::ACCEPTED);
+    assert!(request.exists());
+    assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "a second time");
+    assert_eq!(send(&claims("2")).await?, StatusCode::ACCEPTED);
+    let owner = host.owner(Method::POST, path).send().await?;
+    assert_eq!(owner.status(), StatusCode::FORBIDDEN, "the owner is not the platform");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_dev_default_answers_only_where_it_may() -> Result<()> {
+    let mut machine = Machine::new(NOWHERE)?;
+    for name in ["SVC_MACHINE_ID", "SVC_USER_ID", "SVC_HANDLE", "SVC_EPOCH", "SVC_PROOF_KEYS"] {
+        machine.env.remove(name);
+    }
+    let output = machine.run_to_end()?;
+    assert_eq!(output.status.code(), Some(78), "no identity and no dev default");
+    for (name, value) in
+        [("GATEWAY_AUTH", "off"), ("SVC_PRODUCTION", "false"), ("SVC_ENVIRONMENT", "development")]
+    {
+        machine.env.insert(name.into(), value.into());
+    }
+    let change = [
+        ("SVC_PRODUCTION", "true"),
+        ("SVC_ENVIRONMENT", "production"),
+        ("SVC_USER_ID", USER),
+        ("GATEWAY_LISTEN", "0.0.0.0:0"),
+    ];
+    for (name, value) in change {
+        let kept = machine.env.insert(name.into(), value.into());
+        let output = machine.run_to_end()?;
+        assert_eq!(output.status.code(), Some(78), "{name}={value}");
+        match kept {
+            Some(kept) => machine.env.insert(name.into(), kept),
+            None => machine.env.remove(name),
+        };
+    }
+    let host = machine.start()?;
+    assert_eq!(host.bare(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
+    let token = host.bare(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
+    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "a token is never passed over");
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! The gateway's start, end, and the services behind it.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+
+use anyhow::Result;
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+use svc::http::proof::Route;
+
+use super::host::{Machine, answer};
+
+const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+
+#[tokio::test]
+async fn a_superseded_machine_stops_and_does_not_start_again() -> Result<()> {
+    let mut host = Machine::new(NOWHERE)?.start()?;
+    host.machine.write("var/lib/svc/superseded.json", "{}")?;
+    assert_eq!(host.ended().await?.code(), Some(0), "{}", host.log());
+    let output = host.machine.run_to_end()?;
+    assert_eq!(output.status.code(), Some(77));
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(why.contains("superseded.json"), "{why}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_wrong_configuration_names_every_mistake() -> Result<()> {
+    let mut machine = Machine::new("s3cret-not-a-url")?;
+    machine.env.insert("GATEWAY_LISTEN".into(), "nowhere".into());
+    machine.env.remove("SVC_EPOCH");
+    let output = machine.run_to_end()?;
+    assert_eq!(output.status.code(), Some(78));
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    for name in ["GATEWAY_LISTEN", "SVC_EPOCH", "DATABASE_URL"] {
+        assert!(why.contains(name), "{name} in {why}");
+    }
+    assert!(!why.contains("s3cret"), "{why}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_key_stays_the_same_over_restarts() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let path = host.machine.path("var/lib/svc/tls/cert.pem");
+    let first = std::fs::read(&path)?;
+    let host = host.restart()?;
+    assert_eq!(std::fs::read(&path)?, first);
+    assert_eq!(host.bare(Method::GET, "/livez").send().await?.status(), StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn sigterm_ends_it_in_order() -> Result<()> {
+    let mut host = Machine::new(NOWHERE)?.start()?;
+    host.terminate()?;
+    assert_eq!(host.ended().await?.code(), Some(0));
+    Ok(())
+}
+
+#[tokio::test]
+async fn settings_come_from_the_env_files_too() -> Result<()> {
+    let mut machine = Machine::new(NOWHERE)?;
+    let mut file = String::new();
+    for (name, value) in std::mem::take(&mut machine.env) {
+        if name == "GATEWAY_LISTEN" {
+            machine.env.insert(name, value);
+        } else {
+            file.push_str(&svc::config::env_line(&name, &value));
+        }
+    }
+    machine.write("opt/svc/env/host.env", &file)?;
+    let host = machine.start()?;
+    assert_eq!(host.get("/api/backups").await?.0, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn absent_services_are_said_in_the_caller_s_language() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let page = host.owner(Method::GET, "/").header("accept", "text/html").send().await?;
+    assert_eq!(page.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
+    let (status, problem) = answer(host.owner(Method::GET, "/")).await?;
+    assert_eq!((status, problem["code"].as_str()), (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable")));
+    let code = host.bare(Method::GET, "/api/apps").header("x-svc-proof", host.proof(Route::Code));
+    let (status, problem) = answer(code).await?;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "route code goes to the code server: {problem}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    for (name, route, path) in
+        [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
+    {
+        let listener = UnixListener::bind(host.machine.path(&format!("run/svc/{name}")))?;
+        let serving = std::thread::spawn(move || -> std::io::Result<String> {
+            let (mut stream, _) = listener.accept()?;
+            let mut request = Vec::new();
+            let mut buffer = [0_u8; 4096];
+            while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+                let size = stream.read(&mut buffer)?;
+                request.extend_from_slice(&buffer[..size]);
+            }
+            stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi")?;
+            Ok(String::from_utf8_lossy(&request).to_lowercase())
+        });
+        let sent = host.bare(Method::GET, path).header("x-svc-proof", host.proof(route)).send().await?;
+        assert_eq!((sent.status(), sent.text().await?.as_str()), (StatusCode::OK, "hi"));
+        let seen = serving.join().expect("the upstream ends")?;
+        assert!(seen.starts_with(&format!("get {path} http/1.1")), "{seen}");
+        assert!(!seen.contains("x-svc-proof"), "{seen}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_websocket_passes_through() -> Result<()> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let host = Machine::new(NOWHERE)?.start()?;
+    let listener = UnixListener::bind(host.machine.path("run/svc/code.sock"))?;
+    let serving = std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut stream, _) = listener.accept()?;
+        let (mut request, mut byte) = (Vec::new(), [0_u8; 1]);
+        while !request.ends_with(b"\r\n\r\n") {
+            stream.read_exact(&mut byte)?;
+            request.push(byte[0]);
+        }
+        stream.write_all(
+            b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        )?;
+        let mut frame = [0_u8; 5];
+        stream.read_exact(&mut frame)?;
+        stream.write_all(&frame)
+    });
+    let asked = host
+        .bare(Method::GET, "/socket")
+        .header("x-svc-proof", host.proof(Route::Code))
+        .header("connection", "upgrade")
+        .header("upgrade", "websocket");
+    let answer = asked.send().await?;
+    assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
+    let mut socket = answer.upgrade().await?;
+    socket.write_all(b"hello").await?;
+    let mut echo = [0_u8; 5];
+    socket.read_exact(&mut echo).await?;
+    assert_eq!(&echo, b"hello");
+    Ok(serving.join().expect("the upstream ends")?)
+}
+
+#[tokio::test]
+async fn backups_are_listed_newest_first() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [] }));
+    let lines =
+        (1..=3).map(|n| json!({ "timestamp": n, "status": "success" }).to_string()).collect::<Vec<_>>();
+    host.machine.write("home/svc/home/system/logs/backup.jsonl", &(lines.join("\n") + "\n{\"torn"))?;
+    let (_, told) = host.get("/api/backups?limit=2").await?;
+    assert_eq!(told["backups"][0]["timestamp"], 3);
+    assert_eq!(told["backups"].as_array().map(Vec::len), Some(2));
+    assert_eq!(host.get("/api/backups?limit=x").await?.0, StatusCode::BAD_REQUEST);
+    Ok(())
+}
+
+#[tokio::test]
+async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> {
+    let binaries = kit::pg::PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?;
+    let settings = vec![("max_connections".into(), "23".into())];
+    let options = kit::pg::PgOptions { settings, ..kit::pg::PgOptions::default() };
+    let server = kit::pg::PgServer::start(&binaries, options).await?;
+    server.create_database("svc").await?;
+    let machine = Machine::new(&server.url("svc"))?;
+    let apps: Vec<String> = (0..9).map(|n| format!("app{n}")).collect();
+    for app in &apps {
+        machine.app(app, &json!({ "t": { "columns": { "a": "integer" } } }))?;
+    }
+    let host = machine.start()?;
+    for app in &apps {
+        host.until_registered(app).await?;
+    }
+    // Four connections are left for nine apps: 23 less 3 for the superuser and the headroom of 16.
+    let asked = (0..360).map(|n| {
+        let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
+        let host = &host;
+        async move { host.data(&body).await }
+    });
+    futures_util::future::try_join_all(asked).await?;
+    let held = server
+        .connect("svc")
+        .await?
+        .query_one("SELECT count(*) FROM pg_stat_activity WHERE usename LIKE 'app_app%'", &[])
+        .await?;
+    assert!(held.get::<_, i64>(0) <= 4, "{} connections", held.get::<_, i64>(0));
+    Ok(())
+}
