@@ -21,7 +21,7 @@ fn snapshots(store: &S3Server) -> Vec<String> {
 }
 
 async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
-    let machine = Machine::new(store, 1).await?;
+    let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(content).await?;
     Ok(machine)
 }
@@ -223,6 +223,19 @@ async fn an_error_at_any_step_is_recorded_and_moves_nothing_that_is_not_whole() 
         pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
     }
     assert_eq!(machine.backup_records()?.len(), svc::host::backup::POINTS.len());
+    Ok(())
+}
+
+/// What lies in the database of a machine that was not restored yet must not become the latest snapshot.
+#[tokio::test]
+async fn nothing_is_backed_up_before_the_gate_opens() -> Result<()> {
+    let store = machine::store()?;
+    let old = machine_with(&store, ROWS).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let good = machine::pointer(&store).await?;
+    let new = Machine::new(&store, 2).await?;
+    new.run(&["svc-db-backup"])?.expect(75);
+    assert_eq!(machine::pointer(&store).await?, good);
     Ok(())
 }
 

@@ -99,6 +99,13 @@ impl Machine {
         Ok(machine)
     }
 
+    /// As [`Machine::new`], and its gate is open: it is in use.
+    pub async fn in_use(store: &S3Server, epoch: u32) -> Result<Self> {
+        let machine = Self::new(store, epoch).await?;
+        svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
+        Ok(machine)
+    }
+
     /// Without a database and without a store.
     pub fn bare(epoch: u32) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-machine-").tempdir()?;

@@ -42,7 +42,7 @@ pub const POINTS: &[&str] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
-    Fence,
+    Gate,
     Snapshot,
     Dump,
     Upload,
@@ -58,6 +58,9 @@ enum BackupError {
     Superseded,
     #[error("this machine has been replaced: {0}")]
     Fenced(Fenced),
+    /// What is in the database before the restore must never take the snapshot's place.
+    #[error("the restore gate is shut: nothing is backed up before it opens")]
+    GateShut,
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -99,7 +102,7 @@ impl BackupError {
             {
                 Exit::Unavailable
             }
-            Self::Stopped => Exit::TryAgain,
+            Self::GateShut | Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }
     }
@@ -119,7 +122,7 @@ struct Progress {
 pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
     let began = Instant::now();
     let timestamp = clock::now_ms();
-    let mut progress = Progress { stage: Stage::Fence, key: None, dump: None };
+    let mut progress = Progress { stage: Stage::Gate, key: None, dump: None };
     let end = back_up(settings, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
@@ -164,6 +167,9 @@ async fn back_up(
     failpoint::pass("backup.begin")?;
     if settings.layout.superseded().exists() {
         return Err(BackupError::Superseded);
+    }
+    if !settings.layout.restore_complete().exists() {
+        return Err(BackupError::GateShut);
     }
     refuse_if_fenced(settings).await?;
 

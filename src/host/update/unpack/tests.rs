@@ -122,6 +122,47 @@ fn every_hostile_entry_is_refused() {
     }
 }
 
+/// `len key=value\n`, where `len` counts itself.
+fn pax(key: &str, value: &str) -> Vec<u8> {
+    let rest = format!(" {key}={value}\n");
+    let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
+    format!("{}{rest}", len.unwrap()).into_bytes()
+}
+
+fn named<'a>(kind: EntryType, body: &'a [u8]) -> Raw<'a> {
+    Raw { kind, ..file("././@LongLink", body) }
+}
+
+#[test]
+fn long_names_are_followed_and_checked_like_short_ones() {
+    let long = format!("{}/file", "d".repeat(200));
+    let gnu = [named(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
+    let (dir, end) = try_unpack(&archive(&gnu));
+    end.unwrap();
+    assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
+
+    let attributes = [pax("mtime", "1.5"), pax("path", &long)].concat();
+    let (dir, end) = try_unpack(&archive(&[named(EntryType::XHeader, &attributes), file("short", b"2")]));
+    end.unwrap();
+    assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
+
+    let up = pax("path", "../outside");
+    let up_link = pax("linkpath", "../outside");
+    let size = pax("size", "1");
+    let huge = vec![b'x'; 70_000];
+    let bad: [&[Raw<'_>]; 6] = [
+        &[named(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
+        &[named(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
+        &[named(EntryType::XHeader, &up), file("x", b"!")],
+        &[named(EntryType::XHeader, &up_link), link("x", "y")],
+        &[named(EntryType::XHeader, &size), file("x", b"!")],
+        &[named(EntryType::GNULongName, &huge), file("x", b"!")],
+    ];
+    for entries in bad {
+        assert!(try_unpack(&archive(entries)).1.is_err());
+    }
+}
+
 #[test]
 fn a_damaged_archive_is_refused() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
