@@ -253,3 +253,24 @@ async fn a_stop_aborts_the_upload() -> Result<()> {
     assert_eq!(snapshots(&store), Vec::<String>::new());
     Ok(())
 }
+
+/// A dump of 130 MB goes through in the memory that the parts are given; nothing is kept on disk.
+#[tokio::test]
+async fn a_big_dump_needs_no_more_memory_than_a_small_one() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(
+        &store,
+        "CREATE TABLE big AS SELECT n, string_agg(sha512((n || '-' || m)::bytea), '') AS bytes \
+         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n",
+    )
+    .await?;
+    // Slower than the dump, so that parts wait for each other.
+    store.fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
+    let running = machine.spawn(&["svc-db-backup"], &[])?;
+    let most = running.most_memory().await;
+    running.end()?.expect(0);
+    let size = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?.size_bytes;
+    assert!(size > 120 << 20, "{size} bytes");
+    assert!(most < 32 << 20, "{most} bytes resident");
+    Ok(())
+}

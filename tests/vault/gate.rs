@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
+use nix::sys::signal::Signal;
 use svc::machine::epoch::Epoch;
 use svc::store::pointer_io;
 
-use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, until};
+use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
 
 const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
 
@@ -268,5 +269,27 @@ async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
     new.postgres().start_again().await?;
     running.end()?.expect(0);
     assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+/// A killed run's `pg_restore` lives on for a while; it finds its database gone, and never the next run's.
+#[tokio::test]
+async fn a_loader_that_outlives_its_killed_run_spoils_nothing() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    let signs = tempfile::tempdir()?;
+    let script = format!(
+        "#!/bin/sh\ntouch {0}/begun\nwhile [ ! -e {0}/go ]; do sleep 0.05; done\nREAL \"$@\"\necho $? > {0}/ended\n",
+        text(signs.path())
+    );
+    let tools = with_wrapped("pg_restore", &script)?;
+    let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
+    until("the loader", || signs.path().join("begun").exists()).await?;
+    running.signal(Signal::SIGKILL)?;
+    running.end()?.expect_killed();
+    restore(&new, &[])?.expect(0);
+    std::fs::write(signs.path().join("go"), "")?;
+    until("the loader's end", || signs.path().join("ended").exists()).await?;
+    assert_ne!(std::fs::read_to_string(signs.path().join("ended"))?.trim(), "0");
+    assert!(is_restored(&new).await? && new.marker());
     Ok(())
 }

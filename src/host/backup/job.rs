@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::Settings;
 use super::dump::{self, DumpError, VerifiedDump};
 use super::record::{self, Record, Status};
+use super::replaced;
 use super::snapshot::{Snapshot, SnapshotError};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
@@ -193,7 +194,7 @@ async fn back_up(
     failpoint::pass("backup.pointer")?;
 
     progress.stage = Stage::Done;
-    drop_replaced(settings).await;
+    replaced::drop_all(&settings.server).await;
     failpoint::pass("backup.cleaned")?;
     Ok(())
 }
@@ -297,22 +298,4 @@ async fn fill(
 async fn put_side_record(bucket: &Bucket, settings: &Settings, side: &SideRecord) -> Result<(), StoreError> {
     let object = settings.slot.side_record(&side.key).expect("our own keys have the form of a snapshot's");
     bucket.put_json(&object, side).await
-}
-
-/// The database that a restore replaced stays until the first good backup, and this was one.
-async fn drop_replaced(settings: &Settings) {
-    if let Err(error) = try_drop_replaced(settings).await {
-        tracing::warn!(error = %chain(&error), "could not drop a database that was replaced");
-    }
-}
-
-async fn try_drop_replaced(settings: &Settings) -> Result<(), SnapshotError> {
-    let client = settings.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?;
-    let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
-    for row in client.query(replaced, &[]).await? {
-        let name: String = row.try_get(0)?;
-        client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", pgconn::ident(&name))).await?;
-        tracing::info!(database = name, "dropped the database that the restore replaced");
-    }
-    Ok(())
 }
