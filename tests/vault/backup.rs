@@ -21,7 +21,7 @@ fn snapshots(store: &S3Server) -> Vec<String> {
 }
 
 async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
-    let machine = Machine::new(store, 1).await?;
+    let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(content).await?;
     Ok(machine)
 }
@@ -226,6 +226,19 @@ async fn an_error_at_any_step_is_recorded_and_moves_nothing_that_is_not_whole() 
     Ok(())
 }
 
+/// What lies in the database of a machine that was not restored yet must not become the latest snapshot.
+#[tokio::test]
+async fn nothing_is_backed_up_before_the_gate_opens() -> Result<()> {
+    let store = machine::store()?;
+    let old = machine_with(&store, ROWS).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let good = machine::pointer(&store).await?;
+    let new = Machine::new(&store, 2).await?;
+    new.run(&["svc-db-backup"])?.expect(75);
+    assert_eq!(machine::pointer(&store).await?, good);
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_stop_aborts_the_upload() -> Result<()> {
     let store = machine::store()?;
@@ -238,5 +251,26 @@ async fn a_stop_aborts_the_upload() -> Result<()> {
     assert!(asked.elapsed() < Duration::from_secs(20));
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(snapshots(&store), Vec::<String>::new());
+    Ok(())
+}
+
+/// A dump of 130 MB goes through in the memory that the parts are given; nothing is kept on disk.
+#[tokio::test]
+async fn a_big_dump_needs_no_more_memory_than_a_small_one() -> Result<()> {
+    let store = machine::store()?;
+    let machine = machine_with(
+        &store,
+        "CREATE TABLE big AS SELECT n, string_agg(sha512((n || '-' || m)::bytea), '') AS bytes \
+         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n",
+    )
+    .await?;
+    // Slower than the dump, so that parts wait for each other.
+    store.fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
+    let running = machine.spawn(&["svc-db-backup"], &[])?;
+    let most = running.most_memory().await;
+    running.end()?.expect(0);
+    let size = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?.size_bytes;
+    assert!(size > 120 << 20, "{size} bytes");
+    assert!(most < 32 << 20, "{most} bytes resident");
     Ok(())
 }

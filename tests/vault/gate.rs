@@ -4,17 +4,18 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
+use nix::sys::signal::Signal;
 use svc::machine::epoch::Epoch;
 use svc::store::pointer_io;
 
-use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, until};
+use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
 
 const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
 
 /// A store with a snapshot of 500 rows and a few MiB, and a new machine with rows of its own.
 async fn lost_and_new() -> Result<(S3Server, Machine)> {
     let store = machine::store()?;
-    let old = Machine::new(&store, 1).await?;
+    let old = Machine::in_use(&store, 1).await?;
     old.client()
         .await?
         .batch_execute(
@@ -64,10 +65,11 @@ fn restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
 #[tokio::test]
 async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    let hits = store.fault(Rule::new(Fault::TruncateBody(1 << 20)).method("GET").key(".dump").times(2));
-    // The side record's key ends like the dump's: it may be hit first, and is read again, too.
+    // Two reads of the side record come first. Then more breaks than the store's client bears with by itself.
+    let broken = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
+    let hits = store.fault(broken.after(2).times(6));
     restore(&new, &[])?.expect(0);
-    assert_eq!(hits.hits(), 2);
+    assert_eq!(hits.hits(), 6);
     assert!(is_restored(&new).await? && new.marker());
     Ok(())
 }
@@ -75,7 +77,7 @@ async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
 #[tokio::test]
 async fn a_download_that_a_kill_broke_goes_on_after_it() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    let kill = "restore.downloading=20*off->1*return(kill)";
+    let kill = "restore.downloading=4*off->1*return(kill)";
     restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
     let partial = std::fs::read_dir(new.path("var/lib/svc/restore"))?
         .flatten()
@@ -97,7 +99,7 @@ async fn a_download_that_a_kill_broke_goes_on_after_it() -> Result<()> {
 #[tokio::test]
 async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(1));
+    let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     restore(&new, &[])?.expect(0);
     assert_eq!(once.hits(), 1, "one damaged transfer is made again");
 
@@ -267,5 +269,27 @@ async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
     new.postgres().start_again().await?;
     running.end()?.expect(0);
     assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+/// A killed run's `pg_restore` lives on for a while; it finds its database gone, and never the next run's.
+#[tokio::test]
+async fn a_loader_that_outlives_its_killed_run_spoils_nothing() -> Result<()> {
+    let (_store, new) = lost_and_new().await?;
+    let signs = tempfile::tempdir()?;
+    let script = format!(
+        "#!/bin/sh\ntouch {0}/begun\nwhile [ ! -e {0}/go ]; do sleep 0.05; done\nREAL \"$@\"\necho $? > {0}/ended\n",
+        text(signs.path())
+    );
+    let tools = with_wrapped("pg_restore", &script)?;
+    let running = new.spawn(&["svc-restore"], &[("SVC_PG_BIN_DIR", text(tools.path()))])?;
+    until("the loader", || signs.path().join("begun").exists()).await?;
+    running.signal(Signal::SIGKILL)?;
+    running.end()?.expect_killed();
+    restore(&new, &[])?.expect(0);
+    std::fs::write(signs.path().join("go"), "")?;
+    until("the loader's end", || signs.path().join("ended").exists()).await?;
+    assert_ne!(std::fs::read_to_string(signs.path().join("ended"))?.trim(), "0");
+    assert!(is_restored(&new).await? && new.marker());
     Ok(())
 }

@@ -99,6 +99,13 @@ impl Machine {
         Ok(machine)
     }
 
+    /// As [`Machine::new`], and its gate is open: it is in use.
+    pub async fn in_use(store: &S3Server, epoch: u32) -> Result<Self> {
+        let machine = Self::new(store, epoch).await?;
+        svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
+        Ok(machine)
+    }
+
     /// Without a database and without a store.
     pub fn bare(epoch: u32) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-machine-").tempdir()?;
@@ -235,6 +242,16 @@ impl Running {
         Ok(nix::sys::signal::kill(pid, signal)?)
     }
 
+    /// The most memory that was resident, anonymous pages alone, sampled until the run has ended.
+    pub async fn most_memory(&self) -> u64 {
+        let (mut most, path) = (0, format!("/proc/{}/status", self.child.id()));
+        while let Some(now) = fs::read_to_string(&path).ok().as_deref().and_then(resident) {
+            most = most.max(now);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        most
+    }
+
     pub fn stderr(&self) -> String {
         fs::read_to_string(self.err.path()).unwrap_or_default()
     }
@@ -252,6 +269,12 @@ impl Running {
             stderr: self.stderr(),
         })
     }
+}
+
+fn resident(status: &str) -> Option<u64> {
+    let line = status.lines().find(|line| line.starts_with("RssAnon:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024)
 }
 
 impl Drop for Running {

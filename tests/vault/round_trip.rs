@@ -62,7 +62,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 #[tokio::test]
 async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
     let store = machine::store()?;
-    let old = Machine::new(&store, 1).await?;
+    let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
 
@@ -117,7 +117,7 @@ async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
 #[tokio::test]
 async fn a_stock_pg_restore_reads_our_object() -> Result<()> {
     let store = machine::store()?;
-    let machine = Machine::new(&store, 1).await?;
+    let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     machine.run(&["svc-db-backup", "run"])?.expect(0);
     let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
@@ -137,7 +137,7 @@ async fn a_stock_pg_restore_reads_our_object() -> Result<()> {
 #[tokio::test]
 async fn a_database_in_use_is_backed_up_as_of_one_moment() -> Result<()> {
     let store = machine::store()?;
-    let old = Machine::new(&store, 1).await?;
+    let old = Machine::in_use(&store, 1).await?;
     let client = old.client().await?;
     client.batch_execute("CREATE TABLE a (id bigserial); CREATE TABLE b (id bigserial)").await?;
     let writing = tokio::spawn(async move {

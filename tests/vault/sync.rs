@@ -26,7 +26,7 @@ async fn end(running: Running) -> Result<Ended> {
 async fn a_heartbeat_says_how_the_machine_is() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(alive()).await?;
-    let machine = Machine::new(&store, 3).await?;
+    let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     platform.serves(&machine)?;
     let listen = gateway(&machine).await?.to_string();

@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::Settings;
 use super::dump::{self, DumpError, VerifiedDump};
 use super::record::{self, Record, Status};
+use super::replaced;
 use super::snapshot::{Snapshot, SnapshotError};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
@@ -42,7 +43,7 @@ pub const POINTS: &[&str] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
-    Fence,
+    Gate,
     Snapshot,
     Dump,
     Upload,
@@ -58,6 +59,9 @@ enum BackupError {
     Superseded,
     #[error("this machine has been replaced: {0}")]
     Fenced(Fenced),
+    /// What is in the database before the restore must never take the snapshot's place.
+    #[error("the restore gate is shut: nothing is backed up before it opens")]
+    GateShut,
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -99,7 +103,7 @@ impl BackupError {
             {
                 Exit::Unavailable
             }
-            Self::Stopped => Exit::TryAgain,
+            Self::GateShut | Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }
     }
@@ -119,7 +123,7 @@ struct Progress {
 pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
     let began = Instant::now();
     let timestamp = clock::now_ms();
-    let mut progress = Progress { stage: Stage::Fence, key: None, dump: None };
+    let mut progress = Progress { stage: Stage::Gate, key: None, dump: None };
     let end = back_up(settings, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
@@ -165,6 +169,9 @@ async fn back_up(
     if settings.layout.superseded().exists() {
         return Err(BackupError::Superseded);
     }
+    if !settings.layout.restore_complete().exists() {
+        return Err(BackupError::GateShut);
+    }
     refuse_if_fenced(settings).await?;
 
     progress.stage = Stage::Snapshot;
@@ -187,7 +194,7 @@ async fn back_up(
     failpoint::pass("backup.pointer")?;
 
     progress.stage = Stage::Done;
-    drop_replaced(settings).await;
+    replaced::drop_all(&settings.server).await;
     failpoint::pass("backup.cleaned")?;
     Ok(())
 }
@@ -291,22 +298,4 @@ async fn fill(
 async fn put_side_record(bucket: &Bucket, settings: &Settings, side: &SideRecord) -> Result<(), StoreError> {
     let object = settings.slot.side_record(&side.key).expect("our own keys have the form of a snapshot's");
     bucket.put_json(&object, side).await
-}
-
-/// The database that a restore replaced stays until the first good backup, and this was one.
-async fn drop_replaced(settings: &Settings) {
-    if let Err(error) = try_drop_replaced(settings).await {
-        tracing::warn!(error = %chain(&error), "could not drop a database that was replaced");
-    }
-}
-
-async fn try_drop_replaced(settings: &Settings) -> Result<(), SnapshotError> {
-    let client = settings.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?;
-    let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
-    for row in client.query(replaced, &[]).await? {
-        let name: String = row.try_get(0)?;
-        client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", pgconn::ident(&name))).await?;
-        tracing::info!(database = name, "dropped the database that the restore replaced");
-    }
-    Ok(())
 }

@@ -5,6 +5,7 @@
 mod dump;
 mod job;
 mod record;
+mod replaced;
 mod request;
 mod snapshot;
 mod toc;

@@ -42,7 +42,7 @@ pub const POINTS: &[&str] = &[
 enum RestoreError {
     #[error("there is no snapshot, and SVC_RESTORE_MODE is required")]
     Absent,
-    #[error("the pointer names {key}, which is not usable: {why}")]
+    #[error("the snapshot is not usable: {key}: {why}")]
     Damaged { key: String, why: String },
     #[error("the object store could not be read in time; nothing is known about the snapshot")]
     Store(#[source] StoreError),
@@ -140,6 +140,10 @@ async fn side_record(settings: &Settings, snapshot: &SnapshotRef) -> Result<Side
     loop {
         match snapshot::side_record(&settings.bucket, &settings.slot, snapshot).await {
             Ok(side) => return Ok(side),
+            Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
+            Err(StoreError::NotFound { key }) => {
+                return Err(RestoreError::Damaged { key, why: "it is missing".to_owned() });
+            }
             Err(error) => bear(&mut patience, error).await?,
         }
     }

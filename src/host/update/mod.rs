@@ -4,6 +4,7 @@
 
 mod boot;
 mod download;
+mod names;
 mod place;
 mod status;
 mod unpack;

@@ -14,6 +14,8 @@ use flate2::bufread::MultiGzDecoder;
 use tar::EntryType;
 use tokio::sync::mpsc;
 
+use super::names::Names;
+
 /// Chunks between download and unpacker.
 const QUEUE: usize = 8;
 const LONGEST_PATH: usize = 1024;
@@ -79,12 +81,16 @@ pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), Unp
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);
     let mut tree = Tree { root: into, limits, bytes: 0, directories: HashSet::new(), links: Vec::new() };
+    let mut names = Names::default();
     let entries = archive.entries().map_err(UnpackError::Archive)?;
-    for (index, entry) in entries.enumerate() {
+    for (index, entry) in entries.raw(true).enumerate() {
         if index >= limits.entries {
             return Err(UnpackError::TooMuch { what: "entries than a bundle has" });
         }
-        tree.add(entry.map_err(UnpackError::Archive)?)?;
+        let mut entry = entry.map_err(UnpackError::Archive)?;
+        if !names.take_from(&mut entry)? {
+            tree.add(entry, std::mem::take(&mut names))?;
+        }
     }
     // What follows the end mark belongs to the digest, and may be no second gigabyte of it.
     let mut rest = archive.into_inner().take(limits.bytes);
@@ -102,12 +108,12 @@ struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    fn add(&mut self, mut entry: tar::Entry<'_, impl Read>) -> Result<(), UnpackError> {
+    fn add(&mut self, mut entry: tar::Entry<'_, impl Read>, names: Names) -> Result<(), UnpackError> {
         let kind = entry.header().entry_type();
-        if kind == EntryType::XGlobalHeader {
-            return Ok(());
-        }
-        let named = entry.path().map_err(UnpackError::Archive)?.into_owned();
+        let named = match names.path {
+            Some(path) => path,
+            None => entry.path().map_err(UnpackError::Archive)?.into_owned(),
+        };
         let refuse = |why| Err(UnpackError::Refused { path: named.display().to_string(), why });
         let Some(path) = inside(&named) else {
             return refuse("its path leaves the release, or is too long");
@@ -120,7 +126,11 @@ impl Tree<'_> {
             EntryType::Directory => self.make_directory(&path),
             EntryType::Regular => self.make_file(&mut entry, &path, mode),
             EntryType::Symlink => {
-                let target = entry.link_name().map_err(UnpackError::Archive)?;
+                let here = || entry.link_name().map(|name| name.map(std::borrow::Cow::into_owned));
+                let target = match names.link {
+                    Some(target) => Some(target),
+                    None => here().map_err(UnpackError::Archive)?,
+                };
                 match target {
                     Some(target) => self.make_link(&path, &target),
                     None => refuse("it is a link to nowhere"),

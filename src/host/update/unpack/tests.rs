@@ -94,15 +94,7 @@ fn every_hostile_entry_is_refused() {
             "a directory over a link",
             vec![link("x", "d"), Raw { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
         ),
-        (
-            "link over link",
-            vec![
-                file("a/b/f", b""),
-                link("a/b/p", "../.."),
-                link("s", "a/b/p/../../a"),
-                link("t", "a/b/p/../x"),
-            ],
-        ),
+        ("link over link", vec![file("a/b/f", b""), link("a/b/p", "../.."), link("t", "a/b/p/../outside")]),
         ("dangling link", vec![link("x", "nowhere")]),
         ("hard link", vec![kind(EntryType::Link)]),
         ("character device", vec![kind(EntryType::Char)]),
@@ -112,13 +104,53 @@ fn every_hostile_entry_is_refused() {
         ("unknown kind", vec![kind(EntryType::new(b'Z'))]),
         ("setuid", vec![setuid]),
         ("setgid", vec![setgid]),
-        ("nul and traversal", vec![file("a/./../../outside", b"!")]),
         ("many entries", many.iter().map(|name| file(name, b"")).collect()),
         ("many bytes", vec![file(&long, &[0; 600_000]), file("y", &[0; 600_000])]),
     ];
     for (name, entries) in cases {
         let (_dir, end) = try_unpack(&archive(&entries));
         assert!(end.is_err(), "{name} was accepted");
+    }
+}
+
+/// `len key=value\n`, where `len` counts itself.
+fn pax(key: &str, value: &str) -> Vec<u8> {
+    let rest = format!(" {key}={value}\n");
+    let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
+    format!("{}{rest}", len.unwrap()).into_bytes()
+}
+
+fn named<'a>(kind: EntryType, body: &'a [u8]) -> Raw<'a> {
+    Raw { kind, ..file("././@LongLink", body) }
+}
+
+#[test]
+fn long_names_are_followed_and_checked_like_short_ones() {
+    let long = format!("{}/file", "d".repeat(200));
+    let gnu = [named(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
+    let (dir, end) = try_unpack(&archive(&gnu));
+    end.unwrap();
+    assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
+
+    let attributes = [pax("mtime", "1.5"), pax("path", &long)].concat();
+    let (dir, end) = try_unpack(&archive(&[named(EntryType::XHeader, &attributes), file("short", b"2")]));
+    end.unwrap();
+    assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
+
+    let up = pax("path", "../outside");
+    let up_link = pax("linkpath", "../outside");
+    let size = pax("size", "1");
+    let huge = vec![b'x'; 70_000];
+    let bad: [&[Raw<'_>]; 6] = [
+        &[named(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
+        &[named(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
+        &[named(EntryType::XHeader, &up), file("x", b"!")],
+        &[named(EntryType::XHeader, &up_link), link("x", "y")],
+        &[named(EntryType::XHeader, &size), file("x", b"!")],
+        &[named(EntryType::GNULongName, &huge), file("x", b"!")],
+    ];
+    for entries in bad {
+        assert!(try_unpack(&archive(entries)).1.is_err());
     }
 }
 
