@@ -201,7 +201,7 @@ fn text(value: Option<&String>) -> String {
 }
 
 /// One line: a text as it is, an object as `name=value …` without its nulls.
-fn compact(value: Option<&Value>) -> String {
+pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),
         Some(Value::String(text)) => text.clone(),

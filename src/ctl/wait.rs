@@ -6,7 +6,7 @@ use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
 use super::api::{Answer, Api, CallError};
-use super::show::{Machine, Operation};
+use super::show::{self, Machine, Operation};
 use crate::applet::{Exit, Failure};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
@@ -66,27 +66,22 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
 }
 
 fn verdict(machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
-    if let Some(operation) = operation.filter(|operation| operation.state != "succeeded") {
-        let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
-        let error = anyhow!(
-            "{} of machine {} {}{code}\n  next: `svcctl status {}` shows why",
-            operation.kind,
-            machine.machine_id,
-            operation.state,
-            machine.machine_id
-        );
-        return Err(Failure::new(Exit::Unavailable, error));
-    }
-    let wanted = operation.is_some_and(|operation| operation.kind == "delete");
-    match machine.state_word() {
-        "running" => Ok(()),
-        "deleted" if wanted => Ok(()),
-        state => {
-            let id = &machine.machine_id;
-            let error = anyhow!("machine {id} is {state}\n  next: `svcctl status {id}` shows why");
-            Err(Failure::new(Exit::Unavailable, error))
+    let kind = operation.map_or("", |operation| operation.kind.as_str());
+    let failed = operation.filter(|operation| operation.state != "succeeded");
+    let ended = match (failed, machine.state_word()) {
+        (None, "running") => return Ok(()),
+        (None, "deleted") if kind == "delete" => return Ok(()),
+        (None, state) => format!("is {state}"),
+        (Some(operation), _) => {
+            let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
+            format!("has not come about: {} {}{code}", operation.kind, operation.state)
         }
-    }
+    };
+    let why = show::compact(machine.failure.as_ref());
+    let why = if why.is_empty() { why } else { format!("; {why}") };
+    let id = &machine.machine_id;
+    let error = anyhow!("machine {id} {ended}{why}\n  next: `svcctl status {id}` shows its operations");
+    Err(Failure::new(Exit::Unavailable, error))
 }
 
 /// What has been told already.

@@ -16,15 +16,17 @@ mod slot;
 mod stack;
 mod web;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
 use self::report::Stopped;
 pub use self::report::{Report, Step};
 use self::stack::Stack;
+use crate::child;
 
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -45,6 +47,7 @@ pub async fn play(options: Options) -> Result<Report> {
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
+    child::remove_with_us(dir.path());
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -59,7 +62,7 @@ pub async fn play(options: Options) -> Result<Report> {
     let as_expected =
         options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
     if options.keep || (!interrupted && !report.ok && !as_expected) {
-        println!("kept: {}", dir.keep().display());
+        println!("kept: {}", kept(dir)?.display());
     }
     println!("{}", report.summary());
     if let Some(path) = &options.report {
@@ -68,7 +71,15 @@ pub async fn play(options: Options) -> Result<Report> {
     Ok(report)
 }
 
-async fn whole(report: &mut Report, options: &Options, dir: &std::path::Path) -> Result<(), Stopped> {
+/// Under another name, because the one that is known is removed when this process ends.
+fn kept(dir: TempDir) -> Result<PathBuf> {
+    let dir = dir.keep();
+    let kept = dir.with_added_extension("kept");
+    std::fs::rename(&dir, &kept)?;
+    Ok(kept)
+}
+
+async fn whole(report: &mut Report, options: &Options, dir: &Path) -> Result<(), Stopped> {
     let mut stack = report.step("stack", Stack::up(&options.svc, dir)).await?;
     let end = acts(report, options.breakage, &mut stack).await;
     if end.is_err() {

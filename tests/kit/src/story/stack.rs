@@ -136,7 +136,7 @@ impl Stack {
             let text = String::from_utf8_lossy(&text);
             let lines: Vec<&str> = text.lines().collect();
             if !lines.is_empty() {
-                println!("--- {}", log.display());
+                println!("--- {}", log.strip_prefix(&self.dir).unwrap_or(&log).display());
                 lines[lines.len().saturating_sub(LOG_LINES)..].iter().for_each(|line| println!("{line}"));
             }
         }
