@@ -68,7 +68,7 @@ fn doc() -> Result<End> {
 
 fn deny() -> Result<End> {
     let mut deny = cargo_deny()?;
-    deny.args(["check", "bans", "licenses", "sources"]);
+    deny.args(["--log-level", "error", "check", "bans", "licenses", "sources"]);
     cargo::succeed(deny)?;
     Ok(End::Passed)
 }
