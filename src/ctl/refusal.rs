@@ -89,7 +89,7 @@ fn advice(code: &str) -> Option<&'static str> {
         "invalid_state" => "`svcctl status <machine>` shows its state; wait for its operation, or recover",
         "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",
         "snapshot_unusable" => {
-            "look at system/db/latest of the slot; --snapshot names an older snapshot, --allow-empty starts without \
+            "look at system/db/latest of the slot; without --snapshot the latest is taken, --allow-empty starts without \
              (only for a new or intentionally empty user)"
         }
         "idempotency_mismatch" => "run the command again: each run has a key of its own",
