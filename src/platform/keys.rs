@@ -4,20 +4,17 @@
 //! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf;
 use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use super::db::{self, Db, DbError};
-use crate::http::problem::chain;
 use crate::http::proof::{ProofKeys, Signer};
 
-const REFRESH: Duration = Duration::from_secs(10);
+/// What is locked by whoever changes the set of keys.
+pub const LOCK: &str = "signing keys";
 
 /// The keys that sign proofs, as one process sees them now.
 pub struct SigningSet {
@@ -98,7 +95,7 @@ pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
     let mut stored = db::keys::active(&session, db::keys::PROOF).await?;
     if stored.is_empty() {
         let tx = db::begin(&mut session).await?;
-        db::lock(&tx, "signing keys").await?;
+        db::lock(&tx, LOCK).await?;
         stored = db::keys::active(&tx, db::keys::PROOF).await?;
         if stored.is_empty() {
             stored.push(generate(&tx, seal).await?);
@@ -108,7 +105,11 @@ pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
     assemble(stored, seal)
 }
 
-async fn generate(
+/// Makes another key, under the lock that the transaction holds.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
 ) -> Result<db::keys::StoredKey, KeyError> {
@@ -121,7 +122,7 @@ async fn generate(
     Ok(key)
 }
 
-/// The oldest key signs until hosts know the newer one.
+/// The oldest key signs until hosts know the newest one.
 fn assemble(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<SigningSet, KeyError> {
     let mut signers = Vec::new();
     for key in stored {
@@ -132,24 +133,7 @@ fn assemble(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<SigningSet,
     let public = ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() };
     let mut signers = signers.into_iter();
     let current = signers.next().ok_or_else(|| KeyError::Damaged { kid: "(none)".to_owned() })?;
-    Ok(SigningSet { current, next: signers.next(), public })
-}
-
-/// Keeps the process's view of the keys fresh until `stop`; what cannot be read leaves the last view.
-pub async fn refresh(db: Db, seal: Seal, keys: watch::Sender<Arc<SigningSet>>, stop: CancellationToken) {
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(REFRESH) => {}
-        }
-        match load(&db, &seal).await {
-            Ok(fresh) if fresh.public != keys.borrow().public => {
-                keys.send_replace(Arc::new(fresh));
-            }
-            Ok(_) => {}
-            Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
-        }
-    }
+    Ok(SigningSet { current, next: signers.next_back(), public })
 }
 
 #[cfg(test)]
