@@ -54,7 +54,7 @@ impl Outside {
 }
 
 /// What a backup leaves in the store before the pointer moves.
-fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
+pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     SideRecord {
         version: snapshot::FORMAT,
         key: snapshot_key(at, epoch),
