@@ -25,7 +25,7 @@ pub async fn run(
     db: Db,
     seal: Seal,
     timing: KeyTiming,
-    keys: watch::Sender<Arc<SigningSet>>,
+    view: watch::Sender<Arc<SigningSet>>,
     stop: CancellationToken,
 ) {
     let pause = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), LONGEST_PAUSE);
@@ -38,8 +38,8 @@ pub async fn run(
             tracing::warn!(error = %chain(&error), "the signing keys could not be seen to");
         }
         match keys::load(&db, &seal).await {
-            Ok(fresh) if fresh.public != keys.borrow().public => {
-                keys.send_replace(Arc::new(fresh));
+            Ok(fresh) if !keys::same(&fresh, &view.borrow()) => {
+                view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
@@ -84,7 +84,7 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming) -> Result<(), KeyError> {
     match due(&standing, without, timing) {
         Due::Nothing => return Ok(()),
         Due::Successor => {
-            let key = keys::generate(&tx, seal).await?;
+            let key = keys::generate(&tx, seal, PROOF).await?;
             tracing::info!(kid = key.kid, "a new proof key");
         }
         Due::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
