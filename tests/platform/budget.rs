@@ -1,27 +1,32 @@
 //! One rate budget for all processes: together they never ask more than the provider allows.
 
+use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
 
 use super::stack::Stack;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn processes_share_the_providers_rate_and_none_is_refused() {
-    let limit = RateLimit { limit: 24, per_second: 12.0 };
+    let limit = RateLimit { limit: 16, per_second: 8.0 };
     let stack =
         Stack::start_on(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() }).await;
     let quiet = [("RECONCILE_SECONDS", "5")];
     let processes = [stack.platform_with(&quiet), stack.platform_with(&quiet), stack.platform_with(&quiet)];
-    let mut made = Vec::new();
-    for n in 0..24 {
-        made.push(stack.provision(&processes[n % 3], &format!("user_{n}")).await);
-    }
+    let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
+    // All at once, so that each process has as much to do as it can.
+    let made = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
+    let made = join_all(made).await;
     for made in &made {
         let operation = stack.ended(&processes[0], made["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     }
-    for (n, made) in made.iter().enumerate() {
-        let deleted =
-            stack.delete(&processes[n % 3], &format!("/vps/{}", made["machineId"].as_str().unwrap())).await;
+    let deleted = made.iter().enumerate().map(|(n, made)| {
+        let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+        let process = &processes[n % 3];
+        let stack = &stack;
+        async move { stack.delete(process, &path).await }
+    });
+    for deleted in join_all(deleted).await {
         stack.ended(&processes[0], deleted.body["operationId"].as_str().unwrap()).await;
     }
     let calls = stack.provider.calls();

@@ -25,6 +25,14 @@ pub fn actions(stack: &Stack, name: &str) -> usize {
     stack.provider.call_count("POST", &format!("/actions/{name}"))
 }
 
+/// Waits until the platform has looked at the server a few times more.
+async fn looked_at_again(stack: &Stack) {
+    let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
+    let wanted = stack.provider.call_count("GET", &path) + 3;
+    let looked = || async { (stack.provider.call_count("GET", &path) >= wanted).then_some(()) };
+    stack.eventually("the server is looked at", looked).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resize_changes_the_type_and_nothing_else() {
     let stack = Stack::start().await;
@@ -45,15 +53,18 @@ async fn a_resize_changes_the_type_and_nothing_else() {
         (server.server_type == "cpx32" && server.status == Power::Running).then_some(())
     };
     stack.eventually("the server is on again", on).await;
-    let mut ill = beat_of(&guest);
-    ill["health"]["database"] = json!("failing");
-    stack.beat(&process, &guest, &ill).await;
     let waits = || async {
         let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
         (found["step"] == "await_health").then_some(())
     };
     stack.eventually("it waits for the host", waits).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing");
+    looked_at_again(&stack).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "its last word was from before");
+    let mut ill = beat_of(&guest);
+    ill["health"]["database"] = json!("failing");
+    stack.beat(&process, &guest, &ill).await;
+    looked_at_again(&stack).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "it is back, and not well");
     resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
 
     let ended = stack.ended_while_beating(&process, &operation).await;
