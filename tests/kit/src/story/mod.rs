@@ -7,13 +7,13 @@
 pub mod bundle;
 
 mod breakage;
-mod first_life;
+pub(crate) mod first_life;
 mod platform;
 mod program;
 mod report;
 mod second_life;
-mod slot;
-mod stack;
+pub(crate) mod slot;
+pub(crate) mod stack;
 mod web;
 
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use tokio::signal::unix::{SignalKind, signal};
 pub use self::breakage::Breakage;
 use self::report::Stopped;
 pub use self::report::{Report, Step};
-use self::stack::Stack;
+use self::stack::{Front, Stack};
 use crate::child;
 
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ fn kept(dir: TempDir) -> Result<PathBuf> {
 }
 
 async fn whole(report: &mut Report, options: &Options, dir: &Path) -> Result<(), Stopped> {
-    let mut stack = report.step("stack", Stack::up(&options.svc, dir)).await?;
+    let mut stack = report.step("stack", Stack::up(&options.svc, dir, Front::Tls)).await?;
     let end = acts(report, options.breakage, &mut stack).await;
     if end.is_err() {
         stack.print_logs();
