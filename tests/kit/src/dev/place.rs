@@ -128,10 +128,10 @@ impl fmt::Display for Taken {
         match &self.urls {
             Some((platform, router)) => write!(
                 f,
-                "one runs already: platform {platform}, router {router} (all of it: {})",
+                "`cargo xtask dev` runs already: platform {platform}, router {router} (all of it: {})",
                 self.handbill.display()
             )?,
-            None => write!(f, "one is starting or stopping")?,
+            None => write!(f, "`cargo xtask dev` is starting or stopping")?,
         }
         if let Some(pid) = self.pid {
             write!(f, "\n  next: use it, or end it with Ctrl-C or `kill {pid}`")?;
