@@ -25,7 +25,7 @@ use tokio::signal::unix::{SignalKind, signal};
 pub use self::breakage::Breakage;
 use self::report::Stopped;
 pub use self::report::{Report, Step};
-use self::stack::{Front, Stack};
+pub use self::stack::{Front, Stack};
 use crate::child;
 
 #[derive(Debug, Clone)]
@@ -102,6 +102,7 @@ async fn acts(report: &mut Report, breakage: Option<Breakage>, stack: &mut Stack
         breakage::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_life::backup(stack, &first)).await?;
+    report.step("resize", first_life::resize(stack, &first)).await?;
     report.step("later-row", first_life::insert_later(stack)).await?;
     report.step("loss", second_life::lose(stack, &first)).await?;
     if broken(Breakage::Restore) {
