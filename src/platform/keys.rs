@@ -4,26 +4,30 @@
 //! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf;
 use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use super::db::{self, Db, DbError};
-use crate::http::problem::chain;
 use crate::http::proof::{ProofKeys, Signer};
 
-const REFRESH: Duration = Duration::from_secs(10);
+/// What is locked by whoever changes the set of keys.
+pub const LOCK: &str = "signing keys";
 
 /// The keys that sign proofs, as one process sees them now.
 pub struct SigningSet {
     pub current: Arc<Signer>,
     /// Takes over where the host has acknowledged it.
     pub next: Option<Arc<Signer>>,
+    pub public: ProofKeys,
+    pub app: AppKeys,
+}
+
+/// The keys that sign app tokens; the newest signs. Hosts do not know them: only the router believes such tokens.
+pub struct AppKeys {
+    pub current: Arc<Signer>,
     pub public: ProofKeys,
 }
 
@@ -89,67 +93,75 @@ impl Seal {
     }
 }
 
-/// The keys in the database; makes the first one where there is none.
+/// The keys in the database; makes the first one of a purpose where there is none.
 ///
 /// # Errors
 /// [`KeyError`].
 pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
-    let mut session = db.session().await?;
-    let mut stored = db::keys::active(&session, db::keys::PROOF).await?;
-    if stored.is_empty() {
-        let tx = db::begin(&mut session).await?;
-        db::lock(&tx, "signing keys").await?;
-        stored = db::keys::active(&tx, db::keys::PROOF).await?;
-        if stored.is_empty() {
-            stored.push(generate(&tx, seal).await?);
-        }
-        db::commit(tx).await?;
-    }
-    assemble(stored, seal)
+    let proof = opened(stored(db, seal, db::keys::PROOF).await?, seal)?;
+    let app = opened(stored(db, seal, db::keys::APP).await?, seal)?;
+    let none = || KeyError::Damaged { kid: "(none)".to_owned() };
+    let newest = app.last().cloned().ok_or_else(none)?;
+    // The oldest key signs proofs until hosts know the newest one.
+    let mut signers = proof.iter().cloned();
+    Ok(SigningSet {
+        current: signers.next().ok_or_else(none)?,
+        next: signers.next_back(),
+        public: public(&proof),
+        app: AppKeys { current: newest, public: public(&app) },
+    })
 }
 
-async fn generate(
+async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
+    let mut session = db.session().await?;
+    let stored = db::keys::active(&session, purpose).await?;
+    if !stored.is_empty() {
+        return Ok(stored);
+    }
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, LOCK).await?;
+    let mut stored = db::keys::active(&tx, purpose).await?;
+    if stored.is_empty() {
+        stored.push(generate(&tx, seal, purpose).await?);
+    }
+    db::commit(tx).await?;
+    Ok(stored)
+}
+
+/// Makes another key, under the lock that the transaction holds.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
+    purpose: &str,
 ) -> Result<db::keys::StoredKey, KeyError> {
-    let kid = format!("proof-{}", uuid::Uuid::now_v7().simple());
+    let kid = format!("{purpose}-{}", uuid::Uuid::now_v7().simple());
     let pkcs8 = Signer::generate()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
     let sealed = seal.close(&kid, &pkcs8)?;
     let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed };
-    db::keys::insert(tx, db::keys::PROOF, &key).await?;
+    db::keys::insert(tx, purpose, &key).await?;
     Ok(key)
 }
 
-/// The oldest key signs until hosts know the newer one.
-fn assemble(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<SigningSet, KeyError> {
-    let mut signers = Vec::new();
-    for key in stored {
+fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
+    let open = |key: db::keys::StoredKey| {
         let pkcs8 = seal.open(&key.kid, &key.sealed)?;
         let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
-        signers.push(Arc::new(signer.map_err(|_| KeyError::Damaged { kid: key.kid })?));
-    }
-    let public = ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() };
-    let mut signers = signers.into_iter();
-    let current = signers.next().ok_or_else(|| KeyError::Damaged { kid: "(none)".to_owned() })?;
-    Ok(SigningSet { current, next: signers.next(), public })
+        signer.map(Arc::new).map_err(|_| KeyError::Damaged { kid: key.kid })
+    };
+    stored.into_iter().map(open).collect()
 }
 
-/// Keeps the process's view of the keys fresh until `stop`; what cannot be read leaves the last view.
-pub async fn refresh(db: Db, seal: Seal, keys: watch::Sender<Arc<SigningSet>>, stop: CancellationToken) {
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(REFRESH) => {}
-        }
-        match load(&db, &seal).await {
-            Ok(fresh) if fresh.public != keys.borrow().public => {
-                keys.send_replace(Arc::new(fresh));
-            }
-            Ok(_) => {}
-            Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
-        }
-    }
+fn public(signers: &[Arc<Signer>]) -> ProofKeys {
+    ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
+}
+
+/// Whether two views hold the same keys.
+pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
+    one.public == other.public && one.app.public == other.app.public
 }
 
 #[cfg(test)]
