@@ -16,7 +16,12 @@ register() {
 stage() { register stage "$1" || tell boot-stage "{\"stage\":\"$1\"}"; }
 fail() { register failure --stage "$1" --message "$2" || tell boot-failure "{\"stage\":\"$1\",\"message\":\"$2\"}"; exit 1; }
 # A program of ours: its last words go with its failure.
-part() { at=$1; shift; "$@" 2>/opt/svc/boot.err || { cat /opt/svc/boot.err; fail "$at" "$(tail -n 1 /opt/svc/boot.err)"; }; }
+part() {
+  at=$1; shift; ended=0
+  "$@" 2>/opt/svc/boot.err || ended=$?
+  cat /opt/svc/boot.err >&2
+  [ $ended -eq 0 ] || fail "$at" "$(tail -n 1 /opt/svc/boot.err)"
+}
 stage database
 command -v podman >/dev/null && command -v curl >/dev/null || { apt-get update && apt-get install -y podman curl; } || fail database "the packages podman and curl could not be installed"
 id svc >/dev/null 2>&1 || useradd --create-home --home-dir /home/svc svc
