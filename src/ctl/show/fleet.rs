@@ -67,7 +67,11 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
             Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
-            a.reasons.first().map_or("", |reason| advice(reason)).into(),
+            a.reasons
+                .first()
+                .map(|reason| advice(reason).replace("HANDLE", &a.handle))
+                .unwrap_or_default()
+                .into(),
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
