@@ -1,20 +1,21 @@
 //! An app's connections. Requests share them: PostgreSQL's protocol lets several statements be under way on one, so a
-//! connection that waits for an answer already carries the next question.
+//! connection that waits for an answer already carries the next question. A transaction has one to itself.
 //!
-//! Invariant: all pools together never hold more connections than the budget they share.
+//! Invariants: all pools together never hold more connections than the budget they share; a connection whose work was
+//! left unfinished is never given to anybody again.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, Semaphore};
 use tokio_postgres::error::SqlState;
-use tokio_postgres::types::Type;
-use tokio_postgres::{Client, Statement};
 
 use super::budget::{Budget, Place};
 use super::connect::{Database, DatabaseError, connect};
+use super::connection::{Connection, now_ms};
+use super::lease::Lease;
 
 /// The most connections of one app.
 const MOST: usize = 16;
@@ -22,8 +23,8 @@ const MOST: usize = 16;
 const DEPTH: usize = 8;
 const WAIT: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_secs(60);
-/// Prepared statements kept on a connection, by their text.
-const STATEMENTS: usize = 200;
+/// A connection on which nothing moved for so long has a long statement under way: the next does not stand behind it.
+const SLOW: Duration = Duration::from_millis(50);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -41,6 +42,17 @@ pub struct Pool {
     connections: Mutex<Vec<Arc<Connection>>>,
     opening: tokio::sync::Mutex<()>,
     growing: AtomicBool,
+    /// Told when a connection may have come free for those that found none.
+    freed: Notify,
+}
+
+/// What the connections of now offer a request.
+enum Choice {
+    Take(Arc<Connection>),
+    /// All are busy, this one the least, and another may be opened.
+    Grow(Arc<Connection>),
+    Open,
+    Wait,
 }
 
 impl std::fmt::Debug for Pool {
@@ -49,84 +61,10 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// A connection and the statements prepared on it.
-pub struct Connection {
-    pub client: Client,
-    statements: Mutex<Statements>,
-    under_way: AtomicUsize,
-    /// Given up by a request that waited too long: nobody takes it any more.
-    stuck: AtomicBool,
-    used_ms: AtomicU64,
-    _place: Place,
-}
-
-#[derive(Default)]
-struct Statements {
-    by_text: HashMap<String, Statement>,
-    oldest_first: VecDeque<String>,
-}
-
 /// What a pool has.
 pub(super) struct Holding {
     pub connections: usize,
     pub last_used: u64,
-}
-
-/// A place on a connection, given back when dropped.
-pub struct Lease {
-    connection: Arc<Connection>,
-    _place: OwnedSemaphorePermit,
-}
-
-impl std::ops::Deref for Lease {
-    type Target = Connection;
-
-    fn deref(&self) -> &Connection {
-        &self.connection
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.connection.under_way.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Connection {
-    /// The statement of this text, prepared at its first use.
-    ///
-    /// # Errors
-    /// When PostgreSQL refuses the text.
-    pub async fn statement(&self, sql: &str, types: &[Type]) -> Result<Statement, tokio_postgres::Error> {
-        let kept = self.kept().by_text.get(sql).cloned();
-        if let Some(statement) = kept {
-            return Ok(statement);
-        }
-        let statement = self.client.prepare_typed(sql, types).await?;
-        let mut kept = self.kept();
-        if kept.by_text.len() >= STATEMENTS
-            && let Some(oldest) = kept.oldest_first.pop_front()
-        {
-            kept.by_text.remove(&oldest);
-        }
-        if kept.by_text.insert(sql.to_owned(), statement.clone()).is_none() {
-            kept.oldest_first.push_back(sql.to_owned());
-        }
-        Ok(statement)
-    }
-
-    /// Gives the connection up: something on it does not end.
-    pub fn give_up(&self) {
-        self.stuck.store(true, Ordering::Relaxed);
-    }
-
-    fn kept(&self) -> std::sync::MutexGuard<'_, Statements> {
-        self.statements.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_usable(&self) -> bool {
-        !self.client.is_closed() && !self.stuck.load(Ordering::Relaxed)
-    }
 }
 
 impl Pool {
@@ -140,6 +78,7 @@ impl Pool {
             connections: Mutex::default(),
             opening: tokio::sync::Mutex::default(),
             growing: AtomicBool::new(false),
+            freed: Notify::new(),
         });
         pool.budget.join(&pool);
         pool
@@ -152,11 +91,44 @@ impl Pool {
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(WAIT, async {
             let place = self.places.clone().acquire_owned().await.map_err(|_| PoolError::Wait)?;
-            let connection = match self.least_busy() {
-                Some(connection) => connection,
-                None => self.first().await?,
-            };
-            Ok(Lease { connection, _place: place })
+            loop {
+                let mut freed = pin!(self.freed.notified());
+                freed.as_mut().enable();
+                let connection = match self.choose() {
+                    Choice::Take(connection) => connection,
+                    Choice::Grow(busy) => self.rather_than(busy).await,
+                    Choice::Open => self.first().await?,
+                    Choice::Wait => {
+                        freed.await;
+                        continue;
+                    }
+                };
+                return Ok(Lease::new(self.clone(), connection, place));
+            }
+        });
+        waited.await.unwrap_or(Err(PoolError::Wait))
+    }
+
+    /// A connection that nobody else uses until the lease ends: for a transaction.
+    ///
+    /// # Errors
+    /// As [`Self::lease`].
+    pub async fn lease_alone(self: &Arc<Self>) -> Result<Lease, PoolError> {
+        let waited = tokio::time::timeout(WAIT, async {
+            loop {
+                let mut lease = self.lease().await?;
+                // Others stay away from now on; those that are there end first.
+                if lease.reserve() {
+                    loop {
+                        let mut freed = pin!(self.freed.notified());
+                        freed.as_mut().enable();
+                        if lease.is_alone() {
+                            return Ok(lease);
+                        }
+                        freed.await;
+                    }
+                }
+            }
         });
         waited.await.unwrap_or(Err(PoolError::Wait))
     }
@@ -166,49 +138,79 @@ impl Pool {
         let now = now_ms();
         let idle = u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
         self.open().retain(|connection| {
-            let used = connection.used_ms.load(Ordering::Relaxed);
-            connection.under_way.load(Ordering::Relaxed) > 0 || now.saturating_sub(used) < idle
+            connection.under_way() > 0 || now.saturating_sub(connection.moved_ms()) < idle
         });
     }
 
     pub(super) fn holding(&self) -> Holding {
         let open = self.open();
-        let used = open.iter().map(|connection| connection.used_ms.load(Ordering::Relaxed));
+        let used = open.iter().map(|connection| connection.moved_ms());
         Holding { connections: open.len(), last_used: used.max().unwrap_or(0) }
     }
 
     /// Lets go of the least busy connection; it closes when the statements under way on it have ended.
     pub(super) fn retire_one(&self) {
         let mut open = self.open();
-        let least = (0..open.len()).min_by_key(|&index| open[index].under_way.load(Ordering::Relaxed));
+        let least = (0..open.len()).min_by_key(|&index| open[index].under_way());
         if let Some(index) = least {
             open.swap_remove(index);
         }
     }
 
-    fn least_busy(self: &Arc<Self>) -> Option<Arc<Connection>> {
-        let (chosen, room) = {
-            let mut open = self.open();
-            open.retain(|connection| connection.is_usable());
-            let chosen = open.iter().min_by_key(|c| c.under_way.load(Ordering::Relaxed))?.clone();
-            // Counted under the lock, so that two requests do not take the same idle connection.
-            let busy = chosen.under_way.fetch_add(1, Ordering::Relaxed) > 0;
-            (chosen, busy && open.len() < MOST)
+    /// Takes a connection out, so that nobody new comes upon it. Whoever counts on it does so under the same lock.
+    pub(super) fn give_up(&self, connection: &Arc<Connection>) {
+        let mut open = self.open();
+        connection.give_up();
+        open.retain(|known| !Arc::ptr_eq(known, connection));
+    }
+
+    /// Tells those that wait for a connection.
+    pub(super) fn tell_freed(&self) {
+        self.freed.notify_waiters();
+    }
+
+    fn choose(self: &Arc<Self>) -> Choice {
+        let mut open = self.open();
+        open.retain(|connection| connection.is_usable());
+        let now = now_ms();
+        let slow = u64::try_from(SLOW.as_millis()).unwrap_or(u64::MAX);
+        let is_slow = |c: &Connection| c.under_way() > 0 && now.saturating_sub(c.moved_ms()) > slow;
+        let shared = open.iter().filter(|connection| !connection.is_reserved());
+        let Some(least) = shared.min_by_key(|c| (is_slow(c), c.under_way())).cloned() else {
+            return if open.len() < MOST { Choice::Open } else { Choice::Wait };
         };
-        chosen.used_ms.store(now_ms(), Ordering::Relaxed);
-        if room && !self.growing.swap(true, Ordering::Relaxed) {
+        let (is_slow, room) = (is_slow(&least), open.len() < MOST);
+        // Counted under the lock, so that two requests do not take the same idle connection.
+        let is_busy = least.enter() > 0;
+        drop(open);
+        if is_slow && room {
+            return Choice::Grow(least);
+        }
+        if is_busy && room && !self.growing.swap(true, Ordering::Relaxed) {
             let pool = self.clone();
             tokio::spawn(async move {
                 pool.grow().await;
                 pool.growing.store(false, Ordering::Relaxed);
             });
         }
-        Some(chosen)
+        Choice::Take(least)
+    }
+
+    /// A new connection in place of one that is long busy, if the budget has room.
+    async fn rather_than(self: &Arc<Self>, busy: Arc<Connection>) -> Arc<Connection> {
+        let mut entered = Entered(Some(busy.clone()));
+        if let Some(place) = self.budget.spare()
+            && let Ok(connection) = self.add(place, 1).await
+        {
+            return connection;
+        }
+        entered.0 = None;
+        busy
     }
 
     async fn first(self: &Arc<Self>) -> Result<Arc<Connection>, PoolError> {
         let _opening = self.opening.lock().await;
-        if let Some(connection) = self.least_busy() {
+        if let Choice::Take(connection) | Choice::Grow(connection) = self.choose() {
             return Ok(connection);
         }
         let place = self.budget.place().await.ok_or(PoolError::Wait)?;
@@ -225,15 +227,9 @@ impl Pool {
 
     async fn add(&self, place: Place, under_way: usize) -> Result<Arc<Connection>, DatabaseError> {
         let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
-        let connection = Arc::new(Connection {
-            client,
-            statements: Mutex::default(),
-            under_way: AtomicUsize::new(under_way),
-            stuck: AtomicBool::new(false),
-            used_ms: AtomicU64::new(now_ms()),
-            _place: place,
-        });
+        let connection = Arc::new(Connection::new(client, place, under_way));
         self.open().push(connection.clone());
+        self.tell_freed();
         Ok(connection)
     }
 
@@ -251,8 +247,13 @@ impl Pool {
     }
 }
 
-/// Milliseconds on one clock for all pools.
-fn now_ms() -> u64 {
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
+/// Counts as under way on a connection until this is dropped, as it is when the request goes away.
+struct Entered(Option<Arc<Connection>>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(connection) = &self.0 {
+            connection.leave();
+        }
+    }
 }
