@@ -177,7 +177,9 @@ impl At<'_> {
             None => Ok(None),
         };
         let first = || self.rows(write.1, write.0);
-        let Some((sql, statement)) = otherwise else { return answer(first().await?)?.ok_or_else(refusal::lost) };
+        let Some((sql, statement)) = otherwise else {
+            return answer(first().await?)?.ok_or_else(refusal::lost);
+        };
         let second = || self.rows(statement, sql);
         if way == Way::InTransaction {
             let (made, found) = try_join(first(), second()).await?;

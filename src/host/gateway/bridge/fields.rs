@@ -20,7 +20,8 @@ impl<'a> Fields<'a> {
         if !raw.get().starts_with('{') {
             return Err("must be an object");
         }
-        serde_json::from_str(raw.get()).map_err(|_| "must be an object of at most 256 fields, none of them twice")
+        serde_json::from_str(raw.get())
+            .map_err(|_| "must be an object of at most 256 fields, none of them twice")
     }
 }
 

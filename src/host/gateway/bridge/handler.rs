@@ -66,11 +66,11 @@ async fn answer(
     let limit = gateway.config.statement_timeout;
     let answer = if is_transaction {
         let ran = run::run_together(&app.pool, plans, limit).await;
-        ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| {
-            match failed.index {
-                Some(index) => refusal::at_operation(failed.problem, index),
-                None => failed.problem,
-            }
+        ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| match failed
+            .index
+        {
+            Some(index) => refusal::at_operation(failed.problem, index),
+            None => failed.problem,
         })
     } else {
         let plan = plans.pop().ok_or_else(refusal::lost)?;

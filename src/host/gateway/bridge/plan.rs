@@ -26,7 +26,10 @@ pub enum Plan<'t> {
     /// Rows were made: a statement for each set of columns that they name.
     ManyMade(Vec<Group>),
     /// A row was made, or was there: then `otherwise` reads it where it was to be left as it is.
-    Upserted { write: Sql, otherwise: Option<Sql> },
+    Upserted {
+        write: Sql,
+        otherwise: Option<Sql>,
+    },
     /// One row, or none.
     One(Sql),
     /// A number.

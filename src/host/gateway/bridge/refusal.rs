@@ -74,10 +74,7 @@ pub fn at_operation(mut problem: Problem, index: usize) -> Problem {
         let errors: Vec<FieldError> = errors
             .iter()
             .map(|error| FieldError {
-                pointer: format!(
-                    "/operations/{index}{}",
-                    error["pointer"].as_str().unwrap_or_default()
-                ),
+                pointer: format!("/operations/{index}{}", error["pointer"].as_str().unwrap_or_default()),
                 detail: error["detail"].as_str().unwrap_or_default().to_owned(),
             })
             .collect();
@@ -91,7 +88,8 @@ pub fn of_error(error: &tokio_postgres::Error, asked: Asked) -> Problem {
         tracing::warn!(closed = error.is_closed(), "the database did not answer");
         let mut problem = unavailable();
         if asked.is_write {
-            problem.detail = "The connection to the database broke: the change may have been made or not.".into();
+            problem.detail =
+                "The connection to the database broke: the change may have been made or not.".into();
         }
         return problem;
     };
@@ -109,7 +107,9 @@ pub fn of_error(error: &tokio_postgres::Error, asked: Asked) -> Problem {
         "23P01" => conflict(refusal, "Another row excludes this one."),
         "40001" | "40P01" | "55P03" => overtaken(),
         "42501" => Problem::new(Code::Forbidden, "The app may not do this."),
-        "42P10" => Problem::field("/onConflict", "must be the columns of the primary key or of a unique index"),
+        "42P10" => {
+            Problem::field("/onConflict", "must be the columns of the primary key or of a unique index")
+        }
         "21000" => Problem::field(asked.data, "names the same row twice"),
         "57014" => too_slow(),
         text if text.starts_with("23") || text.starts_with("22") || text.starts_with("54") => {

@@ -202,7 +202,9 @@ impl<'a, 'w> Reader<'a, 'w> {
         let place = format!("{}/operations", self.place);
         let mut calls = Vec::with_capacity(all.len());
         for (index, raw) in all.into_iter().enumerate() {
-            let Some(mut reader) = Reader::open(raw, format!("{place}/{index}"), self.wrong) else { continue };
+            let Some(mut reader) = Reader::open(raw, format!("{place}/{index}"), self.wrong) else {
+                continue;
+            };
             let Some(shape) = reader.shape(|action| !matches!(action, "transaction" | "schemas")) else {
                 continue;
             };
@@ -296,7 +298,8 @@ impl<'a, 'w> Reader<'a, 'w> {
 
     fn refuse_others(&mut self, shape: &Shape, always: &[&str]) {
         let known = |name: &str| {
-            name == "action" || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
+            name == "action"
+                || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
         };
         for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
             let pointer = format!("{}/{}", self.place, escaped(name));
@@ -354,9 +357,8 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         let many = vec![r#"{"action":"count","table":"t"}"#; 51].join(",");
-        let of = |operations: &str| {
-            format!(r#"{{"action":"transaction","app":"a","operations":[{operations}]}}"#)
-        };
+        let of =
+            |operations: &str| format!(r#"{{"action":"transaction","app":"a","operations":[{operations}]}}"#);
         assert!(mistakes(&of(&many)).contains("1 to 50"));
         assert!(mistakes(&of("")).contains("1 to 50"));
     }

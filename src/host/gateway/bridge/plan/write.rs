@@ -153,7 +153,8 @@ impl<'t> Place<'_, 't> {
             return Err(wrong("/filter", "must not be empty"));
         }
         let returning = change.returning;
-        let at_most = bound(change.max_affected, target, returning).map_err(|why| wrong("/maxAffected", why))?;
+        let at_most =
+            bound(change.max_affected, target, returning).map_err(|why| wrong("/maxAffected", why))?;
         let sql = match at_most {
             None => self.direct(verb, &filter, returning),
             Some(most) => self.bounded(verb, &filter, returning, most),
@@ -189,7 +190,8 @@ impl<'t> Place<'_, 't> {
                 sql.push("TRUE) SELECT (").push(hits).push("), (SELECT count(*) FROM \"done\")");
             }
             Returning::Rows => {
-                sql.row_object(&self.table.columns).push(" AS \"row\") SELECT \"h\".\"count\", \"d\".\"row\" FROM (");
+                sql.row_object(&self.table.columns)
+                    .push(" AS \"row\") SELECT \"h\".\"count\", \"d\".\"row\" FROM (");
                 sql.push(hits).push(") AS \"h\" LEFT JOIN \"done\" AS \"d\" ON TRUE");
             }
         }
@@ -308,7 +310,8 @@ fn bound(raw: Option<&RawValue>, target: Target, returning: Returning) -> Result
     let asked = match raw {
         None => None,
         Some(raw) => {
-            let number = raw.get().parse::<i64>().ok().filter(|number| (0..=i64::from(u32::MAX)).contains(number));
+            let number =
+                raw.get().parse::<i64>().ok().filter(|number| (0..=i64::from(u32::MAX)).contains(number));
             Some(number.ok_or("must be an integer, and not negative")?)
         }
     };
