@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use reqwest::Method;
+use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::bridge::App;
@@ -105,5 +105,28 @@ async fn nobody_else_is_cancelled_with_it() -> Result<()> {
         }
     }
     assert_eq!(app.count().await?, 200);
+    Ok(())
+}
+
+#[tokio::test]
+async fn when_all_places_are_taken_others_are_told_to_come_again() -> Result<()> {
+    let app = slow().await?;
+    let body = app.body("insert", json!({ "data": { "size": -1 } }));
+    let send = || tokio::spawn(app.host.owner(Method::POST, "/api/bridge/query").json(&body).send());
+    // All that a pool of 16 connections takes, and some that find no place.
+    let mut all: Vec<_> = (0..140).map(|_| send()).collect();
+    app.host.until("somebody finds no place", async || Ok(all.iter().any(|one| one.is_finished()))).await?;
+    let told = all.iter().position(|one| one.is_finished()).unwrap_or_default();
+    let told = all.swap_remove(told).await??;
+    assert_eq!(told.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(told.headers().contains_key("retry-after"));
+    assert_eq!(told.json::<Value>().await?["code"], "database_unavailable");
+    for one in all {
+        one.abort();
+    }
+    app.insert(json!({ "size": 1 })).await?;
+    let admin = app.database.connect().await?;
+    app.host.until("all are cancelled", async || Ok(sessions(&app, &admin, "active").await? == 0)).await?;
+    assert_eq!(app.count().await?, 1, "also those that had only waited for their turn");
     Ok(())
 }

@@ -69,8 +69,8 @@ async fn answer(
         ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| match failed
             .index
         {
-            Some(index) => refusal::at_operation(failed.problem, index),
-            None => failed.problem,
+            Some(index) => refusal::at_operation(*failed.problem, index),
+            None => *failed.problem,
         })
     } else {
         let plan = plans.pop().ok_or_else(refusal::lost)?;

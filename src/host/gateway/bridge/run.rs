@@ -21,7 +21,13 @@ const GRACE: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Failed {
     pub index: Option<usize>,
-    pub problem: Problem,
+    pub problem: Box<Problem>,
+}
+
+impl Failed {
+    fn new(index: Option<usize>, problem: Problem) -> Self {
+        Self { index, problem: Box::new(problem) }
+    }
 }
 
 /// Runs one plan; `statement_timeout` is the role's.
@@ -31,7 +37,7 @@ pub struct Failed {
 pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) -> Result<Answer, Problem> {
     if !plan.is_one_statement() {
         let answers = run_together(pool, vec![plan], statement_timeout).await;
-        let mut answers = answers.map_err(|failed| failed.problem)?;
+        let mut answers = answers.map_err(|failed| *failed.problem)?;
         return answers.pop().ok_or_else(refusal::lost);
     }
     let mut lease = pool.lease().await.map_err(|error| refusal::of_pool(&error))?;
@@ -58,7 +64,7 @@ pub async fn run_together(
     plans: Vec<Plan<'_>>,
     statement_timeout: Duration,
 ) -> Result<Vec<Answer>, Failed> {
-    let of_all = |problem| Failed { index: None, problem };
+    let of_all = |problem| Failed::new(None, problem);
     let mut lease = pool.lease_alone().await.map_err(|error| of_all(refusal::of_pool(&error)))?;
     let all = together(&mut lease, plans);
     let ran = tokio::time::timeout(statement_timeout + GRACE, all).await;
@@ -83,7 +89,7 @@ async fn together(lease: &mut Lease, plans: Vec<Plan<'_>>) -> Result<Vec<Answer>
         lease.settle();
     }
     let answers = ran?;
-    let refused = |error| Failed { index: None, problem: refusal::of_error(&error, Asked::commit()) };
+    let refused = |error| Failed::new(None, refusal::of_error(&error, Asked::commit()));
     ended.map_err(refused)?;
     Ok(answers)
 }
@@ -92,7 +98,7 @@ async fn prepare_all<'t>(connection: &Connection, plans: Vec<Plan<'t>>) -> Resul
     let mut all = Vec::with_capacity(plans.len());
     for (index, plan) in plans.into_iter().enumerate() {
         let ready = Ready::prepare(connection, plan).await;
-        all.push(ready.map_err(|problem| Failed { index: Some(index), problem })?);
+        all.push(ready.map_err(|problem| Failed::new(Some(index), problem))?);
     }
     Ok(all)
 }
@@ -111,7 +117,7 @@ async fn pipelined(connection: &Connection, all: Vec<Ready<'_>>) -> Result<Vec<A
     let ran = in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
     let mut answers = Vec::with_capacity(ran.len());
     for (index, result) in ran.into_iter().enumerate() {
-        let answer = result.map_err(|problem| Failed { index: index.checked_sub(1), problem })?;
+        let answer = result.map_err(|problem| Failed::new(index.checked_sub(1), problem))?;
         answers.extend(answer);
     }
     Ok(answers)

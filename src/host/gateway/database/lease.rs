@@ -4,6 +4,7 @@
 //! it. So its connection leaves the pool at once, and is cancelled and closed as soon as nobody else has something under
 //! way on it: a cancellation hits whatever runs, so nobody else may.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +14,10 @@ use tokio_postgres::NoTls;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// How long cancelling may take, and then the statement to end.
-const CANCEL: Duration = Duration::from_secs(5);
+/// How long one cancellation may take, and then the statement to end; how often that is tried.
+const CANCEL: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_millis(100);
+const CANCELS: usize = 50;
 
 /// A place on a connection, given back when dropped. When that is between [`Self::begin`] and [`Self::settle`], the
 /// connection is given up.
@@ -80,15 +83,20 @@ impl Drop for Lease {
     }
 }
 
-/// Cancels what runs and waits for it to end: until then the backend is there, and counts.
+/// Cancels what runs and waits for it to end: until then the backend is there, and counts. Statements that wait behind
+/// the first one are cancelled when their turn comes.
 async fn end(connection: Arc<Connection>) {
     let token = connection.client.cancel_token();
-    let cancelled = tokio::time::timeout(CANCEL, token.cancel_query(NoTls)).await;
-    if !matches!(cancelled, Ok(Ok(()))) {
-        tracing::warn!("a statement that nobody waits for could not be cancelled");
-    }
     // The cancellation may come a little later than this, so the connection is never used again.
-    if tokio::time::timeout(CANCEL, connection.client.batch_execute("ROLLBACK")).await.is_err() {
-        tracing::warn!("a statement that nobody waits for does not end");
+    let mut idle = pin!(connection.client.batch_execute("ROLLBACK"));
+    for _ in 0..CANCELS {
+        let cancelled = tokio::time::timeout(CANCEL, token.cancel_query(NoTls)).await;
+        if !matches!(cancelled, Ok(Ok(()))) {
+            tracing::warn!("a statement that nobody waits for could not be cancelled");
+        }
+        if tokio::time::timeout(AGAIN, &mut idle).await.is_ok() {
+            return;
+        }
     }
+    tracing::warn!("a statement that nobody waits for does not end");
 }
