@@ -115,8 +115,10 @@ async fn when_all_places_are_taken_others_are_told_to_come_again() -> Result<()>
     let send = || tokio::spawn(app.host.owner(Method::POST, "/api/bridge/query").json(&body).send());
     // All that a pool of 16 connections takes, and some that find no place.
     let mut all: Vec<_> = (0..140).map(|_| send()).collect();
-    app.host.until("somebody finds no place", async || Ok(all.iter().any(|one| one.is_finished()))).await?;
-    let told = all.iter().position(|one| one.is_finished()).unwrap_or_default();
+    app.host
+        .until("somebody finds no place", async || Ok(all.iter().any(tokio::task::JoinHandle::is_finished)))
+        .await?;
+    let told = all.iter().position(tokio::task::JoinHandle::is_finished).unwrap_or_default();
     let told = all.swap_remove(told).await??;
     assert_eq!(told.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(told.headers().contains_key("retry-after"));

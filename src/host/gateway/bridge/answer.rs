@@ -84,16 +84,16 @@ pub enum Way {
 }
 
 /// A plan and its statements, prepared on a connection.
-pub struct Ready<'t> {
-    plan: Plan<'t>,
+pub struct Ready<'p, 't> {
+    plan: &'p Plan<'t>,
     statements: Vec<Statement>,
 }
 
-impl<'t> Ready<'t> {
+impl<'p, 't> Ready<'p, 't> {
     /// # Errors
     /// When PostgreSQL refuses a statement.
-    pub async fn prepare(connection: &Connection, plan: Plan<'t>) -> Result<Self, Problem> {
-        let asked = Asked::by(&plan);
+    pub async fn prepare(connection: &Connection, plan: &'p Plan<'t>) -> Result<Self, Problem> {
+        let asked = Asked::by(plan);
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
             let types = || sql.params.iter().map(Param::sql_type).collect();
@@ -117,33 +117,33 @@ struct At<'c> {
 /// The refusal as the caller may know it.
 pub async fn execute(
     connection: &Connection,
-    ready: Ready<'_>,
+    ready: Ready<'_, '_>,
     way: Way,
     room: &Room,
 ) -> Result<Answer, Problem> {
     let Ready { plan, statements } = ready;
-    let at = At { connection, asked: Asked::by(&plan) };
+    let at = At { connection, asked: Asked::by(plan) };
     match (plan, statements.as_slice()) {
         (Plan::Made(sql), [statement]) => {
-            let rows = at.rows(statement, &sql).await?;
+            let rows = at.rows(statement, sql).await?;
             let row = rows.first().ok_or_else(refusal::lost)?;
             Ok(Answer::made(wrapped(at.json_of(row)?)))
         }
-        (Plan::ManyMade(groups), statements) => at.many(&groups, statements).await,
+        (Plan::ManyMade(groups), statements) => at.many(groups, statements).await,
         (Plan::Upserted { write, otherwise }, [first, rest @ ..]) => {
             let otherwise = otherwise.as_ref().zip(rest.first());
-            at.upserted((&write, first), otherwise, way).await
+            at.upserted((write, first), otherwise, way).await
         }
-        (Plan::One(sql), [statement]) => match at.rows(statement, &sql).await?.first() {
+        (Plan::One(sql), [statement]) => match at.rows(statement, sql).await?.first() {
             Some(row) => Ok(Answer::ok(wrapped(at.json_of(row)?))),
             None => Err(absent()),
         },
         (Plan::Number(sql), [statement]) => {
-            let count = at.number(statement, &sql).await?;
+            let count = at.number(statement, sql).await?;
             Ok(Answer::ok(wrapped(format!("{{\"count\":{count}}}").as_bytes())))
         }
         (Plan::Page(page), [rows, count @ ..]) => at.page(page, rows, count.first(), room).await,
-        (Plan::Changed(changed), [statement]) => at.changed(&changed, statement, room).await,
+        (Plan::Changed(changed), [statement]) => at.changed(changed, statement, room).await,
         _ => Err(refusal::lost()),
     }
 }
@@ -198,7 +198,7 @@ impl At<'_> {
 
     async fn page(
         self,
-        page: Page<'_>,
+        page: &Page<'_>,
         rows: &Statement,
         count: Option<&Statement>,
         room: &Room,
@@ -210,7 +210,7 @@ impl At<'_> {
                 None => Ok(None),
             }
         };
-        let (mut filled, count) = future::try_join(self.fill(&page, rows, room), counted).await?;
+        let (mut filled, count) = future::try_join(self.fill(page, rows, room), counted).await?;
         let body = &mut filled.body;
         body.put_slice(b"],\"nextCursor\":");
         match filled.last {

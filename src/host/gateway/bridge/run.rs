@@ -4,7 +4,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 
@@ -12,7 +12,7 @@ use super::answer::{Answer, Ready, Room, Way, execute};
 use super::plan::Plan;
 use super::refusal::{self, Asked};
 use crate::host::gateway::database::{Connection, Lease, Pool};
-use crate::http::problem::Problem;
+use crate::http::problem::{Code, Problem};
 
 /// How long after its own time limit a statement may still be silent before its connection is given up.
 const GRACE: Duration = Duration::from_secs(5);
@@ -40,19 +40,43 @@ pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) 
         let mut answers = answers.map_err(|failed| *failed.problem)?;
         return answers.pop().ok_or_else(refusal::lost);
     }
-    let mut lease = pool.lease().await.map_err(|error| refusal::of_pool(&error))?;
+    let began = Instant::now();
+    loop {
+        match attempt(pool, &plan, statement_timeout).await {
+            Attempt::Ended(answer) => return answer,
+            Attempt::CutOff if began.elapsed() < statement_timeout => {}
+            Attempt::CutOff => return Err(refusal::too_slow()),
+        }
+    }
+}
+
+enum Attempt {
+    Ended(Result<Answer, Problem>),
+    /// Cancelled with another's statement on the same connection, and so without effect.
+    CutOff,
+}
+
+async fn attempt(pool: &Arc<Pool>, plan: &Plan<'_>, statement_timeout: Duration) -> Attempt {
+    let mut lease = match pool.lease().await {
+        Ok(lease) => lease,
+        Err(error) => return Attempt::Ended(Err(refusal::of_pool(&error))),
+    };
     lease.begin();
     let alone = async {
         let ready = Ready::prepare(&lease, plan).await?;
         execute(&lease, ready, Way::ByItself, &Room::default()).await
     };
     // What is dropped unsettled, here or by a client that goes away, is cancelled.
-    let ran = tokio::time::timeout(statement_timeout + GRACE, alone).await;
-    let answer = ran.map_err(|_| refusal::too_slow())?;
+    let Ok(answer) = tokio::time::timeout(statement_timeout + GRACE, alone).await else {
+        return Attempt::Ended(Err(refusal::too_slow()));
+    };
     if answer.as_ref().map_or(true, |answer| answer.is_whole) {
         lease.settle();
     }
-    answer
+    match answer {
+        Err(problem) if problem.code == Code::DeadlineExceeded && lease.is_given_up() => Attempt::CutOff,
+        answer => Attempt::Ended(answer),
+    }
 }
 
 /// Runs plans in their order, all or nothing, within the time that one statement has.
@@ -66,12 +90,12 @@ pub async fn run_together(
 ) -> Result<Vec<Answer>, Failed> {
     let of_all = |problem| Failed::new(None, problem);
     let mut lease = pool.lease_alone().await.map_err(|error| of_all(refusal::of_pool(&error)))?;
-    let all = together(&mut lease, plans);
+    let all = together(&mut lease, &plans);
     let ran = tokio::time::timeout(statement_timeout + GRACE, all).await;
     ran.unwrap_or_else(|_| Err(of_all(refusal::too_slow())))
 }
 
-async fn together(lease: &mut Lease, plans: Vec<Plan<'_>>) -> Result<Vec<Answer>, Failed> {
+async fn together(lease: &mut Lease, plans: &[Plan<'_>]) -> Result<Vec<Answer>, Failed> {
     lease.begin();
     let ready = match prepare_all(lease, plans).await {
         Ok(ready) => ready,
@@ -94,9 +118,12 @@ async fn together(lease: &mut Lease, plans: Vec<Plan<'_>>) -> Result<Vec<Answer>
     Ok(answers)
 }
 
-async fn prepare_all<'t>(connection: &Connection, plans: Vec<Plan<'t>>) -> Result<Vec<Ready<'t>>, Failed> {
+async fn prepare_all<'p, 't>(
+    connection: &Connection,
+    plans: &'p [Plan<'t>],
+) -> Result<Vec<Ready<'p, 't>>, Failed> {
     let mut all = Vec::with_capacity(plans.len());
-    for (index, plan) in plans.into_iter().enumerate() {
+    for (index, plan) in plans.iter().enumerate() {
         let ready = Ready::prepare(connection, plan).await;
         all.push(ready.map_err(|problem| Failed::new(Some(index), problem))?);
     }
@@ -104,7 +131,7 @@ async fn prepare_all<'t>(connection: &Connection, plans: Vec<Plan<'t>>) -> Resul
 }
 
 /// Sends `BEGIN` and all statements before the first answer is read.
-async fn pipelined(connection: &Connection, all: Vec<Ready<'_>>) -> Result<Vec<Answer>, Failed> {
+async fn pipelined(connection: &Connection, all: Vec<Ready<'_, '_>>) -> Result<Vec<Answer>, Failed> {
     let room = Room::default();
     let begin = async {
         let begun = connection.client.batch_execute("BEGIN").await;

@@ -12,9 +12,13 @@ use super::budget::Place;
 
 /// Prepared statements kept on a connection, by their text.
 const STATEMENTS: usize = 200;
+/// How long a busy connection is left alone, however many other apps wait for one.
+const TURN_MS: u64 = 200;
 
 pub struct Connection {
     pub client: Client,
+    /// Its process at the server.
+    pub(super) backend: i32,
     statements: Mutex<Statements>,
     under_way: AtomicUsize,
     /// Kept for one transaction: nobody else enters.
@@ -23,6 +27,7 @@ pub struct Connection {
     given_up: AtomicBool,
     /// When something last began on it while it was idle, or ended.
     moved_ms: AtomicU64,
+    opened_ms: u64,
     _place: Place,
 }
 
@@ -33,14 +38,17 @@ struct Statements {
 }
 
 impl Connection {
-    pub(super) fn new(client: Client, place: Place, under_way: usize) -> Self {
+    /// One that its opener uses.
+    pub(super) fn new(client: Client, backend: i32, place: Place) -> Self {
         Self {
             client,
+            backend,
             statements: Mutex::default(),
-            under_way: AtomicUsize::new(under_way),
+            under_way: AtomicUsize::new(1),
             reserved: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
             moved_ms: AtomicU64::new(now_ms()),
+            opened_ms: now_ms(),
             _place: place,
         }
     }
@@ -103,16 +111,23 @@ impl Connection {
         self.reserved.load(Ordering::Acquire)
     }
 
-    pub(super) fn give_up(&self) {
-        self.given_up.store(true, Ordering::Release);
+    /// Whether nobody gave it up before.
+    pub(super) fn give_up(&self) -> bool {
+        !self.given_up.swap(true, Ordering::AcqRel)
     }
 
-    pub(super) fn is_given_up(&self) -> bool {
+    /// Whether somebody's statement on it was left unfinished: it is cancelled, and so may be what stands behind it.
+    pub fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
 
     pub(super) fn is_usable(&self) -> bool {
         !self.client.is_closed() && !self.is_given_up()
+    }
+
+    /// Whether another app may have its place: it is idle, or those that it was opened for had their turn.
+    pub(super) fn has_served(&self) -> bool {
+        self.under_way() == 0 || now_ms().saturating_sub(self.opened_ms) > TURN_MS
     }
 
     pub(super) fn moved_ms(&self) -> u64 {

@@ -1,23 +1,23 @@
 //! A place on a connection, and what becomes of the connection when a request goes away before its answer came.
 //!
-//! A request that is dropped cannot call its statement back: PostgreSQL goes on, and whoever came next would wait behind
-//! it. So its connection leaves the pool at once, and is cancelled and closed as soon as nobody else has something under
-//! way on it: a cancellation hits whatever runs, so nobody else may.
+//! A request that is dropped cannot call its statement back: PostgreSQL goes on, and whoever stands behind it would wait.
+//! So its connection leaves the pool at once, is cancelled until nothing runs on it, and closed. A cancellation hits
+//! whatever runs, so others' statements on it may end with it; they did nothing then, and are run again elsewhere.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_postgres::NoTls;
 
+use super::connect::DatabaseError;
 use super::connection::Connection;
 use super::pool::Pool;
 
 /// How long one cancellation may take, and then the statement to end; how often that is tried.
-const CANCEL: Duration = Duration::from_secs(2);
-const AGAIN: Duration = Duration::from_millis(100);
-const CANCELS: usize = 50;
+const DEADLINE: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_millis(50);
+const TRIES: usize = 100;
 
 /// A place on a connection, given back when dropped. When that is between [`Self::begin`] and [`Self::settle`], the
 /// connection is given up.
@@ -66,37 +66,40 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if self.has_begun {
-            self.pool.give_up(&self.connection);
-        }
-        let left = self.connection.leave();
-        if self.has_reserved {
-            self.connection.release();
-        }
-        if left == 0
-            && self.connection.is_given_up()
+        if self.has_begun
+            && self.pool.give_up(&self.connection)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            runtime.spawn(end(self.connection.clone()));
+            runtime.spawn(end(self.pool.clone(), self.connection.clone()));
+        }
+        self.connection.leave();
+        if self.has_reserved {
+            self.connection.release();
         }
         self.pool.tell_freed();
     }
 }
 
-/// Cancels what runs and waits for it to end: until then the backend is there, and counts. Statements that wait behind
-/// the first one are cancelled when their turn comes.
-async fn end(connection: Arc<Connection>) {
-    let token = connection.client.cancel_token();
-    // The cancellation may come a little later than this, so the connection is never used again.
-    let mut idle = pin!(connection.client.batch_execute("ROLLBACK"));
-    for _ in 0..CANCELS {
-        let cancelled = tokio::time::timeout(CANCEL, token.cancel_query(NoTls)).await;
-        if !matches!(cancelled, Ok(Ok(()))) {
-            tracing::warn!("a statement that nobody waits for could not be cancelled");
+/// Cancels what runs as long as somebody waits for something behind it, then ends the backend with all that nobody waits
+/// for: until that is gone, it counts.
+async fn end(pool: Arc<Pool>, connection: Arc<Connection>) {
+    for _ in 0..TRIES {
+        let ended = tokio::time::timeout(DEADLINE, async {
+            if connection.under_way() > 0 {
+                let token = connection.client.cancel_token();
+                token.cancel_query(NoTls).await.map_err(DatabaseError::from)
+            } else {
+                pool.terminate(connection.backend).await
+            }
+        });
+        match ended.await {
+            Ok(Ok(())) => {}
+            Ok(Err(_)) | Err(_) => tracing::warn!("what nobody waits for could not be cancelled"),
         }
-        if tokio::time::timeout(AGAIN, &mut idle).await.is_ok() {
+        tokio::time::sleep(AGAIN).await;
+        if connection.client.is_closed() {
             return;
         }
     }
-    tracing::warn!("a statement that nobody waits for does not end");
+    tracing::warn!("what nobody waits for does not end");
 }

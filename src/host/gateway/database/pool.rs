@@ -1,11 +1,10 @@
-//! An app's connections. Requests share them: PostgreSQL's protocol lets several statements be under way on one, so a
-//! connection that waits for an answer already carries the next question. A transaction has one to itself.
+//! An app's connections. When all are busy, requests share them: PostgreSQL's protocol lets several statements be under
+//! way on one, so a connection that waits for an answer already carries the next question. A transaction has one to itself.
 //!
 //! Invariants: all pools together never hold more connections than the budget they share; a connection whose work was
 //! left unfinished is never given to anybody again.
 
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -19,12 +18,12 @@ use super::lease::Lease;
 
 /// The most connections of one app.
 const MOST: usize = 16;
-/// Statements that may be under way on one connection before requests wait.
+/// Statements that may be under way on a connection before requests wait, when there are as many as may be.
 const DEPTH: usize = 8;
 const WAIT: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_secs(60);
 /// A connection on which nothing moved for so long has a long statement under way: the next does not stand behind it.
-const SLOW: Duration = Duration::from_millis(50);
+const SLOW: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -39,20 +38,33 @@ pub struct Pool {
     config: tokio_postgres::Config,
     budget: Arc<Budget>,
     places: Arc<Semaphore>,
-    connections: Mutex<Vec<Arc<Connection>>>,
-    opening: tokio::sync::Mutex<()>,
-    growing: AtomicBool,
+    open: Mutex<Open>,
     /// Told when a connection may have come free for those that found none.
     freed: Notify,
+}
+
+#[derive(Default)]
+struct Open {
+    connections: Vec<Arc<Connection>>,
+    /// How many are being opened.
+    coming: usize,
 }
 
 /// What the connections of now offer a request.
 enum Choice {
     Take(Arc<Connection>),
-    /// All are busy, this one the least, and another may be opened.
-    Grow(Arc<Connection>),
-    Open,
+    /// Another may be opened; counted as coming.
+    Open(Need),
     Wait,
+}
+
+/// How much another connection is needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Need {
+    /// There is none: some other app may have to give one up.
+    First,
+    /// All are busy.
+    Further,
 }
 
 impl std::fmt::Debug for Pool {
@@ -63,7 +75,8 @@ impl std::fmt::Debug for Pool {
 
 /// What a pool has.
 pub(super) struct Holding {
-    pub connections: usize,
+    /// Connections that it could give up.
+    pub spare: usize,
     pub last_used: u64,
 }
 
@@ -75,36 +88,21 @@ impl Pool {
             config,
             budget,
             places: Arc::new(Semaphore::new(MOST * DEPTH)),
-            connections: Mutex::default(),
-            opening: tokio::sync::Mutex::default(),
-            growing: AtomicBool::new(false),
+            open: Mutex::default(),
             freed: Notify::new(),
         });
         pool.budget.join(&pool);
         pool
     }
 
-    /// A place on the connection with the fewest statements under way.
+    /// A place on an idle connection, else on a new one; when there may be no more, on one that others use, too.
     ///
     /// # Errors
     /// When none came free within five seconds, or the database is away.
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(WAIT, async {
             let place = self.places.clone().acquire_owned().await.map_err(|_| PoolError::Wait)?;
-            loop {
-                let mut freed = pin!(self.freed.notified());
-                freed.as_mut().enable();
-                let connection = match self.choose() {
-                    Choice::Take(connection) => connection,
-                    Choice::Grow(busy) => self.rather_than(busy).await,
-                    Choice::Open => self.first().await?,
-                    Choice::Wait => {
-                        freed.await;
-                        continue;
-                    }
-                };
-                return Ok(Lease::new(self.clone(), connection, place));
-            }
+            Ok(Lease::new(self.clone(), self.connection().await?, place))
         });
         waited.await.unwrap_or(Err(PoolError::Wait))
     }
@@ -137,31 +135,43 @@ impl Pool {
     pub fn close_idle(&self) {
         let now = now_ms();
         let idle = u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
-        self.open().retain(|connection| {
+        self.open().connections.retain(|connection| {
             connection.under_way() > 0 || now.saturating_sub(connection.moved_ms()) < idle
         });
     }
 
     pub(super) fn holding(&self) -> Holding {
-        let open = self.open();
+        let open = &self.open().connections;
         let used = open.iter().map(|connection| connection.moved_ms());
-        Holding { connections: open.len(), last_used: used.max().unwrap_or(0) }
+        let spare = open.iter().filter(|connection| connection.has_served());
+        Holding { spare: spare.count(), last_used: used.max().unwrap_or(0) }
     }
 
     /// Lets go of the least busy connection; it closes when the statements under way on it have ended.
     pub(super) fn retire_one(&self) {
-        let mut open = self.open();
-        let least = (0..open.len()).min_by_key(|&index| open[index].under_way());
-        if let Some(index) = least {
+        let open = &mut self.open().connections;
+        let spare = (0..open.len()).filter(|&index| open[index].has_served());
+        if let Some(index) = spare.min_by_key(|&index| open[index].under_way()) {
             open.swap_remove(index);
         }
     }
 
-    /// Takes a connection out, so that nobody new comes upon it. Whoever counts on it does so under the same lock.
-    pub(super) fn give_up(&self, connection: &Arc<Connection>) {
+    /// Takes a connection out, so that nobody new comes upon it; whether nobody did before.
+    pub(super) fn give_up(&self, connection: &Arc<Connection>) -> bool {
         let mut open = self.open();
-        connection.give_up();
-        open.retain(|known| !Arc::ptr_eq(known, connection));
+        open.connections.retain(|known| !Arc::ptr_eq(known, connection));
+        connection.give_up()
+    }
+
+    /// Ends a backend of this pool's role with all that it has still to do.
+    ///
+    /// # Errors
+    /// When the database is away.
+    pub(super) async fn terminate(&self, backend: i32) -> Result<(), DatabaseError> {
+        let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = $1 AND usename = $2";
+        let role = self.config.get_user().unwrap_or_default();
+        self.database.shared().await?.query(sql, &[&backend, &role]).await?;
+        Ok(())
     }
 
     /// Tells those that wait for a connection.
@@ -169,67 +179,81 @@ impl Pool {
         self.freed.notify_waiters();
     }
 
-    fn choose(self: &Arc<Self>) -> Choice {
+    async fn connection(&self) -> Result<Arc<Connection>, PoolError> {
+        let mut may_open = true;
+        loop {
+            let mut freed = pin!(self.freed.notified());
+            freed.as_mut().enable();
+            match self.choose(may_open) {
+                Choice::Take(connection) => return Ok(connection),
+                Choice::Open(need) => match self.another(need).await? {
+                    Some(connection) => return Ok(connection),
+                    None => may_open = false,
+                },
+                Choice::Wait => {
+                    freed.await;
+                    may_open = true;
+                }
+            }
+        }
+    }
+
+    /// A request stands behind another's statement only where there may be no more connections, and not behind one that
+    /// takes long.
+    fn choose(&self, may_open: bool) -> Choice {
         let mut open = self.open();
-        open.retain(|connection| connection.is_usable());
+        open.connections.retain(|connection| connection.is_usable());
         let now = now_ms();
         let slow = u64::try_from(SLOW.as_millis()).unwrap_or(u64::MAX);
-        let is_slow = |c: &Connection| c.under_way() > 0 && now.saturating_sub(c.moved_ms()) > slow;
-        let shared = open.iter().filter(|connection| !connection.is_reserved());
-        let Some(least) = shared.min_by_key(|c| (is_slow(c), c.under_way())).cloned() else {
-            return if open.len() < MOST { Choice::Open } else { Choice::Wait };
+        // The fewer there may be, the more each takes.
+        let depth = MOST * DEPTH / open.connections.len().max(1);
+        let is_only = open.connections.len() + open.coming == 1;
+        let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.moved_ms()) > slow;
+        let is_full = |c: &Connection| c.under_way() >= depth || is_slow(c);
+        let least = open.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
+            let under_way = c.under_way();
+            (under_way > 0 && is_full(c), under_way)
+        });
+        let is_idle = least.is_some_and(|c| c.under_way() == 0);
+        if !is_idle && may_open && open.connections.len() + open.coming < MOST {
+            let is_first = open.connections.is_empty() && open.coming == 0;
+            open.coming += 1;
+            return Choice::Open(if is_first { Need::First } else { Need::Further });
+        }
+        match least {
+            Some(least) if is_idle || !is_full(least) => {
+                // Counted under the lock, so that two requests do not take the same idle connection.
+                least.enter();
+                Choice::Take(least.clone())
+            }
+            _ => Choice::Wait,
+        }
+    }
+
+    /// One more connection, with a place on it taken; none where the budget has no room for it.
+    async fn another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
+        let _coming = Coming(self);
+        let place = match need {
+            Need::First => Some(self.budget.place().await.ok_or(PoolError::Wait)?),
+            Need::Further => self.budget.spare(),
         };
-        let (is_slow, room) = (is_slow(&least), open.len() < MOST);
-        // Counted under the lock, so that two requests do not take the same idle connection.
-        let is_busy = least.enter() > 0;
-        drop(open);
-        if is_slow && room {
-            return Choice::Grow(least);
-        }
-        if is_busy && room && !self.growing.swap(true, Ordering::Relaxed) {
-            let pool = self.clone();
-            tokio::spawn(async move {
-                pool.grow().await;
-                pool.growing.store(false, Ordering::Relaxed);
-            });
-        }
-        Choice::Take(least)
-    }
-
-    /// A new connection in place of one that is long busy, if the budget has room.
-    async fn rather_than(self: &Arc<Self>, busy: Arc<Connection>) -> Arc<Connection> {
-        let mut entered = Entered(Some(busy.clone()));
-        if let Some(place) = self.budget.spare()
-            && let Ok(connection) = self.add(place, 1).await
-        {
-            return connection;
-        }
-        entered.0 = None;
-        busy
-    }
-
-    async fn first(self: &Arc<Self>) -> Result<Arc<Connection>, PoolError> {
-        let _opening = self.opening.lock().await;
-        if let Choice::Take(connection) | Choice::Grow(connection) = self.choose() {
-            return Ok(connection);
-        }
-        let place = self.budget.place().await.ok_or(PoolError::Wait)?;
-        Ok(self.add(place, 1).await?)
-    }
-
-    /// One more connection, if the budget has room; the requests of now do not wait for it.
-    async fn grow(&self) {
-        let Some(place) = self.budget.spare() else { return };
-        if let Err(error) = self.add(place, 0).await {
-            tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
+        let Some(place) = place else { return Ok(None) };
+        match self.add(place).await {
+            Ok(connection) => Ok(Some(connection)),
+            Err(error) if need == Need::First => Err(error.into()),
+            Err(error) => {
+                tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
+                Ok(None)
+            }
         }
     }
 
-    async fn add(&self, place: Place, under_way: usize) -> Result<Arc<Connection>, DatabaseError> {
+    async fn add(&self, place: Place) -> Result<Arc<Connection>, DatabaseError> {
         let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
-        let connection = Arc::new(Connection::new(client, place, under_way));
-        self.open().push(connection.clone());
-        self.tell_freed();
+        let asked = client.query_one("SELECT pg_backend_pid()", &[]);
+        let row = tokio::time::timeout(WAIT, asked).await.map_err(|_| DatabaseError::Deadline)??;
+        let connection = Arc::new(Connection::new(client, row.try_get(0)?, place));
+        self.open().connections.push(connection.clone());
         Ok(connection)
     }
 
@@ -242,18 +266,17 @@ impl Pool {
         }
     }
 
-    fn open(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Connection>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    fn open(&self) -> std::sync::MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Counts as under way on a connection until this is dropped, as it is when the request goes away.
-struct Entered(Option<Arc<Connection>>);
+/// Counts as coming until this is dropped, as it is when the request goes away.
+struct Coming<'p>(&'p Pool);
 
-impl Drop for Entered {
+impl Drop for Coming<'_> {
     fn drop(&mut self) {
-        if let Some(connection) = &self.0 {
-            connection.leave();
-        }
+        self.0.open().coming -= 1;
+        self.0.tell_freed();
     }
 }
