@@ -6,6 +6,7 @@
 )]
 
 mod ctl;
+mod first_boot;
 mod gateway;
 mod house;
 mod platform;
