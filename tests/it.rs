@@ -11,5 +11,6 @@ mod house;
 mod platform;
 mod provider;
 mod router;
+mod sim;
 mod story;
 mod vault;
