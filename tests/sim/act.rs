@@ -54,7 +54,10 @@ impl World<'_> {
                 self.tally.crashes += 1;
                 self.processes[*process].switch.kill();
             }
-            Action::CrashAt { process, moment, nth } => self.processes[*process].switch.arm(*moment, *nth),
+            Action::CrashAt { process, moment, nth } => {
+                self.tally.crashes += 1;
+                self.processes[*process].switch.arm(*moment, *nth);
+            }
             Action::Stop { process } => {
                 let process = Arc::clone(&self.processes[*process]);
                 self.under_way.spawn(async move { process.stop().await });
@@ -76,12 +79,9 @@ impl World<'_> {
     }
 
     /// The host of the n-th server, counted from the newest.
-    fn host(&self, nth: usize) -> Option<Host> {
-        let made = self.sky.made();
-        if made.is_empty() {
-            return None;
-        }
-        Some(Host::of(&made[made.len() - 1 - nth % made.len()]))
+    fn host(&mut self, nth: usize) -> Option<Host> {
+        let hosts = self.hosts();
+        (!hosts.is_empty()).then(|| hosts[hosts.len() - 1 - nth % hosts.len()].clone())
     }
 
     fn machine(&self, nth: usize) -> Option<String> {
@@ -89,7 +89,7 @@ impl World<'_> {
         (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
     }
 
-    fn asked(&self, step: &Step) -> Option<Asked> {
+    fn asked(&mut self, step: &Step) -> Option<Asked> {
         let operator = |what, method, path: String, body: Option<Value>| {
             // The same key always carries the same request.
             let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
@@ -158,7 +158,7 @@ impl World<'_> {
             let via = (step.via + copy) % PROCESSES;
             let process = Arc::clone(&self.processes[via]);
             let (ledger, asked) = (self.ledger.clone(), asked.clone());
-            self.tally.accepted += 1;
+            self.tally.requests += 1;
             self.under_way.spawn(async move {
                 send(&process, via, &ledger, &asked).await;
             });
@@ -221,9 +221,11 @@ impl World<'_> {
             }
         }
         let mut calm = 0;
-        for round in 0..400_usize {
+        // With a rule broken, it may never come to rest.
+        let rounds = if self.broken.is_some() { 100 } else { 400 };
+        for round in 0..rounds {
             self.nudge();
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            tokio::time::sleep(Duration::from_millis(30)).await;
             let look = Look::at(&self.seat.client).await?;
             let live = self.sky.live();
             let stray = |id: &String| !look.machine(id).is_some_and(super::look::MachineSeen::is_active);
@@ -237,7 +239,7 @@ impl World<'_> {
                 calm = 0;
             }
             // Those that still boot come up; for the others the time runs out.
-            for host in self.hosts() {
+            for host in self.hosts().to_vec() {
                 let boots = look.machine(&host.machine).is_some_and(super::look::MachineSeen::is_booting);
                 if boots && live.contains(&host.machine) {
                     self.register(&host, round % PROCESSES).await;
@@ -255,7 +257,8 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> 
     let Asked { what, method, path, token, body, key } = asked;
     let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let answer = process.api(request).await;
-    let said = answer.as_ref().map_or_else(|| "no answer".to_owned(), |it| format!("{} {}", it.status, it.body));
+    let said =
+        answer.as_ref().map_or_else(|| "no answer".to_owned(), |it| format!("{} {}", it.status, it.body));
     ledger.note(format!("p{via} {what} {path} {}: {said}", key.as_deref().unwrap_or("")));
     if let Some(answer) = &answer {
         ledger.answered(Told { what, key: key.clone(), request_id, status: answer.status }, answer);

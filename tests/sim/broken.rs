@@ -22,7 +22,7 @@ macro_rules! noticed {
 
 noticed! {
     two_servers_of_one_machine: Broken::NamesRepeat => TwoServersOfOneMachine;
-    two_active_machines_of_one_slot: Broken::KEEPS_ITS_SLOT => TwoActiveMachinesOfOneSlot;
+    two_active_machines_of_one_slot: Broken::SLOTS_ARE_SHARED => TwoActiveMachinesOfOneSlot;
     a_route_to_a_machine_that_does_not_run: Broken::CHANGES_ARE_SILENT => RoutedWhileNotRunning;
     running_without_a_registration: Broken::RUNS_AT_ONCE => RunningUnregistered;
     an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow;

@@ -15,13 +15,20 @@ pub struct Memory {
     highest: BTreeMap<String, u32>,
 }
 
-/// What must hold at any instant; `told` are the operations that callers knew of before the look.
-pub fn always(
-    look: &Look,
-    memory: &mut Memory,
-    ledger: &Ledger,
-    told: &BTreeSet<String>,
-) -> BTreeSet<Violation> {
+/// What callers knew before a look.
+pub struct Known {
+    pub operations: BTreeSet<String>,
+    pub ended: BTreeSet<String>,
+}
+
+impl Known {
+    pub fn of(ledger: &Ledger) -> Self {
+        Self { operations: ledger.operations(), ended: ledger.ended() }
+    }
+}
+
+/// What must hold at any instant.
+pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
     let mut hold = |holds: bool, violation| {
         if !holds {
@@ -38,12 +45,13 @@ pub fn always(
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         hold(!waits || look.is_under_way(&machine.machine_id), Violation::Stuck);
-        hold(memory.has_stayed(machine), Violation::CameBack);
+        let ended = known.ended.contains(&machine.machine_id);
+        hold(memory.has_stayed(machine) && !(ended && machine.is_active()), Violation::CameBack);
     }
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
     hold(memory.epochs_grow(look), Violation::EpochDidNotGrow);
     let there: BTreeSet<&str> = look.operations.iter().map(|it| it.operation_id.as_str()).collect();
-    hold(told.iter().all(|told| there.contains(told.as_str())), Violation::AcceptedAndForgotten);
+    hold(known.operations.iter().all(|told| there.contains(told.as_str())), Violation::AcceptedAndForgotten);
     found
 }
 
@@ -122,9 +130,10 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
         *accepted |= told.status == 200;
         requests.push(told.request_id);
     }
-    let subscriptions = groups.values().filter(|(accepted, _)| *accepted).all(|(_, requests)| {
-        rows(&["slot.set"], &|row: &AuditSeen| requests.contains(&row.request_id)) <= 1
-    });
+    let subscriptions = groups
+        .values()
+        .filter(|(accepted, _)| *accepted)
+        .all(|(_, requests)| rows(&["slot.set"], &|row: &AuditSeen| requests.contains(&row.request_id)) <= 1);
     let answered: BTreeSet<String> = audit.iter().map(|row| row.request_id.clone()).collect();
     let unkeyed = ledger.told().into_iter().filter(|told| told.what == "subscribe" && told.key.is_none());
     let each = unkeyed.filter(|told| told.status == 200).all(|told| answered.contains(&told.request_id));

@@ -129,21 +129,16 @@ impl Cloud {
             disk_gb: disk_of(&order.server_type).unwrap_or(80),
             labels: order.labels.clone(),
         };
-        books.made.push(Made {
-            name: order.name.clone(),
-            user_data: order.user_data.expose_secret().to_owned(),
-        });
+        books
+            .made
+            .push(Made { name: order.name.clone(), user_data: order.user_data.expose_secret().to_owned() });
         let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
         books.doubles |= books.servers.values().any(|known| label(known) == label(&server));
         books.servers.insert(id, server.clone());
         Ok(server)
     }
 
-    async fn look<T>(
-        &self,
-        call: &'static str,
-        found: impl FnOnce(&Books) -> T,
-    ) -> Result<T, ProviderError> {
+    async fn look<T>(&self, call: &'static str, found: impl FnOnce(&Books) -> T) -> Result<T, ProviderError> {
         match self.fault_of(Call::Look) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))

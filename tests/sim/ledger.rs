@@ -27,6 +27,7 @@ struct Book {
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registrations: BTreeSet<String>,
+    ended: BTreeSet<String>,
     seen: BTreeSet<Violation>,
     requests: u32,
 }
@@ -79,6 +80,10 @@ impl Ledger {
             if let Some(operation) = named("operationId") {
                 book.operations.insert(operation);
             }
+            book.ended.extend(named("oldMachineId"));
+            if told.what == "delete" {
+                book.ended.extend(named("machineId"));
+            }
             if let Some(machine) = named("machineId")
                 && !book.machines.contains(&machine)
             {
@@ -105,6 +110,11 @@ impl Ledger {
     /// Machines that answers named, in that order.
     pub fn machines(&self) -> Vec<String> {
         self.book().machines.clone()
+    }
+
+    /// Machines that callers know as replaced or deleted.
+    pub fn ended(&self) -> BTreeSet<String> {
+        self.book().ended.clone()
     }
 
     pub fn operations(&self) -> BTreeSet<String> {

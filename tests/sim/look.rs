@@ -40,8 +40,10 @@ pub struct Look {
 
 /// One statement, hence one instant; the oldest machine first.
 const LOOK: &str = "SELECT \
-    (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM user_machines m), \
-    (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM operations o)";
+    (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
+        status, epoch, registered_at, retired_at, deleted_at FROM user_machines) m), \
+    (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
+        state, step FROM operations) o)";
 
 impl Look {
     pub async fn at(client: &Client) -> Result<Self> {
@@ -80,6 +82,6 @@ impl MachineSeen {
 }
 
 pub async fn audit(client: &Client) -> Result<Vec<AuditSeen>> {
-    let sql = "SELECT coalesce(json_agg(a ORDER BY at), '[]') FROM operator_audit a";
+    let sql = "SELECT coalesce(json_agg(a), '[]') FROM (SELECT action, target, after, request_id FROM operator_audit) a";
     Ok(serde_json::from_value(client.query_one(sql, &[]).await?.get(0))?)
 }

@@ -8,31 +8,78 @@ pub const PROCESSES: usize = 3;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    Subscribe { slot: usize },
-    Provision { slot: usize },
-    Recover { slot: usize, empty: bool },
+    Subscribe {
+        slot: usize,
+    },
+    Provision {
+        slot: usize,
+    },
+    Recover {
+        slot: usize,
+        empty: bool,
+    },
     /// Of any machine that an answer ever named.
-    Resize { machine: usize, to: &'static str },
-    Fail { machine: usize },
-    Delete { machine: usize },
+    Resize {
+        machine: usize,
+        to: &'static str,
+    },
+    Fail {
+        machine: usize,
+    },
+    Delete {
+        machine: usize,
+    },
     /// Of any host that ever was, also one whose server is gone: its disk may run anywhere.
-    Register { host: usize, body: u8 },
-    Heartbeat { host: usize },
-    BootFailure { host: usize },
+    Register {
+        host: usize,
+        body: u8,
+    },
+    Heartbeat {
+        host: usize,
+    },
+    BootFailure {
+        host: usize,
+    },
     /// It may break off after the dump, or after the side record.
-    BackUp { host: usize, breaks_off: Option<u8> },
-    ServerVanishes { host: usize },
-    ProviderFails { call: Call, fault: CloudFault, times: u8 },
-    StoreFails { write: bool, fault: StoreFault, times: u8 },
+    BackUp {
+        host: usize,
+        breaks_off: Option<u8>,
+    },
+    ServerVanishes {
+        host: usize,
+    },
+    ProviderFails {
+        call: Call,
+        fault: CloudFault,
+        times: u8,
+    },
+    StoreFails {
+        write: bool,
+        fault: StoreFault,
+        times: u8,
+    },
     /// Every connection to the database is cut.
     DatabaseCuts,
-    Crash { process: usize },
+    Crash {
+        process: usize,
+    },
     /// At its `nth` call from now on of this sort, before or after it was done.
-    CrashAt { process: usize, moment: Moment, nth: u8 },
-    Stop { process: usize },
-    Start { process: usize },
+    CrashAt {
+        process: usize,
+        moment: Moment,
+        nth: u8,
+    },
+    Stop {
+        process: usize,
+    },
+    Start {
+        process: usize,
+    },
     /// All stored times move into the past; with the leases, whoever is at work has slept through them.
-    TimePasses { seconds: u32, leases: bool },
+    TimePasses {
+        seconds: u32,
+        leases: bool,
+    },
     /// Nothing new until the operations stand still, for a bounded time.
     Rest,
 }
@@ -101,15 +148,45 @@ pub fn plan(seed: u64) -> Vec<Step> {
         step.wait_ms = 2000;
     }
     while steps.len() < length {
-        let action = action(&mut rng, troubled);
-        steps.push(step(&mut rng, action));
+        if rng.percent(80) {
+            let action = action(&mut rng, troubled);
+            steps.push(step(&mut rng, action));
+            continue;
+        }
+        for action in life(&mut rng) {
+            steps.push(step(&mut rng, action));
+            if rng.percent(25) {
+                let between = self::action(&mut rng, troubled);
+                steps.push(step(&mut rng, between));
+            }
+        }
     }
+    steps.truncate(length);
     steps
+}
+
+/// What mostly happens to a slot, so that runs come as far as machines with something to lose.
+fn life(rng: &mut Rng) -> Vec<Action> {
+    let slot = rng.below(SLOTS.len());
+    let (newest, before) = (0, 1);
+    let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
+    let backs_up = |host| Action::BackUp { host, breaks_off: None };
+    let begins = match rng.below(4) {
+        0 | 1 => vec![Action::Provision { slot }],
+        2 => vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)],
+        _ => vec![Action::Delete { machine: 0 }, Action::Provision { slot }],
+    };
+    let mut life = begins;
+    life.extend(comes_up);
+    if rng.percent(50) {
+        life.push(backs_up(if rng.percent(70) { newest } else { before }));
+    }
+    life
 }
 
 fn step(rng: &mut Rng, action: Action) -> Step {
     let twice = rng.percent(12);
-    let key = (twice || rng.percent(30)).then(|| rng.below(2) as u8);
+    let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
     let wait_ms = [0, 2, 15, 60, 250][rng.weighted(&[2, 3, 3, 3, 1])];
     Step { via: rng.below(PROCESSES), action, twice, key, wait_ms }
 }

@@ -15,12 +15,12 @@ use hyper_util::service::TowerToHyperService;
 use secrecy::SecretString;
 use serde_json::Value;
 use svc::config::Env;
+use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::router::{self, RouterContext};
 use svc::platform::tokens::TokenMint;
-use svc::platform::api;
 use svc::provider::Provider;
 use svc::store::Bucket;
 use tokio::sync::Notify;
@@ -61,7 +61,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("IDP_ISSUER", "https://idp.test"),
         ("IDP_AUDIENCE", "svc"),
         ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
-        ("PLATFORM_ROUTES_POLL_MS", "250"),
+        ("PLATFORM_ROUTES_POLL_MS", "500"),
         ("CUSTOMER_VPS_ENABLED", "true"),
         ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
         // Nobody listens there: a host is asked in vain, and at once.
@@ -74,9 +74,9 @@ pub fn config(database: &str) -> PlatformConfig {
         ("REGISTRATION_TTL_SECONDS", "120"),
     ]);
     let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
-    config.timing.poll = Duration::from_millis(60);
+    config.timing.poll = Duration::from_millis(150);
     config.timing.lease = Duration::from_millis(800);
-    config.timing.reconcile = Duration::from_millis(250);
+    config.timing.reconcile = Duration::from_millis(400);
     config.timing.last_backup_deadline = Duration::from_millis(300);
     config
 }

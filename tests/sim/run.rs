@@ -50,7 +50,10 @@ pub async fn play(seat: &Seat, parts: Parts, steps: &[Step], broken: Option<Brok
     }
     world.ledger.note("the faults end");
     world.settle().await?;
-    let found = world.broken_at_rest().await?;
+    let mut found = world.broken_now().await?;
+    if found.is_empty() {
+        found = world.broken_at_rest().await?;
+    }
     let log = world.ledger.lines();
     let tally = world.end().await;
     Ok(if found.is_empty() { End::Held(tally) } else { End::Broken { found, after: steps.len(), log } })
@@ -155,7 +158,7 @@ pub async fn caught(broken: Broken, most: u64) -> (u64, BTreeSet<Violation>, Vec
 
 impl Tally {
     pub fn add(&mut self, other: Self) {
-        self.accepted += other.accepted;
+        self.requests += other.requests;
         self.running += other.running;
         self.routed += other.routed;
         self.crashes += other.crashes;

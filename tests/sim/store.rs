@@ -121,14 +121,11 @@ impl Store {
         let mut found = BTreeSet::new();
         if let Some(before) = before {
             let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
-            if next.seq <= before.seq
-                || next.fence_epoch < before.fence_epoch
-                || epoch(next) < epoch(before)
-            {
-                found.insert(Violation::PointerWentBack);
-            }
-            if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 {
+            let older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
+            if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 && !older {
                 found.insert(Violation::PointerMovedByFencedHost);
+            } else if older || epoch(next) < epoch(before) {
+                found.insert(Violation::PointerWentBack);
             }
         }
         if !self.names_whole_snapshot(at, next).await {

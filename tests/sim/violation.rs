@@ -54,13 +54,15 @@ pub enum Broken {
 }
 
 impl Broken {
-    /// A replaced machine keeps its slot.
-    pub const KEEPS_ITS_SLOT: Self = Self::Sql(
+    /// Each machine of a slot brings a second one, which nobody was told of.
+    pub const SLOTS_ARE_SHARED: Self = Self::Sql(
         "DROP INDEX user_machines_active;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-            NEW.retired_at := NULL; RETURN NEW; END $$;
-         CREATE TRIGGER broken BEFORE UPDATE OF retired_at ON user_machines
-            FOR EACH ROW WHEN (OLD.retired_at IS NULL) EXECUTE FUNCTION broken();",
+            IF NEW.epoch = 1 THEN
+                NEW.machine_id := gen_random_uuid(); NEW.epoch := 2; NEW.status := 'failed';
+                INSERT INTO user_machines SELECT NEW.*;
+            END IF; RETURN NULL; END $$;
+         CREATE TRIGGER broken AFTER INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
     );
     /// Routers do not learn of changes.
     pub const CHANGES_ARE_SILENT: Self = Self::Sql(

@@ -34,13 +34,16 @@ pub struct World<'a> {
     /// Requests and backups whose end nobody waits for.
     pub under_way: JoinSet<()>,
     memory: Memory,
+    hosts: Vec<Host>,
+    /// The process whose routes are looked at next.
+    turn: usize,
     pub tally: Tally,
 }
 
 /// What a run reached; a simulation that reaches nothing finds nothing.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Tally {
-    pub accepted: u32,
+    pub requests: u32,
     pub running: u32,
     pub routed: u32,
     pub crashes: u32,
@@ -74,6 +77,8 @@ impl<'a> World<'a> {
             broken,
             under_way: JoinSet::new(),
             memory: Memory::default(),
+            hosts: Vec::new(),
+            turn: 0,
             tally: Tally::default(),
         })
     }
@@ -83,18 +88,21 @@ impl<'a> World<'a> {
         self.processes[process] = Arc::new(started);
     }
 
-    pub fn hosts(&self) -> Vec<Host> {
-        self.sky.made().iter().map(Host::of).collect()
+    /// Every host that ever was, the oldest first.
+    pub fn hosts(&mut self) -> &[Host] {
+        let made = self.sky.made();
+        self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
+        &self.hosts
     }
 
     /// What is broken now.
     pub async fn broken_now(&mut self) -> Result<BTreeSet<Violation>> {
         // Servers and answers first: what they rest on is older than they are.
         let live = self.sky.live();
-        let told = self.ledger.operations();
+        let known = check::Known::of(&self.ledger);
         let look = Look::at(&self.seat.client).await?;
         let fences = self.store.fences().await;
-        let mut found = check::always(&look, &mut self.memory, &self.ledger, &told);
+        let mut found = check::always(&look, &mut self.memory, &self.ledger, &known);
         found.extend(check::fenced(&look, &live, &fences));
         found.extend(self.store.violations().await);
         if self.sky.had_doubles() {
@@ -108,24 +116,23 @@ impl<'a> World<'a> {
 
     /// Whether a request of a user without a running machine is sent on, and goes on being sent on.
     async fn routes_astray(&mut self, look: &Look) -> Result<bool> {
+        self.turn = (self.turn + 1) % PROCESSES;
+        let process = Arc::clone(&self.processes[self.turn]);
         for user in users() {
             let runs = |look: &Look| look.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
-            let running = runs(look);
-            for process in self.processes.clone() {
-                let mut astray = self.is_routed(&process, user).await;
-                self.tally.routed += u32::from(astray && running);
-                // A change is to be obeyed within a second; this machine may be busy.
-                for _ in 0..60 {
-                    if !astray || runs(&Look::at(&self.seat.client).await?) {
-                        astray = false;
-                        break;
-                    }
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    astray = self.is_routed(&process, user).await;
+            let mut routed = self.is_routed(&process, user).await;
+            self.tally.routed += u32::from(routed && runs(look));
+            // A change is to be obeyed within a second; this machine may be busy.
+            for _ in 0..60 {
+                if !routed || runs(&Look::at(&self.seat.client).await?) {
+                    routed = false;
+                    break;
                 }
-                if astray {
-                    return Ok(true);
-                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                routed = self.is_routed(&process, user).await;
+            }
+            if routed {
+                return Ok(true);
             }
         }
         Ok(false)
@@ -145,12 +152,12 @@ impl<'a> World<'a> {
 
     /// What is broken when everything has settled, besides.
     pub async fn broken_at_rest(&mut self) -> Result<BTreeSet<Violation>> {
-        let mut found = self.broken_now().await?;
+        let mut found = BTreeSet::new();
         let look = Look::at(&self.seat.client).await?;
         let audit = super::look::audit(&self.seat.client).await?;
         found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
         self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        for host in self.hosts() {
+        for host in self.hosts().to_vec() {
             let Some(machine) = look.machine(&host.machine) else { continue };
             let beat = self.heartbeat(&host, 0).await;
             let told = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
