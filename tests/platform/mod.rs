@@ -13,5 +13,5 @@ mod provisioning;
 mod recovery;
 mod registration;
 mod several;
-mod stack;
+pub mod stack;
 mod unreachable;

@@ -14,9 +14,12 @@
 //! | `act`, `ledger` | actions, and what callers were told |
 //! | `look`, `check`, `violation` | the invariants |
 //! | `run`, `runs`, `broken` | seeds that hold, and rules that are broken on purpose |
+//! | `campaign` | real processes, killed again and again |
+//! | `points` | that every fail point has a test that kills there |
 
 mod act;
 mod broken;
+mod campaign;
 mod check;
 mod cloud;
 mod host;
@@ -24,6 +27,7 @@ mod ledger;
 mod line;
 mod look;
 mod plan;
+mod points;
 mod process;
 mod rng;
 mod run;

@@ -21,7 +21,7 @@ pub struct Seat {
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     empty: String,
-    pass_time: Vec<String>,
+    times: Times,
 }
 
 impl Seat {
@@ -45,8 +45,8 @@ impl Seat {
         let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
                      WHERE schemaname = 'public' AND tablename NOT IN ('signing_keys', 'refinery_schema_history')";
         let empty = client.query_one(empty, &[]).await?.get(0);
-        let pass_time = pass_time(&client).await?;
-        Ok(Self { database, client, db, keys, empty, pass_time })
+        let times = Times::of(&client).await?;
+        Ok(Self { database, client, db, keys, empty, times })
     }
 
     pub fn url(&self) -> String {
@@ -55,33 +55,11 @@ impl Seat {
 
     /// As new, but for the keys.
     pub async fn clear(&self) -> Result<()> {
-        self.insist(&self.empty).await
+        insist(&self.client, &self.empty).await
     }
 
-    /// Moves all times that anything is decided by into the past.
     pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
-        for sql in &self.pass_time {
-            self.insist(&sql.replace("$N", &seconds.to_string())).await?;
-        }
-        if leases {
-            let sql = format!(
-                "UPDATE operations SET lease_until = lease_until - interval '{seconds} seconds' \
-                 WHERE lease_until IS NOT NULL"
-            );
-            self.insist(&sql).await?;
-        }
-        Ok(())
-    }
-
-    /// What the platform is doing, or has left, may be in the way for a moment.
-    async fn insist(&self, sql: &str) -> Result<()> {
-        for _ in 0..20 {
-            match self.client.batch_execute(sql).await {
-                Err(error) if error.code() == Some(&SqlState::T_R_DEADLOCK_DETECTED) => {}
-                ended => return Ok(ended?),
-            }
-        }
-        anyhow::bail!("the database's locks are never free for: {sql}")
+        self.times.pass(&self.client, seconds, leases).await
     }
 
     pub async fn cut(&self) -> Result<()> {
@@ -98,24 +76,55 @@ async fn cheap_password(client: &Client, password: &str) -> Result<()> {
     Ok(client.batch_execute(&sql).await?)
 }
 
-/// Updates of every time in the two tables that work is driven by, but for those that only tell what was.
-async fn pass_time(client: &Client) -> Result<Vec<String>> {
-    let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
-               WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
-               AND table_name IN ('user_machines', 'operations') \
-               AND column_name NOT IN ('retired_at', 'deleted_at', 'updated_at', 'ended_at', 'lease_until') \
-               AND (table_name, column_name) <> ('user_machines', 'created_at')";
-    let mut statements = Vec::new();
-    for table in ["user_machines", "operations"] {
-        let rows = client.query(sql, &[]).await?;
-        let columns = rows.iter().filter(|row| row.get::<_, &str>(0) == table);
-        let set: Vec<String> = columns
-            .map(|row| {
-                let column: &str = row.get(1);
-                format!("{column} = {column} - interval '$N seconds'")
-            })
-            .collect();
-        statements.push(format!("UPDATE {table} SET {}", set.join(", ")));
+/// What the platform is doing, or has left, may be in the way for a moment.
+async fn insist(client: &Client, sql: &str) -> Result<()> {
+    for _ in 0..20 {
+        match client.batch_execute(sql).await {
+            Err(error) if error.code() == Some(&SqlState::T_R_DEADLOCK_DETECTED) => {}
+            ended => return Ok(ended?),
+        }
     }
-    Ok(statements)
+    anyhow::bail!("the database's locks are never free for: {sql}")
+}
+
+/// Moves all times that anything is decided by into the past, so that nobody has to wait for them.
+pub struct Times(Vec<String>);
+
+impl Times {
+    /// Of every time in the two tables that work is driven by, but for those that only tell what was.
+    pub async fn of(client: &Client) -> Result<Self> {
+        let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
+                   WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
+                   AND table_name IN ('user_machines', 'operations') \
+                   AND column_name NOT IN ('retired_at', 'deleted_at', 'updated_at', 'ended_at', 'lease_until') \
+                   AND (table_name, column_name) <> ('user_machines', 'created_at')";
+        let mut statements = Vec::new();
+        for table in ["user_machines", "operations"] {
+            let rows = client.query(sql, &[]).await?;
+            let columns = rows.iter().filter(|row| row.get::<_, &str>(0) == table);
+            let set: Vec<String> = columns
+                .map(|row| {
+                    let column: &str = row.get(1);
+                    format!("{column} = {column} - interval '$N seconds'")
+                })
+                .collect();
+            statements.push(format!("UPDATE {table} SET {}", set.join(", ")));
+        }
+        Ok(Self(statements))
+    }
+
+    /// With the leases, whoever is at work has slept through them.
+    pub async fn pass(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
+        for sql in &self.0 {
+            insist(client, &sql.replace("$N", &seconds.to_string())).await?;
+        }
+        if leases {
+            let sql = format!(
+                "UPDATE operations SET lease_until = lease_until - interval '{seconds} seconds' \
+                 WHERE lease_until IS NOT NULL"
+            );
+            insist(client, &sql).await?;
+        }
+        Ok(())
+    }
 }
