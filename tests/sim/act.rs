@@ -261,6 +261,9 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> 
         answer.as_ref().map_or_else(|| "no answer".to_owned(), |it| format!("{} {}", it.status, it.body));
     ledger.note(format!("p{via} {what} {path} {}: {said}", key.as_deref().unwrap_or("")));
     if let Some(answer) = &answer {
+        if let ("register", 200, Some(body)) = (*what, answer.status, body) {
+            ledger.registered(body);
+        }
         ledger.answered(Told { what, key: key.clone(), request_id, status: answer.status }, answer);
     } else {
         ledger.unanswered(Told { what, key: key.clone(), request_id, status: 0 });

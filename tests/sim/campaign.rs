@@ -193,7 +193,7 @@ async fn kill_again_and_again(
     let mut rng = Rng::new(seed);
     let mut kills = 0;
     loop {
-        let pause = Duration::from_millis(60 + rng.below(500) as u64);
+        let pause = Duration::from_millis(40 + rng.below(300) as u64);
         if tokio::time::timeout(pause, &mut end).await.is_ok() {
             return (processes, kills);
         }

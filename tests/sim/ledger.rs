@@ -27,6 +27,8 @@ struct Book {
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registrations: BTreeSet<String>,
+    /// The body by which each machine was accepted first.
+    accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     seen: BTreeSet<Violation>,
     requests: u32,
@@ -96,6 +98,15 @@ impl Ledger {
     /// A request that may have been done, and of which nothing was heard.
     pub fn unanswered(&self, told: Told) {
         self.book().told.push(told);
+    }
+
+    /// A host was told that it is its machine's.
+    pub fn registered(&self, body: &Value) {
+        let mut book = self.book();
+        let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
+        if book.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
+            book.seen.insert(Violation::RegisteredTwice);
+        }
     }
 
     pub fn registers(&self, machine: &str) {

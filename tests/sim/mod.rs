@@ -14,6 +14,7 @@
 //! | `act`, `ledger` | actions, and what callers were told |
 //! | `look`, `check`, `violation` | the invariants |
 //! | `run`, `runs`, `broken` | seeds that hold, and rules that are broken on purpose |
+//! | `found` | plans written by hand |
 //! | `campaign` | real processes, killed again and again |
 //! | `points` | that every fail point has a test that kills there |
 
@@ -22,6 +23,7 @@ mod broken;
 mod campaign;
 mod check;
 mod cloud;
+mod found;
 mod host;
 mod ledger;
 mod line;

@@ -171,15 +171,23 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
     let backs_up = |host| Action::BackUp { host, breaks_off: None };
-    let begins = match rng.below(4) {
-        0 | 1 => vec![Action::Provision { slot }],
-        2 => vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)],
-        _ => vec![Action::Delete { machine: 0 }, Action::Provision { slot }],
+    let recovers = rng.percent(40);
+    let mut life = if recovers {
+        vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)]
+    } else if rng.percent(65) {
+        vec![Action::Provision { slot }]
+    } else {
+        vec![Action::Delete { machine: 0 }, Action::Provision { slot }]
     };
-    let mut life = begins;
     life.extend(comes_up);
+    if recovers || rng.percent(15) {
+        life.push(backs_up(before));
+    }
     if rng.percent(50) {
-        life.push(backs_up(if rng.percent(70) { newest } else { before }));
+        life.push(backs_up(newest));
+    }
+    if rng.percent(15) {
+        life.push(Action::Register { host: newest, body: 1 });
     }
     life
 }
@@ -227,7 +235,7 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
         4 => Action::Fail { machine },
         5 => Action::Delete { machine },
-        6 => Action::Register { host, body: u8::from(rng.percent(15)) },
+        6 => Action::Register { host, body: u8::from(rng.percent(25)) },
         7 => Action::Heartbeat { host },
         8 => Action::BootFailure { host },
         9 => Action::BackUp { host, breaks_off: rng.percent(25).then(|| 1 + rng.below(2) as u8) },

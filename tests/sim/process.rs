@@ -9,7 +9,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use http::Request;
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, Collected};
 use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use secrecy::SecretString;
@@ -160,7 +160,7 @@ impl Drop for Process {
 async fn answer(router: Router, request: Request<Body>) -> Answer {
     let Ok(answer) = TowerToHyperService::new(router).call(request).await;
     let (parts, body) = answer.into_parts();
-    let bytes = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
+    let bytes = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
     Answer { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
 }
 

@@ -143,17 +143,20 @@ async fn shortest(seat: &Seat, parts: Parts, seed: u64, failed: usize) -> String
     }
 }
 
-/// Plays seeds with a rule broken, until one finds something; what it found.
-pub async fn caught(broken: Broken, most: u64) -> (u64, BTreeSet<Violation>, Vec<String>) {
+/// Plays seeds with a rule broken, at most so many, until one finds `wanted`. What any finds is among `wanted` and what
+/// follows from it: nothing is taken for what it is not.
+pub async fn caught(broken: Broken, most: u64, wanted: Violation, follows: &[Violation]) -> Option<u64> {
     let seat = Seat::new(Some(broken)).await.expect("a seat");
     for seed in 0..most {
-        if let End::Broken { found, log, .. } =
-            play(&seat, Parts::Near, &plan(seed), Some(broken)).await.expect("the parts work")
-        {
-            return (seed, found, log);
+        let end = play(&seat, Parts::Near, &plan(seed), Some(broken)).await.expect("the parts work");
+        let End::Broken { found, log, .. } = end else { continue };
+        let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
+        assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));
+        if found.contains(&wanted) {
+            return Some(seed);
         }
     }
-    (most, BTreeSet::new(), Vec::new())
+    None
 }
 
 impl Tally {

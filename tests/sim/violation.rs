@@ -7,6 +7,8 @@ pub enum Violation {
     TwoActiveMachinesOfOneSlot,
     RoutedWhileNotRunning,
     RunningUnregistered,
+    /// Two hosts with different keys were both accepted as one machine.
+    RegisteredTwice,
     EpochDidNotGrow,
     /// A retired or deleted machine changed again.
     CameBack,
@@ -64,14 +66,20 @@ impl Broken {
             END IF; RETURN NULL; END $$;
          CREATE TRIGGER broken AFTER INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// Routers do not learn of changes.
+    /// Routers do not learn of anything but a machine that begins to run.
     pub const CHANGES_ARE_SILENT: Self = Self::Sql(
         "DROP TRIGGER user_machines_changed ON user_machines;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             IF NEW.status = 'running' AND OLD.status <> 'running' THEN
                 NEW.change_seq := nextval('machine_change_seq');
             END IF; RETURN NEW; END $$;
-         CREATE TRIGGER broken BEFORE UPDATE ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
+         CREATE TRIGGER broken BEFORE UPDATE ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();
+         CREATE FUNCTION inherited() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.change_seq := coalesce((SELECT change_seq FROM user_machines WHERE slot = NEW.slot
+                AND idp_user_id = NEW.idp_user_id ORDER BY epoch DESC LIMIT 1), NEW.change_seq);
+            RETURN NEW; END $$;
+         CREATE TRIGGER user_machines_inherited BEFORE INSERT ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION inherited();",
     );
     /// A machine runs as soon as it has a server.
     pub const RUNS_AT_ONCE: Self = Self::Sql(
@@ -130,6 +138,17 @@ impl Broken {
          CREATE TRIGGER broken BEFORE UPDATE OF retired_at ON user_machines
             FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
             EXECUTE FUNCTION broken();",
+    );
+    /// The platform forgets by which body a machine registered.
+    pub const REGISTRATION_IS_FORGOTTEN: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.registration_body_hash := NULL;
+            IF NEW.status = 'running' THEN NEW.status := 'provisioning'; END IF; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF registration_body_hash ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION broken();
+         CREATE FUNCTION kept() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+         CREATE TRIGGER kept BEFORE UPDATE OF state ON operations
+            FOR EACH ROW WHEN (NEW.state = 'succeeded') EXECUTE FUNCTION kept();",
     );
     pub const RAISES: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
