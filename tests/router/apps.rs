@@ -157,7 +157,10 @@ async fn a_replaced_machines_token_has_ended_and_the_page_says_so_to_its_frame()
         (waiting.status, waiting.json()["machineStatus"].clone()),
         (StatusCode::SERVICE_UNAVAILABLE, json!("recovering"))
     );
-    let sql = format!("UPDATE user_machines SET deleted_at = now(), epoch = 99 WHERE machine_id = '{}'", machine.id);
+    let sql = format!(
+        "UPDATE user_machines SET deleted_at = now(), epoch = 99 WHERE machine_id = '{}'",
+        machine.id
+    );
     world.sql.batch_execute(&sql).await?;
     let next = TestMachine::start().await?;
     world.add(&next, "user_1", "primary", "running").await?;

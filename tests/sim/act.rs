@@ -194,7 +194,7 @@ impl World<'_> {
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
             let look = Look::at(&self.seat.client).await?;
-            let busy = |step: &str| step != "await_registration";
+            let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
             if !look.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
                 return Ok(());
             }
@@ -238,11 +238,16 @@ impl World<'_> {
             } else {
                 calm = 0;
             }
-            // Those that still boot come up; for the others the time runs out.
+            // Those that still boot come up, those that were resized are well; for the others the time runs out.
             for host in self.hosts().to_vec() {
-                let boots = look.machine(&host.machine).is_some_and(super::look::MachineSeen::is_booting);
-                if boots && live.contains(&host.machine) {
+                let Some(machine) = look.machine(&host.machine).filter(|_| live.contains(&host.machine))
+                else {
+                    continue;
+                };
+                if machine.is_booting() {
                     self.register(&host, round % PROCESSES).await;
+                } else if machine.is_active() && machine.status != "running" {
+                    self.heartbeat(&host, round % PROCESSES).await;
                 }
             }
             self.seat.pass_time(10, false).await?;

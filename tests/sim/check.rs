@@ -122,20 +122,25 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
             && rows(&["delete", "preview.expired"], &target) == usize::from(machine.deleted_at.is_some())
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
-    // With a key, one row among all requests that carried it.
+    let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");
+    let resizes = rows(&["resize"], &|_| true) == resizes.count();
+    let failed = look.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
+    let failed =
+        failed.into_iter().all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
+    machines && resizes && failed && is_once_for_each(audit, ledger)
+}
+
+/// No request has two rows, nor have all that carried one key; and a subscription that was accepted has one.
+fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
-    for told in ledger.told().into_iter().filter(|told| told.what == "subscribe") {
-        let group = told.key.clone().unwrap_or_else(|| told.request_id.clone());
+    for told in ledger.told() {
+        let group = told.key.unwrap_or_else(|| told.request_id.clone());
         let (accepted, requests) = groups.entry(group).or_default();
-        *accepted |= told.status == 200;
+        *accepted |= told.what == "subscribe" && told.status == 200;
         requests.push(told.request_id);
     }
-    let subscriptions = groups
-        .values()
-        .filter(|(accepted, _)| *accepted)
-        .all(|(_, requests)| rows(&["slot.set"], &|row: &AuditSeen| requests.contains(&row.request_id)) <= 1);
-    let answered: BTreeSet<String> = audit.iter().map(|row| row.request_id.clone()).collect();
-    let unkeyed = ledger.told().into_iter().filter(|told| told.what == "subscribe" && told.key.is_none());
-    let each = unkeyed.filter(|told| told.status == 200).all(|told| answered.contains(&told.request_id));
-    machines && subscriptions && each
+    groups.values().all(|(accepted, requests)| {
+        let rows = audit.iter().filter(|row| requests.contains(&row.request_id)).count();
+        if *accepted { rows == 1 } else { rows <= 1 }
+    })
 }

@@ -132,6 +132,7 @@ impl Cloud {
             server_type: order.server_type.clone(),
             disk_gb: disk_of(&order.server_type).unwrap_or(80),
             labels: order.labels.clone(),
+            locked: false,
         };
         books
             .made
@@ -202,6 +203,11 @@ impl Books {
             }
             pending.action.status = ActionStatus::Success;
         }
+        let busy =
+            |id: i64| actions.values().any(|it| it.server == id && it.action.status == ActionStatus::Running);
+        for (id, server) in servers {
+            server.locked = busy(*id);
+        }
     }
 
     fn begin(
@@ -214,10 +220,7 @@ impl Books {
         let Some(server) = self.servers.get(&id.0) else {
             return Err(failure(call, ErrorKind::NotFound, 404, "not_found"));
         };
-        let locked = |pending: &Pending| {
-            pending.server == id.0 && matches!(pending.action.status, ActionStatus::Running)
-        };
-        if self.actions.values().any(locked) {
+        if server.locked {
             return Err(failure(call, ErrorKind::Transient, 423, "locked"));
         }
         if let Effect::Type(to) = &effect {
@@ -318,7 +321,13 @@ impl Provider for AtThePort {
         if self.0.broken == Some(Broken::NothingIsDeleted) {
             return Ok(Deleted::Done);
         }
-        let there = self.0.books().servers.remove(&id.0).is_some();
+        let there = {
+            let mut books = self.0.books();
+            if books.servers.get(&id.0).is_some_and(|server| server.locked) {
+                return Err(failure(CALL, ErrorKind::Transient, 423, "locked"));
+            }
+            books.servers.remove(&id.0).is_some()
+        };
         match fault {
             Some(CloudFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
             Some(CloudFault::Slow) => tokio::time::sleep(SLOW).await,

@@ -10,6 +10,7 @@ pub struct MachineSeen {
     pub idp_user_id: String,
     pub slot: String,
     pub status: String,
+    pub failure_cause: Option<String>,
     pub epoch: u32,
     pub registered_at: Option<String>,
     pub retired_at: Option<String>,
@@ -20,6 +21,7 @@ pub struct MachineSeen {
 pub struct OperationSeen {
     pub operation_id: String,
     pub machine_id: String,
+    pub kind: String,
     pub state: String,
     pub step: String,
 }
@@ -41,9 +43,9 @@ pub struct Look {
 /// One statement, hence one instant; the oldest machine first.
 const LOOK: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
-        status, epoch, registered_at, retired_at, deleted_at FROM user_machines) m), \
+        status, failure_cause, epoch, registered_at, retired_at, deleted_at FROM user_machines) m), \
     (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
-        state, step FROM operations) o)";
+        kind, state, step FROM operations) o)";
 
 impl Look {
     pub async fn at(client: &Client) -> Result<Self> {

@@ -171,6 +171,10 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
     let backs_up = |host| Action::BackUp { host, breaks_off: None };
+    if rng.percent(20) {
+        let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
+        return vec![resize, Action::Rest, Action::Heartbeat { host: newest }, Action::Rest];
+    }
     let recovers = rng.percent(40);
     let mut life = if recovers {
         vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)]
@@ -205,8 +209,8 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         1,
         7,
         5,
+        5,
         3,
-        2,
         4,
         14,
         3,

@@ -101,6 +101,7 @@ impl Process {
             db: seat.db.clone(),
             keys: seat.keys.clone(),
             nudge: Notify::new(),
+            reconcile: Notify::new(),
             stop,
             config,
         });
@@ -129,6 +130,7 @@ impl Process {
 
     pub fn nudge(&self) {
         self.platform.nudge.notify_one();
+        self.platform.reconcile.notify_one();
     }
 
     /// An answer of the API; `None` where the process died before it came.

@@ -164,6 +164,7 @@ impl Tally {
         self.requests += other.requests;
         self.running += other.running;
         self.routed += other.routed;
+        self.resized += other.resized;
         self.crashes += other.crashes;
         self.snapshots += other.snapshots;
     }

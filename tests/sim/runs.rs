@@ -11,6 +11,7 @@ async fn near(first: u64, count: u64) {
     if std::env::var_os("SVC_SIM_SEED").is_none() {
         assert!(u64::from(tally.running) > count / 2, "{tally:?}");
         assert!(u64::from(tally.routed) > count / 2, "{tally:?}");
+        assert!(u64::from(tally.resized) > count / 20, "{tally:?}");
         assert!(u64::from(tally.crashes) > count / 4, "{tally:?}");
         assert!(u64::from(tally.snapshots) > count / 2, "{tally:?}");
     }
@@ -18,22 +19,22 @@ async fn near(first: u64, count: u64) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_first_quarter_holds() {
-    near(0, 130).await;
+    near(0, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_second_quarter_holds() {
-    near(130, 130).await;
+    near(125, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_third_quarter_holds() {
-    near(260, 130).await;
+    near(250, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_fourth_quarter_holds() {
-    near(390, 130).await;
+    near(375, 125).await;
 }
 
 /// The same plans through the production adapter and the store's client, over HTTP.

@@ -43,7 +43,8 @@ impl Seat {
         // Rows of a few runs go sooner than files do; and what the test does here concerns no trigger.
         client.batch_execute("SET session_replication_role = replica").await?;
         let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
-                     WHERE schemaname = 'public' AND tablename NOT IN ('signing_keys', 'refinery_schema_history')";
+                     WHERE schemaname = 'public' AND tablename \
+                     NOT IN ('signing_keys', 'installation', 'refinery_schema_history')";
         let empty = client.query_one(empty, &[]).await?.get(0);
         let times = Times::of(&client).await?;
         Ok(Self { database, client, db, keys, empty, times })
@@ -91,15 +92,15 @@ async fn insist(client: &Client, sql: &str) -> Result<()> {
 pub struct Times(Vec<String>);
 
 impl Times {
-    /// Of every time in the two tables that work is driven by, but for those that only tell what was.
+    /// Of every time in the tables that work is driven by, but for those that only tell what was.
     pub async fn of(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
-                   AND table_name IN ('user_machines', 'operations') \
+                   AND table_name IN ('user_machines', 'operations', 'operation_log') \
                    AND column_name NOT IN ('retired_at', 'deleted_at', 'updated_at', 'ended_at', 'lease_until') \
                    AND (table_name, column_name) <> ('user_machines', 'created_at')";
         let mut statements = Vec::new();
-        for table in ["user_machines", "operations"] {
+        for table in ["user_machines", "operations", "operation_log"] {
             let rows = client.query(sql, &[]).await?;
             let columns = rows.iter().filter(|row| row.get::<_, &str>(0) == table);
             let set: Vec<String> = columns

@@ -46,6 +46,8 @@ pub struct Tally {
     pub requests: u32,
     pub running: u32,
     pub routed: u32,
+    /// Resizes that ended well.
+    pub resized: u32,
     pub crashes: u32,
     pub snapshots: u32,
 }
@@ -156,6 +158,8 @@ impl<'a> World<'a> {
         let look = Look::at(&self.seat.client).await?;
         let audit = super::look::audit(&self.seat.client).await?;
         found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
+        let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
+        self.tally.resized += look.operations.iter().filter(resized).count() as u32;
         self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
         for host in self.hosts().to_vec() {
             let Some(machine) = look.machine(&host.machine) else { continue };
