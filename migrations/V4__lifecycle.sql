@@ -63,11 +63,14 @@ BEGIN
     SELECT * INTO b FROM provider_budget WHERE account = of_account FOR UPDATE;
     moment := clock_timestamp();
     b.capacity := coalesce(seen_capacity, b.capacity);
-    b.per_second := greatest(coalesce(seen_per_second, b.per_second), 0.01);
+    -- A reset in whole seconds makes the rate look lower than it is, never higher.
+    b.per_second := CASE WHEN b.learnt THEN greatest(seen_per_second, b.per_second)
+        ELSE coalesce(seen_per_second, b.per_second) END;
     available := b.tokens + greatest(extract(epoch FROM moment - b.at), 0) * b.per_second;
     IF seen_left IS NOT NULL THEN
         seen_left := seen_left + seen_age * b.per_second;
-        available := CASE WHEN b.learnt THEN least(available, seen_left) ELSE seen_left END;
+        -- What was given out of the first few may still be on its way.
+        available := CASE WHEN b.learnt THEN least(available, seen_left) ELSE seen_left - 4 END;
         b.learnt := true;
     END IF;
     available := least(available, b.capacity);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::host::Host;
 use super::ledger::{Ledger, Told};
-use super::look::Look;
+use super::look::{Look, MachineSeen};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{Answer, Process, SECRET, request};
 use super::world::World;
@@ -228,8 +228,10 @@ impl World<'_> {
             tokio::time::sleep(Duration::from_millis(30)).await;
             let look = Look::at(&self.seat.client).await?;
             let live = self.sky.live();
-            let stray = |id: &String| !look.machine(id).is_some_and(super::look::MachineSeen::is_active);
-            let quiet = !look.operations.iter().any(|it| it.state == "running") && !live.iter().any(stray);
+            let stray = |id: &String| !look.machine(id).is_some_and(MachineSeen::is_active);
+            let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
+            let under_way = look.operations.iter().any(|it| it.state == "running");
+            let quiet = !under_way && !live.iter().any(stray) && !look.machines.iter().any(bare);
             if quiet {
                 calm += 1;
                 if calm == 2 {

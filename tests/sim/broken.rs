@@ -39,6 +39,7 @@ noticed! {
     an_operation_that_never_ends: Broken::NOTHING_ENDS => OperationNeverEnds;
     an_operation_that_is_forgotten: Broken::OPERATIONS_ARE_LOST => AcceptedAndForgotten, then Orphan;
     a_server_that_outlives_its_machine: Broken::NothingIsDeleted => Orphan, then OperationNeverEnds;
+    a_server_that_nobody_misses: Broken::NOTHING_IS_MISSED => RunsWithoutServer;
     a_change_without_its_audit_row: Broken::AUDIT_IS_LOST => AuditIncomplete;
     another_answer_to_the_same_key: Broken::KEYS_ARE_FORGOTTEN => ReplayDiffers;
     a_replaced_host_that_is_not_told: Broken::OLD_TOKENS_END => HostNotTold;

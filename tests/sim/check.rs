@@ -101,6 +101,9 @@ pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledge
     if live.iter().any(|id| !look.machine(id).is_some_and(MachineSeen::is_active)) {
         found.insert(Violation::Orphan);
     }
+    if look.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
+        found.insert(Violation::RunsWithoutServer);
+    }
     if !is_complete(look, audit, ledger) {
         found.insert(Violation::AuditIncomplete);
     }

@@ -99,6 +99,7 @@ impl Process {
             bucket: Bucket::new(Arc::new(view)),
             mint: TokenMint::new(&config.key),
             db: seat.db.clone(),
+            installation: seat.installation,
             keys: seat.keys.clone(),
             nudge: Notify::new(),
             reconcile: Notify::new(),

@@ -10,6 +10,7 @@ use svc::platform::keys::{self, Seal, SigningSet};
 use tokio::sync::{OnceCell, watch};
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
+use uuid::Uuid;
 
 use super::process;
 use super::violation::Broken;
@@ -20,6 +21,7 @@ pub struct Seat {
     pub client: Client,
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
+    pub installation: Uuid,
     empty: String,
     times: Times,
 }
@@ -46,8 +48,10 @@ impl Seat {
                      WHERE schemaname = 'public' AND tablename \
                      NOT IN ('signing_keys', 'installation', 'refinery_schema_history')";
         let empty = client.query_one(empty, &[]).await?.get(0);
+        let sql = "SELECT installation_id FROM installation";
+        let installation = client.query_one(sql, &[]).await?.get(0);
         let times = Times::of(&client).await?;
-        Ok(Self { database, client, db, keys, empty, times })
+        Ok(Self { database, client, db, keys, installation, empty, times })
     }
 
     pub fn url(&self) -> String {
@@ -96,11 +100,11 @@ impl Times {
     pub async fn of(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
-                   AND table_name IN ('user_machines', 'operations', 'operation_log') \
+                   AND table_name IN ('user_machines', 'operations', 'operation_log', 'task_turns') \
                    AND column_name NOT IN ('retired_at', 'deleted_at', 'updated_at', 'ended_at', 'lease_until') \
                    AND (table_name, column_name) <> ('user_machines', 'created_at')";
         let mut statements = Vec::new();
-        for table in ["user_machines", "operations", "operation_log"] {
+        for table in ["user_machines", "operations", "operation_log", "task_turns"] {
             let rows = client.query(sql, &[]).await?;
             let columns = rows.iter().filter(|row| row.get::<_, &str>(0) == table);
             let set: Vec<String> = columns

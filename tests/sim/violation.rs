@@ -25,6 +25,8 @@ pub enum Violation {
     /// An operation that a caller was told of is not there.
     AcceptedAndForgotten,
     Orphan,
+    /// A machine runs, everything has settled, and it has no server.
+    RunsWithoutServer,
     AuditIncomplete,
     /// The same key and body, another answer.
     ReplayDiffers,
@@ -121,6 +123,13 @@ impl Broken {
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON operations
             FOR EACH ROW WHEN (NEW.kind = 'delete') EXECUTE FUNCTION broken();",
+    );
+    /// A server that is missing is always missing only since now.
+    pub const NOTHING_IS_MISSED: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.server_missing_since := clock_timestamp(); RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF server_missing_since ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION broken();",
     );
     pub const AUDIT_IS_LOST: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;

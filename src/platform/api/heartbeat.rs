@@ -63,7 +63,11 @@ pub async fn handle(
     if is_well {
         heal(&platform, &machine, epoch).await;
     }
-    let keys = platform.keys.borrow().public.clone();
+    // From the database: an answer by what this process knew a moment ago could take a key away that another process
+    // has delivered, and that is signed with already.
+    let session = platform.db.session().await?;
+    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    drop(session);
     let answer = json!({
         "desiredImageVersion": beat.image_version,
         "epoch": machine.epoch,
