@@ -29,7 +29,8 @@ noticed! {
     a_second_host_of_one_machine: Broken::REGISTRATION_IS_FORGOTTEN => RegisteredTwice,
         then AuditIncomplete OperationNeverEnds;
     an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow;
-    a_deleted_machine_that_comes_back: Broken::COMES_BACK => CameBack;
+    a_deleted_machine_that_comes_back: Broken::COMES_BACK => CameBack,
+        then TwoActiveMachinesOfOneSlot AuditIncomplete;
     a_server_before_its_fence: Broken::FenceIsNotWritten => ServerBeforeFence;
     a_pointer_that_goes_back: Broken::Unconditional => PointerWentBack;
     a_pointer_moved_by_a_replaced_host: Broken::HostIgnoresFence => PointerMovedByFencedHost;

@@ -171,10 +171,6 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
     let backs_up = |host| Action::BackUp { host, breaks_off: None };
-    if rng.percent(20) {
-        let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
-        return vec![resize, Action::Rest, Action::Heartbeat { host: newest }, Action::Rest];
-    }
     let recovers = rng.percent(40);
     let mut life = if recovers {
         vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)]
@@ -184,6 +180,10 @@ fn life(rng: &mut Rng) -> Vec<Action> {
         vec![Action::Delete { machine: 0 }, Action::Provision { slot }]
     };
     life.extend(comes_up);
+    if rng.percent(20) {
+        let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
+        life.extend([resize, Action::Rest, Action::Heartbeat { host: newest }]);
+    }
     if recovers || rng.percent(15) {
         life.push(backs_up(before));
     }
