@@ -25,7 +25,7 @@ pub async fn run(
     db: Db,
     seal: Seal,
     timing: KeyTiming,
-    keys: watch::Sender<Arc<SigningSet>>,
+    view: watch::Sender<Arc<SigningSet>>,
     stop: CancellationToken,
 ) {
     let pause = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), LONGEST_PAUSE);
@@ -38,8 +38,8 @@ pub async fn run(
             tracing::warn!(error = %chain(&error), "the signing keys could not be seen to");
         }
         match keys::load(&db, &seal).await {
-            Ok(fresh) if !keys::same(&fresh, &keys.borrow()) => {
-                keys.send_replace(Arc::new(fresh));
+            Ok(fresh) if !keys::same(&fresh, &view.borrow()) => {
+                view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),

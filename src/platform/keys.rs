@@ -159,7 +159,7 @@ fn public(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
-/// Whether hosts and routers would see no difference.
+/// Whether two views hold the same keys.
 pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public && one.app.public == other.app.public
 }

@@ -126,7 +126,7 @@ async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat()
     assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(now["failure"]["stage"], "power_on");
 
-    // Somebody switches it on; one that is ill, or of another epoch, heals nothing.
+    // One that is ill, or of another epoch, heals nothing.
     let mut ill = beat_of(&guest);
     ill["health"]["gateway"] = json!("failing");
     stack.beat(&process, &guest, &ill).await;
@@ -134,6 +134,15 @@ async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat()
     other["epoch"] = json!(7);
     stack.beat(&process, &guest, &other).await;
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    // Nor does a word that was on its way when the power went.
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    stack.provider.clear_faults();
+    let id = stack.provider.servers().remove(0).id;
+    let on =
+        reqwest::Client::new().post(format!("{}/servers/{id}/actions/poweron", stack.provider.base_url()));
+    assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
+    stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
     stack.beat(&process, &guest, &beat_of(&guest)).await;
     let now = record(&stack, &process, &guest).await;
     assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));

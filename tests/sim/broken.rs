@@ -34,7 +34,8 @@ noticed! {
     a_server_before_its_fence: Broken::FenceIsNotWritten => ServerBeforeFence;
     a_pointer_that_goes_back: Broken::Unconditional => PointerWentBack;
     a_pointer_moved_by_a_replaced_host: Broken::HostIgnoresFence => PointerMovedByFencedHost;
-    a_pointer_to_what_nobody_verified: Broken::HostDoesNotVerify => PointerNamesUnverified;
+    a_pointer_to_what_nobody_verified: Broken::HostDoesNotVerify => PointerNamesUnverified,
+        then PointerMovedByFencedHost PointerWentBack;
     a_snapshot_that_is_removed: Broken::StorePrunes => SnapshotRemoved;
     a_machine_that_waits_for_nothing: Broken::WORK_IS_DROPPED => Stuck;
     an_operation_that_never_ends: Broken::NOTHING_ENDS => OperationNeverEnds;

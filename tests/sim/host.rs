@@ -12,7 +12,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{FORMAT, SideRecord};
+use svc::store::snapshot::{self, FORMAT, SideRecord};
 use svc::store::upload::{Parts, Upload};
 use svc::store::{Bucket, pointer_io};
 
@@ -89,58 +89,59 @@ impl Host {
         let path = slot.snapshot(&key).expect("a key of ours");
         let mut upload = Upload::begin(&bucket, &path, Parts::for_at_most(1 << 20)).await?;
         upload.push(content.clone()).await?;
-        upload.complete().await?;
+        let etag = upload.complete().await?.e_tag;
         if breaks_off == Some(1) {
             return Ok("broke off after the dump");
         }
-        let named = self.named(key, &content, at);
-        if broken != Some(Broken::HostDoesNotVerify) {
-            let side = slot.side_record(&named.key).expect("a key of ours");
-            bucket.put_json(&side, &side_record(&named)).await?;
+        let side = self.side_record(key, &content, at);
+        if broken == Some(Broken::HostDoesNotVerify) {
+            push(&bucket, &slot, &named(&side)).await?;
+            return Ok("moved the pointer too soon");
         }
+        let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
         if breaks_off == Some(2) {
             return Ok("broke off after the side record");
         }
         if broken == Some(Broken::HostIgnoresFence) {
-            push(&bucket, &slot, &named).await?;
+            push(&bucket, &slot, recorded.named()).await?;
         } else {
-            pointer_io::advance(&bucket, &slot, epoch, &named).await?;
+            pointer_io::advance(&bucket, &slot, &recorded).await?;
         }
         Ok("moved the pointer")
     }
 
-    fn named(&self, key: String, content: &Bytes, at: Timestamp) -> SnapshotRef {
-        SnapshotRef {
+    fn side_record(&self, key: String, content: &Bytes, at: Timestamp) -> SideRecord {
+        SideRecord {
+            version: FORMAT,
             key,
             size_bytes: content.len() as u64,
             sha256: hex::encode(Sha256::digest(content)),
-            etag: None,
+            pg_version: "16".to_owned(),
             machine_id: self.machine.parse::<MachineId>().expect("an id"),
             epoch: Epoch(self.epoch),
             taken_at: at,
             verified_at: at,
+            roles: Vec::new(),
+            tables: Vec::new(),
+            database: None,
         }
     }
 }
 
-fn side_record(named: &SnapshotRef) -> SideRecord {
-    SideRecord {
-        version: FORMAT,
-        key: named.key.clone(),
-        size_bytes: named.size_bytes,
-        sha256: named.sha256.clone(),
-        pg_version: "16".to_owned(),
-        machine_id: named.machine_id,
-        epoch: named.epoch,
-        taken_at: named.taken_at,
-        verified_at: named.verified_at,
-        roles: Vec::new(),
-        tables: Vec::new(),
-        database: None,
+fn named(side: &SideRecord) -> SnapshotRef {
+    SnapshotRef {
+        key: side.key.clone(),
+        size_bytes: side.size_bytes,
+        sha256: side.sha256.clone(),
+        etag: None,
+        machine_id: side.machine_id,
+        epoch: side.epoch,
+        taken_at: side.taken_at,
+        verified_at: side.verified_at,
     }
 }
 
-/// Moves the pointer as nobody may: the fence is carried along and not obeyed.
+/// Moves the pointer as nobody may: the fence is not obeyed, and nobody asks for a side record.
 async fn push(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> anyhow::Result<()> {
     let now = pointer_io::read(bucket, slot).await?;
     let Some(now) = now else { anyhow::bail!("no pointer yet") };

@@ -22,7 +22,7 @@ use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
-use crate::provider::ServerId;
+use crate::provider::{ServerId, ServerStatus};
 
 struct Beat {
     image_version: ImageVersion,
@@ -99,6 +99,10 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
         platform.reconcile.notify_one();
         return Ok(false);
     };
+    // A word from before the power went.
+    if server.status != ServerStatus::Running {
+        return Ok(false);
+    }
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
