@@ -23,5 +23,5 @@ mod registration;
 mod resize;
 mod resize_failures;
 mod several;
-mod stack;
+pub mod stack;
 mod unreachable;
