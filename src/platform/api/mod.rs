@@ -16,6 +16,7 @@ pub mod provision;
 pub mod recover;
 pub mod register;
 pub mod slots;
+pub mod storage_credentials;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,6 +43,7 @@ pub fn router(platform: Arc<Platform>) -> Router {
         .route("/vps/operations/{id}", get(operation::handle))
         .route("/vps/{id}", get(machine::handle).delete(delete::handle))
         .route("/vps/{id}/heartbeat", post(heartbeat::handle))
+        .route("/vps/{id}/storage-credentials", post(storage_credentials::handle))
         .route("/vps/{id}/boot-failure", post(boot_failure::handle))
         .route("/system-bundles/{version}/{file}", get(bundle::handle))
         .fallback(not_found)
