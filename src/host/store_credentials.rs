@@ -207,7 +207,7 @@ impl Source for Renewed {
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);
         }
-        if state.held.key.key_id == access_key {
+        if state.held.key.key_id == access_key || !state.held.is_usable(Timestamp::now()) {
             self.renew(&mut state, ATTEMPTS).await?;
         }
         Ok(Arc::clone(&state.held.key))

@@ -3,6 +3,7 @@
 
 mod backup;
 mod bundle;
+mod credentials;
 mod gate;
 mod machine;
 mod platform;
