@@ -9,6 +9,7 @@ mod ctl;
 mod gateway;
 mod house;
 mod platform;
+mod pointer;
 mod provider;
 mod router;
 mod story;

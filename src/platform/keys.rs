@@ -25,6 +25,13 @@ pub struct SigningSet {
     /// Takes over where the host has acknowledged it.
     pub next: Option<Arc<Signer>>,
     pub public: ProofKeys,
+    pub app: AppKeys,
+}
+
+/// The keys that sign app tokens; the newest signs. Hosts do not know them: only the router believes such tokens.
+pub struct AppKeys {
+    pub current: Arc<Signer>,
+    pub public: ProofKeys,
 }
 
 /// Why there are no keys.
@@ -80,50 +87,66 @@ impl Seal {
     }
 }
 
-/// The keys in the database; makes the first one where there is none.
+/// The keys in the database; makes the first one of a purpose where there is none.
 ///
 /// # Errors
 /// [`KeyError`].
 pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
+    let proof = opened(stored(db, seal, db::keys::PROOF).await?, seal)?;
+    let app = opened(stored(db, seal, db::keys::APP).await?, seal)?;
+    let none = || KeyError::Damaged { kid: "(none)".to_owned() };
+    let newest = app.last().cloned().ok_or_else(none)?;
+    // The oldest key signs proofs until hosts know the newer one.
+    let mut signers = proof.iter().cloned();
+    Ok(SigningSet {
+        current: signers.next().ok_or_else(none)?,
+        next: signers.next(),
+        public: public(&proof),
+        app: AppKeys { current: newest, public: public(&app) },
+    })
+}
+
+async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
-    let mut stored = db::keys::active(&session, db::keys::PROOF).await?;
-    if stored.is_empty() {
-        let tx = db::begin(&mut session).await?;
-        db::lock(&tx, "signing keys").await?;
-        stored = db::keys::active(&tx, db::keys::PROOF).await?;
-        if stored.is_empty() {
-            stored.push(generate(&tx, seal).await?);
-        }
-        db::commit(tx).await?;
+    let stored = db::keys::active(&session, purpose).await?;
+    if !stored.is_empty() {
+        return Ok(stored);
     }
-    assemble(stored, seal)
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, "signing keys").await?;
+    let mut stored = db::keys::active(&tx, purpose).await?;
+    if stored.is_empty() {
+        stored.push(generate(&tx, seal, purpose).await?);
+    }
+    db::commit(tx).await?;
+    Ok(stored)
 }
 
 async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
+    purpose: &str,
 ) -> Result<db::keys::StoredKey, KeyError> {
-    let kid = format!("proof-{}", uuid::Uuid::now_v7().simple());
+    let kid = format!("{purpose}-{}", uuid::Uuid::now_v7().simple());
     let pkcs8 = Signer::generate()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
     let sealed = seal.close(&kid, &pkcs8)?;
     let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed };
-    db::keys::insert(tx, db::keys::PROOF, &key).await?;
+    db::keys::insert(tx, purpose, &key).await?;
     Ok(key)
 }
 
-/// The oldest key signs until hosts know the newer one.
-fn assemble(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<SigningSet, KeyError> {
-    let mut signers = Vec::new();
-    for key in stored {
+fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
+    let open = |key: db::keys::StoredKey| {
         let pkcs8 = seal.open(&key.kid, &key.sealed)?;
         let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
-        signers.push(Arc::new(signer.map_err(|_| KeyError::Damaged { kid: key.kid })?));
-    }
-    let public = ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() };
-    let mut signers = signers.into_iter();
-    let current = signers.next().ok_or_else(|| KeyError::Damaged { kid: "(none)".to_owned() })?;
-    Ok(SigningSet { current, next: signers.next(), public })
+        signer.map(Arc::new).map_err(|_| KeyError::Damaged { kid: key.kid })
+    };
+    stored.into_iter().map(open).collect()
+}
+
+fn public(signers: &[Arc<Signer>]) -> ProofKeys {
+    ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
 /// Keeps the process's view of the keys fresh until `stop`; what cannot be read leaves the last view.
@@ -134,13 +157,17 @@ pub async fn refresh(db: Db, seal: Seal, keys: watch::Sender<Arc<SigningSet>>, s
             () = tokio::time::sleep(REFRESH) => {}
         }
         match load(&db, &seal).await {
-            Ok(fresh) if fresh.public != keys.borrow().public => {
+            Ok(fresh) if !same(&fresh, &keys.borrow()) => {
                 keys.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
         }
     }
+}
+
+fn same(one: &SigningSet, other: &SigningSet) -> bool {
+    one.public == other.public && one.app.public == other.app.public
 }
 
 #[cfg(test)]

@@ -103,7 +103,7 @@ mod tests {
     use crate::machine::epoch::Epoch;
     use crate::machine::name::Slot;
     use crate::store::key::SlotPrefix;
-    use crate::store::pointer::tests::snapshot;
+    use crate::store::pointer::tests::{side_record, snapshot};
     use crate::store::{Bucket, pointer_io};
 
     #[tokio::test(flavor = "multi_thread")]
@@ -116,7 +116,9 @@ mod tests {
             .map(|n| {
                 let (bucket, slot) = (open(), slot.clone());
                 tokio::spawn(async move {
-                    pointer_io::advance(&bucket, &slot, Epoch(1), &snapshot(n, Epoch(1))).await
+                    let side = side_record(&snapshot(n, Epoch(1)));
+                    let recorded = crate::store::snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+                    pointer_io::advance(&bucket, &slot, &recorded).await
                 })
             })
             .collect();

@@ -104,6 +104,23 @@ pub(crate) mod tests {
         }
     }
 
+    pub(crate) fn side_record(of: &SnapshotRef) -> crate::store::snapshot::SideRecord {
+        crate::store::snapshot::SideRecord {
+            version: crate::store::snapshot::FORMAT,
+            key: of.key.clone(),
+            size_bytes: of.size_bytes,
+            sha256: of.sha256.clone(),
+            pg_version: "16.14".to_owned(),
+            machine_id: of.machine_id,
+            epoch: of.epoch,
+            taken_at: of.taken_at,
+            verified_at: of.verified_at,
+            roles: Vec::new(),
+            tables: Vec::new(),
+            database: None,
+        }
+    }
+
     #[test]
     fn a_first_fence_is_a_tombstone_and_a_replaced_machine_is_told() {
         let first = fence(None, Epoch(1)).unwrap().unwrap();

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::bucket::{Bucket, Condition, StoreError, Versioned};
 use super::key::SlotPrefix;
-use super::pointer::{self, Fenced, Pointer, SnapshotRef};
+use super::pointer::{self, Fenced, Pointer};
+use super::snapshot::Recorded;
 use crate::machine::epoch::Epoch;
 
 /// How often a write is tried when others write at the same time.
@@ -45,17 +46,13 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, epoch: Epoch) -> Result<(
     write(bucket, slot, |now| pointer::fence(now, epoch)).await
 }
 
-/// Makes the pointer name `snapshot`, taken and verified by the machine of `epoch`.
+/// Makes the pointer name a snapshot, in the name of the machine that took it.
 ///
 /// # Errors
-/// [`PointerError`]; `Fenced` when the machine has been replaced.
-pub async fn advance(
-    bucket: &Bucket,
-    slot: &SlotPrefix,
-    epoch: Epoch,
-    snapshot: &SnapshotRef,
-) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::advance(now, epoch, snapshot)).await
+/// [`PointerError`]; `Fenced` when that machine has been replaced.
+pub async fn advance(bucket: &Bucket, slot: &SlotPrefix, snapshot: &Recorded) -> Result<(), PointerError> {
+    let named = snapshot.named();
+    write(bucket, slot, |now| pointer::advance(now, named.epoch, named)).await
 }
 
 /// Each round reads, plans and writes on that version. After a refused or unanswered write the next round reads what

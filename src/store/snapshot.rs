@@ -73,6 +73,42 @@ pub struct TableCount {
     pub rows: u64,
 }
 
+/// A snapshot whose object is complete and whose side record is written: the only kind that the pointer may name.
+#[derive(Debug, Clone)]
+pub struct Recorded(SnapshotRef);
+
+impl Recorded {
+    pub fn named(&self) -> &SnapshotRef {
+        &self.0
+    }
+}
+
+/// Writes the side record of a complete, verified object; `etag` is the object's.
+///
+/// # Errors
+/// [`StoreError`]; a key that is not one of a snapshot is `Corrupt`.
+pub async fn record(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    side: &SideRecord,
+    etag: Option<String>,
+) -> Result<Recorded, StoreError> {
+    let no_snapshot =
+        || StoreError::Corrupt { key: side.key.clone(), why: "the key is not one of a snapshot".to_owned() };
+    let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
+    bucket.put_json(&object, side).await?;
+    Ok(Recorded(SnapshotRef {
+        key: side.key.clone(),
+        size_bytes: side.size_bytes,
+        sha256: side.sha256.clone(),
+        etag,
+        machine_id: side.machine_id,
+        epoch: side.epoch,
+        taken_at: side.taken_at,
+        verified_at: side.verified_at,
+    }))
+}
+
 /// Why there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum Unusable {

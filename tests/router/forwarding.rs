@@ -6,7 +6,7 @@ use svc::http::proof::Route;
 use svc::platform::keys::SigningSet;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, World, read, signer};
+use super::world::{APP, CODE, World, of_apps, read, signer};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
@@ -146,7 +146,8 @@ async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
     let (old, new) = (signer("old"), signer("new"));
     world.keys.keys = vec![new.public()];
     let public = world.keys.clone();
-    world.signing.send_replace(SigningSet { current: old, next: Some(new), public }.into());
+    let app = of_apps().1;
+    world.signing.send_replace(SigningSet { current: old, next: Some(new), public, app }.into());
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
     let began = std::time::Instant::now();
     loop {

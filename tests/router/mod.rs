@@ -1,6 +1,7 @@
 //! The router between browsers and machines: real PostgreSQL, a real issuer, real TLS to recording machines.
 
 mod access;
+mod apps;
 mod changes;
 mod forwarding;
 mod machine;

@@ -13,7 +13,7 @@ use serde_json::Value;
 use svc::config::Env;
 use svc::http::proof::{Claims, ProofKeys, Signer};
 use svc::http::server::{Limits, serve};
-use svc::platform::keys::SigningSet;
+use svc::platform::keys::{AppKeys, SigningSet};
 use svc::platform::router::{RouterConfig, RouterContext, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -34,6 +34,8 @@ pub struct World {
     pub addr: SocketAddr,
     pub keys: ProofKeys,
     pub signing: watch::Sender<Arc<SigningSet>>,
+    /// Signs app tokens.
+    pub app_signer: Arc<Signer>,
     client: reqwest::Client,
     stop: CancellationToken,
 }
@@ -81,9 +83,10 @@ impl World {
         let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
         let config = RouterConfig::read(&mut env);
         let config = env.finish(config)?;
-        let signer = signer("k1");
-        let keys = ProofKeys { keys: vec![signer.public()] };
-        let set = SigningSet { current: signer, next: None, public: keys.clone() };
+        let proof_signer = signer("k1");
+        let keys = ProofKeys { keys: vec![proof_signer.public()] };
+        let (app_signer, app) = of_apps();
+        let set = SigningSet { current: proof_signer, next: None, public: keys.clone(), app };
         let (signing, proof) = watch::channel(Arc::new(set));
         let stop = CancellationToken::new();
         let mut database: tokio_postgres::Config = match database {
@@ -109,7 +112,7 @@ impl World {
             .timeout(Duration::from_secs(60))
             .build()?;
         let sql = db.connect().await?;
-        Ok(Self { idp, database: db, sql, addr, keys, signing, client, stop })
+        Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, client, stop })
     }
 
     /// A user with one running machine, seen by the router.
@@ -137,6 +140,10 @@ impl World {
 
     pub fn get(&self, host: &str, path: &str) -> RequestBuilder {
         self.client.get(format!("http://{}{path}", self.addr)).header("host", host)
+    }
+
+    pub fn send(&self, method: http::Method, host: &str, path: &str) -> RequestBuilder {
+        self.client.request(method, format!("http://{}{path}", self.addr)).header("host", host)
     }
 
     pub fn post(&self, host: &str, path: &str) -> RequestBuilder {
@@ -177,6 +184,12 @@ impl Drop for World {
 
 pub fn signer(kid: &str) -> Arc<Signer> {
     Arc::new(Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap())
+}
+
+pub fn of_apps() -> (Arc<Signer>, AppKeys) {
+    let signer = signer("app-k1");
+    let public = ProofKeys { keys: vec![signer.public()] };
+    (Arc::clone(&signer), AppKeys { current: signer, public })
 }
 
 pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> String {

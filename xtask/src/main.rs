@@ -82,6 +82,7 @@ fn setup() -> Result<()> {
     let target = kit::fetch::target_dir();
     let binaries = PgBinaries::locate_or_fetch(&target)?;
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
+    println!("setup: moto at {}", kit::moto::fetched(&target)?.display());
     Ok(())
 }
 

@@ -19,12 +19,12 @@ use crate::failpoint::{self, Injected};
 use crate::host::lock::Lock;
 use crate::host::pgconn;
 use crate::http::problem::chain;
+use crate::store::StoreError;
 use crate::store::key;
-use crate::store::pointer::{Fenced, SnapshotRef};
+use crate::store::pointer::Fenced;
 use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, SideRecord};
 use crate::store::upload::{Parts, Upload, UploadError};
-use crate::store::{Bucket, StoreError};
 
 /// The places of a run where a test can stop it.
 pub const POINTS: &[&str] = &[
@@ -188,16 +188,16 @@ async fn back_up(
     progress.stage = Stage::Dump;
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
-    let record = upload(settings, progress, &snapshot, &key, stop).await?;
+    let taken = upload(settings, progress, &snapshot, &key, stop).await?;
     drop(snapshot);
     failpoint::pass("backup.completed")?;
 
     progress.stage = Stage::SideRecord;
-    put_side_record(&settings.bucket, settings, &record.side).await?;
+    let snapshot = stored::record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
     failpoint::pass("backup.side_record")?;
 
     progress.stage = Stage::Pointer;
-    pointer_io::advance(&settings.bucket, &settings.slot, settings.identity.epoch, &record.named()).await?;
+    pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     failpoint::pass("backup.pointer")?;
 
     progress.stage = Stage::Done;
@@ -221,22 +221,6 @@ async fn refuse_if_fenced(settings: &Settings) -> Result<(), BackupError> {
 struct Uploaded {
     side: SideRecord,
     etag: Option<String>,
-}
-
-impl Uploaded {
-    fn named(&self) -> SnapshotRef {
-        let side = &self.side;
-        SnapshotRef {
-            key: side.key.clone(),
-            size_bytes: side.size_bytes,
-            sha256: side.sha256.clone(),
-            etag: self.etag.clone(),
-            machine_id: side.machine_id,
-            epoch: side.epoch,
-            taken_at: side.taken_at,
-            verified_at: side.verified_at,
-        }
-    }
 }
 
 /// Dump and counts of one moment. The upload is completed for a verified dump alone, and else aborted.
@@ -300,9 +284,4 @@ async fn fill(
             database: Some(facts),
         },
     })
-}
-
-async fn put_side_record(bucket: &Bucket, settings: &Settings, side: &SideRecord) -> Result<(), StoreError> {
-    let object = settings.slot.side_record(&side.key).expect("our own keys have the form of a snapshot's");
-    bucket.put_json(&object, side).await
 }

@@ -7,6 +7,9 @@ use super::{DbError, execute, rows};
 /// The purpose of keys that sign proofs.
 pub const PROOF: &str = "proof";
 
+/// The purpose of keys that sign app tokens.
+pub const APP: &str = "app";
+
 pub struct StoredKey {
     pub kid: String,
     /// Base64url of the Ed25519 public key.

@@ -37,6 +37,15 @@ pub(super) enum Found {
     Unknown,
 }
 
+impl Found {
+    fn of(machine: &Arc<Machine>) -> Self {
+        match &machine.way {
+            Some(way) => Self::Running(Arc::clone(machine), Arc::clone(way)),
+            None => Self::Waiting(Arc::clone(machine)),
+        }
+    }
+}
+
 impl Directory {
     pub(super) fn new(check: ChainCheck) -> Self {
         Self { check, table: RwLock::default() }
@@ -55,13 +64,14 @@ impl Directory {
             .or_else(|| running().next())
             .or_else(|| machines.iter().find(primary))
             .or_else(|| machines.first());
-        match machine {
-            None => Found::Nothing,
-            Some(machine) => match &machine.way {
-                Some(way) => Found::Running(Arc::clone(machine), Arc::clone(way)),
-                None => Found::Waiting(Arc::clone(machine)),
-            },
-        }
+        machine.map_or(Found::Nothing, Found::of)
+    }
+
+    /// The user's machine of this id, as long as it is active.
+    pub(super) fn of_machine(&self, user: &IdpUserId, id: MachineId) -> Found {
+        let Some(users) = self.trusted() else { return Found::Unknown };
+        let machine = users.get(user).and_then(|all| all.iter().find(|machine| machine.row.id == id));
+        machine.map_or(Found::Nothing, Found::of)
     }
 
     /// The user's active machines, oldest first; `None` when the database has not been seen for too long.

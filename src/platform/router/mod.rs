@@ -3,10 +3,13 @@
 //! Who asks comes from a token or a session, the machine from the database's rows alone. It changes no machine.
 //! Invariant: a request costs no query and no signature check, as long as its session or token is in memory.
 
+mod app_door;
+mod app_token;
 pub mod config;
 mod cookie;
 mod directory;
 mod door;
+mod frame;
 mod headers;
 mod identity;
 mod machine;

@@ -7,17 +7,21 @@ static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
 /// `authority` is the name and port that the request was sent to.
 pub(super) fn is_foreign(headers: &HeaderMap, authority: &str) -> bool {
-    let mut origins = headers.get_all(ORIGIN).iter().peekable();
-    if origins.peek().is_some() {
-        let own = |origin: &http::HeaderValue| {
-            let origin = origin.to_str().unwrap_or_default();
-            let host = origin.strip_prefix("https://").or_else(|| origin.strip_prefix("http://"));
-            host.is_some_and(|host| same(host, authority))
-        };
-        return !origins.all(own);
+    if headers.contains_key(ORIGIN) {
+        return is_foreign_origin(headers, authority);
     }
     // Browsers that leave out the origin still say how they came here.
     headers.get(&FETCH_SITE).is_some_and(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
+}
+
+/// By `Origin` alone; a request without one is at home.
+pub(super) fn is_foreign_origin(headers: &HeaderMap, authority: &str) -> bool {
+    let own = |origin: &http::HeaderValue| {
+        let origin = origin.to_str().unwrap_or_default();
+        let host = origin.strip_prefix("https://").or_else(|| origin.strip_prefix("http://"));
+        host.is_some_and(|host| same(host, authority))
+    };
+    !headers.get_all(ORIGIN).iter().all(own)
 }
 
 /// Only what may change something can be forged to harm.

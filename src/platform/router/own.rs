@@ -15,13 +15,14 @@ use super::identity::Identity;
 use super::page::{self, Absence};
 use super::serve::{Visit, database_unavailable, redirect};
 use super::session::LIFE_SECONDS;
-use super::{Site, cookie, sign_in};
+use super::{Site, app_token, cookie, sign_in};
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
 
 const SLOTS: &str = "/_svc/slots";
 const SIGN_OUT: &str = "/_svc/sign-out";
 const LARGEST_BODY: usize = 64 * 1024;
+const APP_TOKEN: &str = "/_svc/app-token";
 const SLOTS_PAGE: &str = include_str!("slots.html");
 
 pub(super) fn is_ours(path: &str) -> bool {
@@ -38,7 +39,8 @@ pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Resu
         (sign_in::TAKE, &Method::GET, Door::Code) => {
             sign_in::take(site, request.uri(), request.headers()).await
         }
-        (SLOTS | SIGN_OUT, _, _) => {
+        (APP_TOKEN, &Method::POST, Door::App) => app_token_for(site, visit, request).await,
+        (SLOTS | SIGN_OUT, _, _) | (APP_TOKEN, _, Door::App) => {
             Err(Problem::new(Code::MethodNotAllowed, "This method is not served here."))
         }
         _ => Err(Problem::new(Code::NotFound, "There is nothing at this path.")),
@@ -127,6 +129,36 @@ async fn choose(site: &Site, visit: &Visit, request: Request) -> Result<Response
         answer.headers_mut().append(SET_COOKIE, set);
     }
     Ok(answer)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    app: String,
+}
+
+/// A token for one app on the machine that this owner is led to; the frame renews its own by this.
+async fn app_token_for(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
+    let (parts, body) = request.into_parts();
+    let Some(identity) = site.identify(visit, &parts.headers).await? else {
+        return Err(Problem::new(Code::Unauthorized, "Sign in first."));
+    };
+    let body = axum::body::to_bytes(body, LARGEST_BODY).await;
+    let body = body.map_err(|_| Problem::new(Code::RequestTooLarge, "At most 64 KiB are read here."))?;
+    let wanted: Wanted =
+        serde_json::from_slice(&body).map_err(|error| Problem::field("", error.to_string()))?;
+    if !app_token::is_slug(&wanted.app) {
+        return Err(Problem::field("/app", "must be an app's slug, such as notes"));
+    }
+    let machine = match site.directory.find(identity.user(), identity.slot()) {
+        Found::Running(machine, _) => machine,
+        Found::Waiting(machine) => return Ok(Absence::NotRunning(machine.row.status).answer(false)),
+        Found::Nothing => return Ok(Absence::NoMachine.answer(false)),
+        Found::Unknown => return Ok(Absence::Unknown.answer(false)),
+    };
+    let row = &machine.row;
+    let minted = app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &wanted.app, visit.now);
+    Ok(json_answer(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }
 
 fn from_json(body: &[u8]) -> Result<Slot, Problem> {

@@ -16,8 +16,9 @@ use super::identity::{Identity, Refusal};
 use super::machine::{Machine, Way};
 use super::page::{self, Absence};
 use super::session::LIFE_SECONDS;
-use super::{Site, cookie, origin, own, sign_in};
+use super::{Site, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
+use crate::http::proof::Route;
 use crate::http::proxy::ProxyError;
 use crate::http::request_id;
 use crate::http::server::Scheme;
@@ -33,6 +34,14 @@ pub(super) struct Visit {
     pub(super) now: Timestamp,
 }
 
+/// In whose name a request goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Caller<'a> {
+    Owner,
+    /// The app of this slug.
+    App(&'a str),
+}
+
 pub(super) async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
     site.serve(request).await.unwrap_or_else(IntoResponse::into_response)
 }
@@ -43,6 +52,10 @@ impl Site {
         if request.method() == Method::CONNECT {
             return Err(Problem::new(Code::MethodNotAllowed, "This is not a forward proxy."));
         }
+        let request = match app_door::answer(self, &visit, request).await {
+            Ok(answer) => return Ok(answer),
+            Err(request) => request,
+        };
         let upgrade = request.headers().contains_key(UPGRADE);
         if origin::matters(request.method(), upgrade)
             && origin::is_foreign(request.headers(), &visit.authority)
@@ -60,7 +73,10 @@ impl Site {
             _ => None,
         };
         let mut answer = match self.directory.find(identity.user(), identity.slot()) {
-            Found::Running(machine, way) => self.forward(&visit, &machine, &way, request).await,
+            Found::Running(machine, way) => match self.framed(&visit, &machine, &request) {
+                Some(frame) => frame,
+                None => self.forward(&visit, &machine, &way, Caller::Owner, request).await,
+            },
             Found::Waiting(machine) => {
                 self.absent(&visit, Absence::NotRunning(machine.row.status), request.uri())
             }
@@ -125,8 +141,31 @@ impl Site {
         }
     }
 
-    async fn forward(&self, visit: &Visit, machine: &Machine, way: &Way, mut request: Request) -> Response {
-        let proof = machine.proof(visit.door.route(), None, &self.proof.borrow(), visit.now);
+    /// The frame around an app's page, for its owner.
+    fn framed(&self, visit: &Visit, machine: &Machine, request: &Request) -> Option<Response> {
+        if visit.door != Door::App || !visit.page {
+            return None;
+        }
+        let uri = request.uri();
+        let (app, rest) = frame::target(uri.path())?;
+        let row = &machine.row;
+        let minted = app_token::mint(&self.proof.borrow().app.current, &row.user, row.id, app, visit.now);
+        Some(frame::around(app, rest, uri, &minted))
+    }
+
+    pub(super) async fn forward(
+        &self,
+        visit: &Visit,
+        machine: &Machine,
+        way: &Way,
+        caller: Caller<'_>,
+        mut request: Request,
+    ) -> Response {
+        let (route, app) = match caller {
+            Caller::Owner => (visit.door.route(), None),
+            Caller::App(app) => (Route::App, Some(app)),
+        };
+        let proof = machine.proof(route, app, &self.proof.borrow(), visit.now);
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
         let request_id = request_id::current();
         let onward = Onward { peer, scheme: visit.scheme, proof, request_id: &request_id };

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
+//! | [`moto`] | another S3 server, not ours, for races of conditional writes |
 //! | [`provider`] | the cloud provider: its API, and servers that are records or processes of a host |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
@@ -18,6 +19,7 @@ pub mod ca;
 pub mod child;
 pub mod fetch;
 pub mod idp;
+pub mod moto;
 pub mod net;
 pub mod pg;
 pub mod provider;

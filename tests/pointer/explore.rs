@@ -1,0 +1,246 @@
+//! Runs of several actors on one staged store, each in another order and with other faults.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use svc::store::Bucket;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::actors::{self, Careless, Outside, slot};
+use super::history::{History, Violation};
+use super::schedule::{Choices, Exhaustive, Seeded};
+use super::staged::{Call, Conditions, Fate, Server, Staged, Turn};
+
+/// Longer than any pause that a writer makes before it tries again; the clock stands still while anybody can go on.
+const ALL_PAUSES: Duration = Duration::from_secs(5);
+
+/// Who takes part, and how much may go wrong.
+#[derive(Debug, Clone)]
+struct Scene {
+    roles: Vec<Role>,
+    careless: Option<Careless>,
+    conditions: Conditions,
+    faults: u32,
+    crashes: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Role {
+    Platform { epoch: u32 },
+    Host { epoch: u32, backups: u32 },
+    Reader { looks: u32 },
+}
+
+impl Scene {
+    /// Three lives of a slot, the fence of the second written by two platform processes at once.
+    fn whole() -> Self {
+        let roles = vec![
+            Role::Platform { epoch: 1 },
+            Role::Host { epoch: 1, backups: 3 },
+            Role::Platform { epoch: 2 },
+            Role::Platform { epoch: 2 },
+            Role::Host { epoch: 2, backups: 2 },
+            Role::Platform { epoch: 3 },
+            Role::Host { epoch: 3, backups: 1 },
+            Role::Reader { looks: 3 },
+        ];
+        Self { roles, careless: None, conditions: Conditions::Honoured, faults: 4, crashes: 2 }
+    }
+
+    fn careless(careless: Careless) -> Self {
+        Self { careless: Some(careless), ..Self::whole() }
+    }
+}
+
+struct Stage {
+    scene: Scene,
+    server: Arc<Server>,
+    outside: Arc<Outside>,
+    actors: Vec<JoinHandle<()>>,
+    turns: mpsc::UnboundedReceiver<Turn>,
+    waiting: Vec<Turn>,
+}
+
+/// What one run showed.
+struct Shown {
+    violations: Vec<Violation>,
+    writes: u32,
+    log: Vec<String>,
+}
+
+/// One thing that can happen next.
+#[derive(Debug, Clone, Copy)]
+enum Next {
+    Call { waiting: usize, fate: Fate },
+    Crash { waiting: usize, fate: Fate },
+    Land { late: usize },
+}
+
+fn play(scene: &Scene, choices: &mut dyn Choices) -> Shown {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    runtime.unwrap().block_on(Stage::play(scene.clone(), choices))
+}
+
+impl Stage {
+    async fn play(scene: Scene, choices: &mut dyn Choices) -> Shown {
+        let (server, turns) = Server::new(slot().pointer(), scene.conditions);
+        let mut stage =
+            Self { scene, server, outside: Outside::new(), actors: Vec::new(), turns, waiting: Vec::new() };
+        stage.actors = (0..stage.scene.roles.len()).map(|actor| stage.enter(actor)).collect();
+        let mut log = Vec::new();
+        loop {
+            // Everybody goes on until they wait for a turn: the paused clock moves only when nobody can.
+            tokio::time::sleep(ALL_PAUSES).await;
+            while let Ok(turn) = stage.turns.try_recv() {
+                stage.waiting.push(turn);
+            }
+            stage.waiting.retain(|turn| !turn.go.is_closed());
+            stage.waiting.sort_by_key(|turn| turn.actor);
+            let open = stage.open();
+            if open.is_empty() {
+                break;
+            }
+            let next = open[choices.pick(open.len())];
+            log.push(stage.told(next));
+            stage.happen(next).await;
+        }
+        stage.actors.iter().for_each(JoinHandle::abort);
+        let history = stage.server.history.lock().unwrap();
+        Shown { violations: history.violations.clone(), writes: history.writes, log }
+    }
+
+    fn enter(&self, actor: usize) -> JoinHandle<()> {
+        let bucket = Bucket::new(Arc::new(Staged { actor, server: Arc::clone(&self.server) }));
+        let (outside, server) = (Arc::clone(&self.outside), Arc::clone(&self.server));
+        let history = move |tell: &mut dyn FnMut(&mut History)| tell(&mut server.history.lock().unwrap());
+        let careless = self.scene.careless;
+        match self.scene.roles[actor] {
+            Role::Platform { epoch } => tokio::spawn(actors::platform(bucket, outside, epoch, careless)),
+            Role::Host { epoch, backups } => {
+                tokio::spawn(actors::host(bucket, outside, history, (epoch, backups), careless))
+            }
+            Role::Reader { looks } => tokio::spawn(actors::reader(bucket, history, looks)),
+        }
+    }
+
+    /// Everything that can happen now, what goes well first.
+    fn open(&self) -> Vec<Next> {
+        let mut open: Vec<Next> =
+            (0..self.waiting.len()).map(|waiting| Next::Call { waiting, fate: Fate::Done }).collect();
+        open.extend((0..self.server.late()).map(|late| Next::Land { late }));
+        for (waiting, turn) in self.waiting.iter().enumerate() {
+            let fates: &[Fate] = if turn.call == Call::Get { &Fate::OF_GET } else { &Fate::OF_PUT };
+            if self.scene.faults > 0 {
+                open.extend(fates.iter().map(|&fate| Next::Call { waiting, fate }));
+            }
+            if self.scene.crashes > 0 {
+                open.push(Next::Crash { waiting, fate: Fate::Lost });
+                if turn.call == Call::Put {
+                    open.push(Next::Crash { waiting, fate: Fate::Unanswered });
+                }
+            }
+        }
+        open
+    }
+
+    fn told(&self, next: Next) -> String {
+        match next {
+            Next::Call { waiting, .. } | Next::Crash { waiting, .. } => {
+                let turn = &self.waiting[waiting];
+                format!("{:?} {:?}: {next:?}", self.scene.roles[turn.actor], turn.call)
+            }
+            Next::Land { .. } => format!("{next:?}"),
+        }
+    }
+
+    async fn happen(&mut self, next: Next) {
+        match next {
+            Next::Call { waiting, fate } => {
+                self.scene.faults -= u32::from(fate != Fate::Done);
+                // Whoever waited may have been ended meanwhile.
+                let _ = self.waiting.remove(waiting).go.send(fate);
+            }
+            Next::Crash { waiting, fate } => {
+                self.scene.crashes -= 1;
+                let turn = self.waiting.remove(waiting);
+                let actor = turn.actor;
+                let _ = turn.go.send(fate);
+                // The call has its fate before its caller dies.
+                tokio::task::yield_now().await;
+                self.actors[actor].abort();
+                self.actors[actor] = self.enter(actor);
+            }
+            Next::Land { late } => self.server.land(late).await,
+        }
+    }
+}
+
+/// Plays seeds until one shows this violation; the number of seeds that it took.
+fn seeds_until(scene: &Scene, violation: Violation, most: u64) -> Option<u64> {
+    (0..most).find(|&seed| play(scene, &mut Seeded(seed)).violations.contains(&violation))
+}
+
+fn hold(seeds: std::ops::Range<u64>) {
+    let mut writes = 0;
+    for seed in seeds.clone() {
+        let shown = play(&Scene::whole(), &mut Seeded(seed));
+        assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
+        writes += u64::from(shown.writes);
+    }
+    let runs = seeds.end - seeds.start;
+    println!("{runs} runs, {writes} writes of the pointer");
+    assert!(writes > 3 * runs, "the runs get somewhere: {writes} writes in {runs} runs");
+}
+
+#[test]
+fn the_pointer_holds_under_random_orders_and_faults() {
+    hold(0..3000);
+}
+
+#[test]
+#[ignore = "a long campaign: cargo xtask test --long"]
+fn the_pointer_holds_under_many_more_orders_and_faults() {
+    hold(3000..100_000);
+}
+
+/// Old host, its successor and the platform between them: every order of their calls, with one fault at every place.
+#[test]
+fn the_pointer_holds_in_every_order_of_a_replacement() {
+    let roles =
+        vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
+    let scene = Scene { roles, careless: None, conditions: Conditions::Honoured, faults: 1, crashes: 0 };
+    let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
+    loop {
+        let shown = play(&scene, &mut choices);
+        assert!(shown.violations.is_empty(), "{:?}\n{}", shown.violations, shown.log.join("\n"));
+        runs += 1;
+        if !choices.next_run() {
+            break;
+        }
+    }
+    println!("{runs} orders");
+    assert!(runs > 500, "{runs}");
+}
+
+#[test]
+fn a_store_that_ignores_conditions_is_caught() {
+    let scene = Scene { conditions: Conditions::Ignored, ..Scene::whole() };
+    assert!(seeds_until(&scene, Violation::WentBack, 200).is_some());
+}
+
+#[test]
+fn every_careless_writer_is_caught() {
+    for (careless, violation) in [
+        (Careless::Fence, Violation::FencedOff),
+        (Careless::Order, Violation::Unverified),
+        (Careless::Order, Violation::SeenDamaged),
+        (Careless::Success, Violation::FalseSuccess),
+        (Careless::Lowering, Violation::FenceLowered),
+        (Careless::Tombstone, Violation::Forgotten),
+    ] {
+        let seeds = seeds_until(&Scene::careless(careless), violation, 500);
+        println!("{careless:?} is caught as {violation:?} by seed {seeds:?}");
+        assert!(seeds.is_some(), "{careless:?} is not caught as {violation:?}");
+    }
+}

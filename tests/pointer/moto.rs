@@ -1,0 +1,115 @@
+//! Real clients in real races over HTTP, against a server that is not ours.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use jiff::{SignedDuration, Timestamp};
+use kit::moto::Moto;
+use svc::config::Env;
+use svc::machine::epoch::Epoch;
+use svc::machine::name::Slot;
+use svc::store::config::StoreConfig;
+use svc::store::key::SlotPrefix;
+use svc::store::pointer::Pointer;
+use svc::store::pointer_io::{self, PointerError};
+use svc::store::snapshot::Recorded;
+use svc::store::{Bucket, snapshot};
+
+use super::actors::side_record;
+use super::schedule::{Choices, Seeded};
+
+const RACES: usize = 100;
+
+fn open(moto: &Moto) -> Result<Bucket> {
+    let pairs = moto.env();
+    let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
+    let config = StoreConfig::read(&mut env);
+    env.finish(config)?.open()
+}
+
+/// A backup of the machine of `epoch`, up to its last step.
+async fn backed_up(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<Recorded> {
+    let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
+    bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
+    Ok(snapshot::record(bucket, slot, &side, None).await?)
+}
+
+/// Reads until it is told to stop; the pointers in the order in which they were seen.
+async fn watch(bucket: Bucket, slot: SlotPrefix, stop: tokio_util::sync::CancellationToken) -> Vec<Pointer> {
+    let mut seen: Vec<Pointer> = Vec::new();
+    while !stop.is_cancelled() {
+        if let Ok(Some(now)) = pointer_io::read(&bucket, &slot).await
+            && seen.last() != Some(&now.value)
+        {
+            seen.push(now.value);
+        }
+    }
+    seen
+}
+
+/// Old machine, platform and new machine at once: how many writes were told of success.
+async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u64> {
+    // Starts that lie apart by about what a call takes: else the same one would always be the first.
+    let mut pause = || Duration::from_millis(draw.pick(40) as u64);
+
+    pointer_io::fence(bucket, slot, Epoch(1)).await?;
+    let mut writers = tokio::task::JoinSet::new();
+    for at in 0..3 {
+        let recorded = backed_up(bucket, slot, 1, at).await?;
+        let (bucket, slot, pause) = (bucket.clone(), slot.clone(), pause());
+        writers.spawn(async move {
+            tokio::time::sleep(pause).await;
+            pointer_io::advance(&bucket, &slot, &recorded).await
+        });
+    }
+    let recorded = backed_up(bucket, slot, 2, 10).await?;
+    let (of_platform, on, pause) = (bucket.clone(), slot.clone(), pause());
+    writers.spawn(async move {
+        tokio::time::sleep(pause).await;
+        pointer_io::fence(&of_platform, &on, Epoch(2)).await?;
+        pointer_io::advance(&of_platform, &on, &recorded).await
+    });
+    // The fence at 1, and at 2: the platform's task stands for two writes, each other one for one.
+    let mut writes = 2;
+    while let Some(end) = writers.join_next().await {
+        match end? {
+            Ok(()) => writes += 1,
+            Err(PointerError::Fenced(_)) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(writes)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_pointer_holds_on_another_server() -> Result<()> {
+    svc::http::tls::install_provider();
+    let moto = tokio::task::spawn_blocking(Moto::start).await??;
+    moto.make_bucket().await?;
+    let bucket = open(&moto)?;
+    let mut refused = 0;
+    for n in 0..RACES {
+        let slot = SlotPrefix::new(&format!("user_{n}").parse()?, &Slot::primary());
+        let stop = tokio_util::sync::CancellationToken::new();
+        let watcher = tokio::spawn(watch(open(&moto)?, slot.clone(), stop.clone()));
+        let writes =
+            race(&bucket, &slot, &mut Seeded(n as u64)).await.with_context(|| format!("race {n}"))?;
+        stop.cancel();
+        let seen = watcher.await?;
+        for pair in seen.windows(2) {
+            assert!(
+                pair[0].seq < pair[1].seq && pair[0].fence_epoch <= pair[1].fence_epoch,
+                "race {n}: {seen:?}"
+            );
+        }
+        let end = pointer_io::read(&bucket, &slot).await?.context("a pointer")?.value;
+        let named = end.snapshot.as_ref().context("a snapshot")?;
+        assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
+        assert_eq!(end.seq, writes, "race {n}: each writer that was told of success wrote once: {end:?}");
+        assert_eq!(snapshot::latest(&bucket, &slot).await?.key, named.key);
+        refused += 6 - writes;
+    }
+    println!("{RACES} races, {refused} of {} writers refused by the fence", 3 * RACES);
+    assert!(refused > 0 && refused < 3 * RACES as u64, "races that are always won by the same one are none");
+    Ok(())
+}

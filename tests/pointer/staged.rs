@@ -1,0 +1,204 @@
+//! A store whose calls wait for their turn, and end as the schedule says.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use futures_util::stream::BoxStream;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use svc::store::pointer::Pointer;
+use tokio::sync::{mpsc, oneshot};
+
+use super::history::History;
+
+/// A call that waits: whose it is, and what it would do.
+pub struct Turn {
+    pub actor: usize,
+    pub call: Call,
+    pub go: oneshot::Sender<Fate>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    Get,
+    Put,
+}
+
+/// How a call ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    Done,
+    /// The request is lost; the caller gets an error.
+    Lost,
+    /// It happens, and the answer is lost.
+    Unanswered,
+    /// It happens, and the client's own second try of it is refused.
+    RefusedBySelf,
+    /// The caller gets an error, and it happens later.
+    Late,
+    /// What was there before the last write is read.
+    Stale,
+}
+
+impl Fate {
+    pub const OF_GET: [Self; 2] = [Self::Lost, Self::Stale];
+    pub const OF_PUT: [Self; 4] = [Self::Lost, Self::Unanswered, Self::RefusedBySelf, Self::Late];
+}
+
+/// Whether the server looks at a write's condition; one that does not breaks the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Conditions {
+    Honoured,
+    Ignored,
+}
+
+type LatePut = (Path, PutPayload, PutOptions);
+
+/// The one server that all actors' stores lead to.
+#[derive(Debug)]
+pub struct Server {
+    inner: InMemory,
+    before: Mutex<InMemory>,
+    late: Mutex<Vec<LatePut>>,
+    turns: mpsc::UnboundedSender<Turn>,
+    pointer: Path,
+    conditions: Conditions,
+    pub history: Mutex<History>,
+}
+
+impl Server {
+    pub fn new(pointer: Path, conditions: Conditions) -> (Arc<Self>, mpsc::UnboundedReceiver<Turn>) {
+        let (turns, waiting) = mpsc::unbounded_channel();
+        let (inner, before) = (InMemory::new(), Mutex::new(InMemory::new()));
+        let (late, history) = (Mutex::default(), Mutex::default());
+        (Arc::new(Self { inner, before, late, turns, pointer, conditions, history }), waiting)
+    }
+
+    pub fn late(&self) -> usize {
+        self.late.lock().unwrap().len()
+    }
+
+    /// Lets a late write happen now; nobody learns how it ends.
+    pub async fn land(&self, index: usize) {
+        let (at, payload, options) = self.late.lock().unwrap().remove(index);
+        let _ = self.apply(&at, payload, options).await;
+    }
+
+    async fn apply(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        if self.conditions == Conditions::Ignored {
+            options.mode = PutMode::Overwrite;
+        }
+        let before = self.inner.fork();
+        let bytes: bytes::Bytes = payload.clone().into();
+        let put = self.inner.put_opts(at, payload, options).await?;
+        *self.before.lock().unwrap() = before;
+        if *at == self.pointer {
+            let pointer: Pointer = serde_json::from_slice(&bytes).expect("a pointer is written to its place");
+            let whole = self.is_whole(&pointer).await;
+            self.history.lock().unwrap().wrote(pointer, whole);
+        }
+        Ok(put)
+    }
+
+    async fn is_whole(&self, pointer: &Pointer) -> bool {
+        let Some(named) = &pointer.snapshot else { return true };
+        let slot = self.pointer.as_ref().strip_suffix("system/db/latest").expect("the pointer's key");
+        let object = Path::from(format!("{slot}{}", named.key));
+        let side = Path::from(format!("{object}.json"));
+        let Ok(meta) = self.inner.head(&object).await else { return false };
+        let Ok(side) = self.inner.get(&side).await else { return false };
+        let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();
+        meta.size == named.size_bytes && side["sha256"] == named.sha256.as_str()
+    }
+}
+
+/// One actor's way to the server.
+#[derive(Debug)]
+pub struct Staged {
+    pub actor: usize,
+    pub server: Arc<Server>,
+}
+
+impl Staged {
+    async fn turn(&self, call: Call) -> Fate {
+        let (go, fate) = oneshot::channel();
+        let sent = self.server.turns.send(Turn { actor: self.actor, call, go });
+        match sent {
+            Ok(()) => fate.await.unwrap_or(Fate::Lost),
+            Err(_) => Fate::Lost,
+        }
+    }
+}
+
+fn lost() -> Error {
+    Error::Generic { store: "staged", source: "the connection broke".into() }
+}
+
+impl fmt::Display for Staged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("staged")
+    }
+}
+
+#[async_trait]
+impl ObjectStore for Staged {
+    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        match self.turn(Call::Put).await {
+            Fate::Done | Fate::Stale => self.server.apply(at, payload, options).await,
+            Fate::Lost => Err(lost()),
+            Fate::Unanswered => {
+                let _ = self.server.apply(at, payload, options).await;
+                Err(lost())
+            }
+            Fate::RefusedBySelf => {
+                let conditional = !matches!(options.mode, PutMode::Overwrite);
+                let put = self.server.apply(at, payload, options).await?;
+                if !conditional {
+                    return Ok(put);
+                }
+                Err(Error::Precondition { path: at.to_string(), source: "it was changed, by itself".into() })
+            }
+            Fate::Late => {
+                self.server.late.lock().unwrap().push((at.clone(), payload, options));
+                Err(lost())
+            }
+        }
+    }
+
+    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+        match self.turn(Call::Get).await {
+            Fate::Lost => Err(lost()),
+            // Only the pointer is ever written twice.
+            Fate::Stale if *at == self.server.pointer => {
+                let before = self.server.before.lock().unwrap().fork();
+                before.get_opts(at, options).await
+            }
+            _ => self.server.inner.get_opts(at, options).await,
+        }
+    }
+
+    async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
+        Err(Error::NotImplemented { operation: "multipart".into(), implementer: "staged".into() })
+    }
+
+    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        self.server.inner.delete_stream(at)
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.server.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.server.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.server.inner.copy_opts(from, to, options).await
+    }
+}

@@ -1,0 +1,205 @@
+//! Apps' pages: framed for their owner, let in by an app token alone, and no further than their own app.
+
+use anyhow::Result;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+use svc::http::proof::Route;
+use svc::machine::id::MachineId;
+
+use super::machine::TestMachine;
+use super::world::{APP, Answer, CODE, World, read};
+
+/// A program of the owner asks for an app's token.
+async fn app_token(world: &World, user: &str, app: &str) -> String {
+    let asked =
+        world.post(APP, "/_svc/app-token").bearer_auth(world.token(user)).json(&json!({ "app": app }));
+    let answer = read(asked).await;
+    assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
+    answer.json()["token"].as_str().expect("a token").to_owned()
+}
+
+/// The frame's settings, as its script reads them.
+fn settings(frame: &Answer) -> Value {
+    let begin = frame.body.find("application/json\">").expect("settings") + "application/json\">".len();
+    let end = begin + frame.body[begin..].find("</script>").expect("an end");
+    serde_json::from_str(&frame.body[begin..end]).expect("JSON")
+}
+
+fn forged(world: &World, claims: &Value) -> String {
+    format!("svca_{}", world.app_signer.sign_json(claims))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let before = machine.arrivals().len();
+    let page = world.get(APP, "/apps/notes/a/b?x=1").header("accept", "text/html");
+    let frame = read(page.bearer_auth(world.token("user_1"))).await;
+    assert_eq!(frame.status, StatusCode::OK);
+    assert_eq!(machine.arrivals().len(), before, "the frame is the router's");
+    let policy = frame.headers["content-security-policy"].to_str()?;
+    for part in ["default-src 'none'", "frame-src 'self'", "frame-ancestors 'self'", "script-src 'sha256-"] {
+        assert!(policy.contains(part), "{policy}");
+    }
+    assert_eq!(
+        (&frame.headers["cache-control"], &frame.headers["referrer-policy"]),
+        (&"no-store".parse()?, &"no-referrer".parse()?)
+    );
+    assert!(!frame.body.contains("allow-same-origin"), "{}", frame.body);
+    let settings = settings(&frame);
+    assert_eq!((&settings["app"], &settings["path"]), (&json!("notes"), &json!("a/b?x=1")));
+
+    let inner = format!("/apps/notes/~{}/a/b?x=1", settings["token"].as_str().unwrap());
+    let answer = read(world.get(APP, &inner).header("accept", "text/html")).await;
+    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "GET /apps/notes/a/b"));
+    let arrival = machine.last();
+    assert_eq!(arrival.uri, "/apps/notes/a/b?x=1", "the token stays with the router");
+    let claims = world.proven(&machine, &arrival.headers);
+    assert_eq!((claims.route, claims.app.as_deref()), (Route::App, Some("notes")));
+    // Scripts and pictures of the owner's own pages are no documents: they are not framed.
+    assert_eq!(world.fetch("user_1", "/apps/notes/x.js").await.body, "GET /apps/notes/x.js");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let token = app_token(&world, "user_1", "notes").await;
+    let preflight = world
+        .send(Method::OPTIONS, APP, "/api/bridge/query")
+        .header("origin", "null")
+        .header("access-control-request-method", "POST")
+        .header("access-control-request-headers", "authorization,content-type");
+    let leave = read(preflight).await;
+    assert_eq!(leave.status, StatusCode::NO_CONTENT);
+    assert_eq!(leave.headers["access-control-allow-origin"], "null");
+    assert!(leave.headers["access-control-allow-headers"].to_str()?.contains("authorization"));
+    assert!(leave.headers.get("access-control-allow-credentials").is_none());
+
+    let query = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth(&token).body("{}");
+    let answer = read(query).await;
+    assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "POST /api/bridge/query"));
+    assert_eq!(answer.headers["access-control-allow-origin"], "null");
+    let arrival = machine.last();
+    assert!(arrival.headers.get("authorization").is_none());
+    assert_eq!(world.proven(&machine, &arrival.headers).app.as_deref(), Some("notes"));
+
+    // A refusal can be read, too, and nobody else may.
+    let refused = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth("svca_x.y.z");
+    let refused = read(refused).await;
+    assert_eq!(
+        (refused.status, refused.json()["code"].as_str()),
+        (StatusCode::UNAUTHORIZED, Some("unauthorized"))
+    );
+    assert_eq!(refused.headers["access-control-allow-origin"], "null");
+    let elsewhere =
+        world.post(APP, "/api/bridge/query").header("origin", "https://evil.test").bearer_auth(&token);
+    let elsewhere = read(elsewhere).await;
+    assert_eq!(elsewhere.status, StatusCode::FORBIDDEN);
+    assert!(elsewhere.headers.get("access-control-allow-origin").is_none());
+    // Cookies still open nothing for an opaque origin.
+    let cookie = format!("__session={}", world.token("user_1"));
+    let by_cookie = world.post(APP, "/api/bridge/query").header("origin", "null").header("cookie", cookie);
+    assert_eq!(read(by_cookie).await.status, StatusCode::FORBIDDEN);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_opens_its_app_on_its_machine_and_nothing_else() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let token = app_token(&world, "user_1", "notes").await;
+    let before = machine.arrivals().len();
+    let other_app = read(world.get(APP, &format!("/apps/tasks/~{token}/"))).await;
+    assert_eq!(other_app.status, StatusCode::FORBIDDEN);
+    let on_code = read(world.get(CODE, "/").bearer_auth(&token)).await;
+    assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "code-server is no app's");
+    let more =
+        read(world.post(APP, "/_svc/app-token").bearer_auth(&token).json(&json!({"app": "tasks"}))).await;
+    assert_eq!(more.status, StatusCode::FORBIDDEN, "an app makes no tokens");
+    let now = jiff::Timestamp::now().as_second();
+    let claims = |change: &dyn Fn(&mut Value)| {
+        let mut claims = json!({ "iss": "svc-app-token", "sub": "user_1", "aud": machine.id, "app": "notes",
+            "iat": now, "exp": now + 60 });
+        change(&mut claims);
+        claims
+    };
+    let bad = [
+        claims(&|c| c["iss"] = json!("svc-platform")),
+        claims(&|c| c["sub"] = json!("user_2")),
+        claims(&|c| c["aud"] = json!(MachineId::new())),
+        claims(&|c| c["exp"] = json!(now - 40)),
+        claims(&|c| c["exp"] = json!(now + 7200)),
+        claims(&|c| c["app"] = json!("../x")),
+    ];
+    for claims in &bad {
+        let answer = read(world.get(APP, "/apps/notes/x").bearer_auth(forged(&world, claims))).await;
+        assert_eq!(answer.status, StatusCode::UNAUTHORIZED, "{claims}");
+    }
+    let as_proof = world.get(APP, "/").header("x-svc-proof", token.trim_start_matches("svca_"));
+    assert_eq!(read(as_proof).await.status, StatusCode::UNAUTHORIZED);
+    // A cookie beside a bad token does not help it.
+    let cookie = format!("__session={}", world.token("user_1"));
+    let both = world.get(APP, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
+    assert_eq!(read(both).await.status, StatusCode::UNAUTHORIZED);
+    assert_eq!(machine.arrivals().len(), before, "nothing of it reached the machine");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replaced_machines_token_has_ended_and_the_page_says_so_to_its_frame() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let token = app_token(&world, "user_1", "notes").await;
+    world.set_status(&machine, "recovering").await?;
+    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    let path = format!("/apps/notes/~{token}/");
+    let waiting = read(world.get(APP, &path)).await;
+    assert_eq!(
+        (waiting.status, waiting.json()["machineStatus"].clone()),
+        (StatusCode::SERVICE_UNAVAILABLE, json!("recovering"))
+    );
+    let sql = format!(
+        "UPDATE user_machines SET deleted_at = now(), epoch = 99 WHERE machine_id = '{}'",
+        machine.id
+    );
+    world.sql.batch_execute(&sql).await?;
+    let next = TestMachine::start().await?;
+    world.add(&next, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
+    let page = read(world.get(APP, &path).header("accept", "text/html")).await;
+    assert_eq!(page.status, StatusCode::UNAUTHORIZED);
+    assert!(page.body.contains("svc:app-token-ended"), "{}", page.body);
+    let fresh = app_token(&world, "user_1", "notes").await;
+    assert_eq!(read(world.get(APP, &format!("/apps/notes/~{fresh}/x"))).await.status, StatusCode::OK);
+    assert_eq!(world.proven(&next, &next.last().headers).app.as_deref(), Some("notes"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let ask = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
+    assert_eq!(read(ask(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
+    let owner = world.token("user_1");
+    for bad in [json!({}), json!({"app": "No"}), json!({"app": "notes", "x": 1}), json!([])] {
+        let answer = read(ask(bad.clone()).bearer_auth(&owner)).await;
+        assert_eq!(
+            (answer.status, answer.json()["code"].as_str()),
+            (StatusCode::BAD_REQUEST, Some("invalid_request")),
+            "{bad}"
+        );
+    }
+    let cookie = format!("__session={owner}");
+    let foreign = ask(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
+    assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
+    assert_eq!(
+        read(world.get(APP, "/_svc/app-token").bearer_auth(&owner)).await.status,
+        StatusCode::METHOD_NOT_ALLOWED
+    );
+    world.set_status(&machine, "resizing").await?;
+    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    assert_eq!(
+        read(ask(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
+        StatusCode::SERVICE_UNAVAILABLE
+    );
+    Ok(())
+}
