@@ -93,7 +93,7 @@ impl Renewed {
         machine: MachineId,
         platform: PlatformLink,
         file: PathBuf,
-        first: Temporary,
+        first: &Temporary,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
         let first = Held::new(first.signing(), first.expires_at, USUAL_LIFE);

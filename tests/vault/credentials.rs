@@ -121,13 +121,31 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
         Ok(session) => axum::Json(json!({
             "accessKeyId": session.access_key,
             "secretAccessKey": session.secret_key.expose_secret(),
-            "sessionToken": session.session_token.as_ref().map(|token| token.expose_secret()),
+            "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
             "expiresAt": rfc3339_ms(session.expires_at),
             "region": "auto", "endpoint": null, "bucket": BUCKET, "prefix": format!("{USER}/primary/"),
         }))
         .into_response(),
         Err(_) => problem(503, "store_unavailable"),
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
+    svc::http::tls::install_provider();
+    let moto = tokio::task::spawn_blocking(kit::moto::Moto::start).await??;
+    let key = || "moto".to_owned();
+    let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
+    let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
+    let sts = Sts::new(moto.endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
+    let policy = policy::of_slot("aws", BUCKET, &slot());
+    let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
+    let left = session.expires_at.duration_since(Timestamp::now());
+    assert!((600..=960).contains(&left.as_secs()), "{left}");
+    assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
+    let error = sts.assume("svc-host", &"x".repeat(9000), Duration::from_secs(900)).await.unwrap_err();
+    assert!(error.to_string().contains("STS refused"), "{error}");
+    Ok(())
 }
 
 async fn in_use(store: &S3Server, platform: &Platform, expires_in: SignedDuration) -> Result<Machine> {
@@ -289,7 +307,7 @@ fn source(platform: &Platform, file: &std::path::Path, expires_in: SignedDuratio
         expires_at: Timestamp::now().checked_add(expires_in)?,
     };
     let machine = "00000000-0000-7000-8000-000000000001".parse()?;
-    Ok(Arc::new(Renewed::new(machine, link, file.join("kept.json"), first)?))
+    Ok(Arc::new(Renewed::new(machine, link, file.join("kept.json"), &first)?))
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,6 +6,7 @@ mod bundle;
 mod credentials;
 mod gate;
 mod machine;
+mod meta;
 mod platform;
 mod register;
 mod round_trip;
