@@ -8,6 +8,7 @@ mod bundles;
 mod calls;
 mod config;
 mod create;
+mod credentials;
 mod deletion;
 mod fail;
 mod fleet;

@@ -18,6 +18,7 @@ use svc::config::Env;
 use svc::platform::api;
 use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
+use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::router::{self, RouterContext};
 use svc::platform::tokens::TokenMint;
@@ -98,6 +99,7 @@ impl Process {
             provider: Arc::new(Line { provider, switch: Arc::clone(&switch) }),
             bucket: Bucket::new(Arc::new(view)),
             mint: TokenMint::new(&config.key),
+            host_store: HostStore::new(&config.store, &config.host_credentials).expect("static credentials"),
             db: seat.db.clone(),
             installation: seat.installation,
             keys: seat.keys.clone(),
