@@ -105,8 +105,13 @@ impl Stack {
             .map_while(Result::ok)
             .find_map(|line| line.strip_prefix("listening api ").map(str::to_owned));
         let base = base.unwrap_or_else(|| panic!("the platform did not start:\n{}", self.log()));
+        let router = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| line.strip_prefix("listening router ").map(str::to_owned))
+            .unwrap_or_default();
         std::thread::spawn(move || lines.for_each(drop));
-        Process { child, base }
+        Process { child, base, router }
     }
 
     pub fn command(&self, more: &[(&str, &str)]) -> Command {
@@ -380,6 +385,7 @@ impl Answer {
 pub struct Process {
     child: Child,
     pub base: String,
+    pub router: String,
 }
 
 impl Process {
