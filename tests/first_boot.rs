@@ -172,7 +172,7 @@ fn every_stage_is_told_by_whoever_is_there_to_tell_it() {
     assert_eq!(ours[..4], then, "{calls}");
     assert_eq!(ours[4..], ["svc-register stage register", "svc-register "], "{calls}");
     let env = fs::read_to_string(machine.dir.path().join("opt/svc/env/host.env")).unwrap();
-    let password = env.split("postgres:").nth(1).and_then(|rest| rest.split('@').next()).unwrap();
+    let password = env.split("postgres://postgres:").nth(1).and_then(|rest| rest.split('@').next()).unwrap();
     assert!(password.len() == 64 && !calls.contains(password), "{env}");
 }
 
