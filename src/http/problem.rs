@@ -20,6 +20,7 @@ pub enum Code {
     MachineNotFound,
     BundleNotFound,
     NotFound,
+    Gone,
     MethodNotAllowed,
     RequestTooLarge,
     UnsupportedMediaType,
@@ -34,6 +35,7 @@ pub enum Code {
     RateLimited,
     CostLimitReached,
     ProvisioningError,
+    HostUnreachable,
     UpstreamUnavailable,
     Disabled,
     StoreUnavailable,
@@ -63,6 +65,7 @@ impl Code {
             Self::MachineNotFound => (S::NOT_FOUND, "machine_not_found", "There is no such machine"),
             Self::BundleNotFound => (S::NOT_FOUND, "bundle_not_found", "There is no such bundle"),
             Self::NotFound => (S::NOT_FOUND, "not_found", "There is nothing here"),
+            Self::Gone => (S::GONE, "gone", "This is not known any more"),
             Self::MethodNotAllowed => {
                 (S::METHOD_NOT_ALLOWED, "method_not_allowed", "The method is not allowed here")
             }
@@ -93,6 +96,7 @@ impl Code {
             Self::ProvisioningError => {
                 (S::BAD_GATEWAY, "provisioning_error", "The provider could not do this")
             }
+            Self::HostUnreachable => (S::BAD_GATEWAY, "host_unreachable", "The host could not be asked"),
             Self::UpstreamUnavailable => {
                 (S::BAD_GATEWAY, "upstream_unavailable", "The machine did not answer")
             }

@@ -14,6 +14,7 @@ pub mod pointer_io;
 pub mod policy;
 mod resign;
 pub mod snapshot;
+pub mod snapshots;
 pub mod sts;
 pub mod upload;
 

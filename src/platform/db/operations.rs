@@ -162,6 +162,31 @@ pub async fn end_running(
     Ok(())
 }
 
+/// Operations under way that were filed longer ago than `deadline`, deletions apart.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn hanging(client: &impl GenericClient, deadline: Duration) -> Result<Vec<OperationRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind <> 'delete' \
+         AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
+    );
+    Ok(rows(client, &sql, &[&deadline.as_secs_f64()]).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// Ends an operation that hangs, if nothing else has.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn end_as_hung(tx: &Transaction<'_>, id: OperationId) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET state = 'failed', error_code = 'operation_hung', ended_at = now(), \
+               updated_at = now() WHERE operation_id = $1 AND state = 'running' RETURNING step";
+    if let Some(ended) = row(tx, sql, &[&id.0]).await? {
+        log(tx, id, ended.get(0), "failed", Some("operation_hung")).await?;
+    }
+    Ok(())
+}
+
 /// How long ago it was filed, by the database's clock.
 ///
 /// # Errors
@@ -170,6 +195,17 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
     let sql = "SELECT extract(epoch FROM clock_timestamp() - created_at)::float8 FROM operations \
                WHERE operation_id = $1";
     let seconds: f64 = row(client, sql, &[&id.0]).await?.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
+/// How long ago a step was begun for the first time, by the database's clock.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) -> Result<Duration, DbError> {
+    let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
+               WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
+    let seconds: f64 = row(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
