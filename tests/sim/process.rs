@@ -98,6 +98,7 @@ impl Process {
         let platform = Arc::new(Platform {
             provider: Arc::new(Line { provider, switch: Arc::clone(&switch) }),
             bucket: Bucket::new(Arc::new(view)),
+            host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.key),
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("static credentials"),
             db: seat.db.clone(),

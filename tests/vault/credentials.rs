@@ -143,8 +143,9 @@ async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
     let left = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&left.as_secs()), "{left}");
     assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
-    let error = sts.assume("svc-host", &"x".repeat(9000), Duration::from_secs(900)).await.unwrap_err();
-    assert!(error.to_string().contains("STS refused"), "{error}");
+    let error = sts.assume(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
+    assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
+    assert!(error.to_string().contains("ValidationError"), "{error}");
     Ok(())
 }
 
