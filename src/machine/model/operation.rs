@@ -95,7 +95,7 @@ impl World {
                 }
             }
             Step::PowerOff | Step::ChangeType | Step::PowerOn | Step::AwaitHealth => {
-                self.resize(index, id, luck)
+                self.resize(index, id, luck);
             }
         }
     }
