@@ -47,10 +47,10 @@ CREATE TABLE provider_budget (
     at            timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Takes up to `want` calls from the bucket, after merging what the asker has seen of the provider: `seen_left` calls
+-- Takes up to `want` calls from the bucket, after giving `back` what was not used, and merging what the asker has seen of the provider: `seen_left` calls
 -- left `seen_age` seconds ago. Many at a time only while there is plenty.
 CREATE FUNCTION provider_reserve(
-    of_account text, want integer, seen_left double precision, seen_capacity double precision,
+    of_account text, want integer, back integer, seen_left double precision, seen_capacity double precision,
     seen_per_second double precision, seen_age double precision,
     OUT granted integer, OUT wait_seconds double precision
 ) LANGUAGE plpgsql AS $$
@@ -66,7 +66,7 @@ BEGIN
     -- A reset in whole seconds makes the rate look lower than it is, never higher.
     b.per_second := CASE WHEN b.learnt THEN greatest(seen_per_second, b.per_second)
         ELSE coalesce(seen_per_second, b.per_second) END;
-    available := b.tokens + greatest(extract(epoch FROM moment - b.at), 0) * b.per_second;
+    available := b.tokens + back + greatest(extract(epoch FROM moment - b.at), 0) * b.per_second;
     IF seen_left IS NOT NULL THEN
         seen_left := seen_left + seen_age * b.per_second;
         -- What was given out of the first few may still be on its way.

@@ -13,5 +13,6 @@ mod platform;
 mod pointer;
 mod provider;
 mod router;
+mod sim;
 mod story;
 mod vault;

@@ -24,9 +24,9 @@ impl SharedBudget {
         Self { db, account: hex::encode(&digest[..16]) }
     }
 
-    async fn ask(&self, want: u32, seen: Option<Seen>) -> Result<Grant, DbError> {
+    async fn ask(&self, want: u32, back: u32, seen: Option<Seen>) -> Result<Grant, DbError> {
         let session = self.db.session().await?;
-        db::budget::reserve(&session, &self.account, want, seen).await
+        db::budget::reserve(&session, &self.account, want, back, seen).await
     }
 
     async fn tell(&self, wait: Duration) -> Result<(), DbError> {
@@ -37,8 +37,8 @@ impl SharedBudget {
 
 #[async_trait]
 impl Allowance for SharedBudget {
-    async fn reserve(&self, want: u32, seen: Option<Seen>) -> Option<Grant> {
-        let asked = self.ask(want, seen).await;
+    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant> {
+        let asked = self.ask(want, back, seen).await;
         asked
             .inspect_err(
                 |error| tracing::debug!(error = %chain(error), "the shared rate budget cannot be asked"),

@@ -7,8 +7,9 @@ use async_trait::async_trait;
 /// Where the calls are counted for all who make them.
 #[async_trait]
 pub trait Allowance: Send + Sync {
-    /// Asks for up to `want` calls, and tells what was seen of the provider last. `None`: it cannot be asked.
-    async fn reserve(&self, want: u32, seen: Option<Seen>) -> Option<Grant>;
+    /// Asks for up to `want` calls, gives `back` those that were not made, and tells what was seen of the provider last.
+    /// `None`: it cannot be asked.
+    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant>;
 
     /// Tells that the provider has refused: nobody may call for so long.
     async fn close(&self, wait: Duration);

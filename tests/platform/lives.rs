@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use kit::fetch::target_dir;
+use kit::idp::{Idp, MintOptions};
 use kit::pg::PgBinaries;
 use kit::provider::{HostSettings, SimulatorOptions};
 use kit::story::bundle;
@@ -17,6 +18,7 @@ const VERSION: &str = "lives-1";
 
 struct Lives {
     stack: Stack,
+    idp: Idp,
     process: Process,
 }
 
@@ -37,15 +39,21 @@ impl Lives {
         let digest = format!("{}  {}\n", built.sha256, bundle::ARCHIVE);
         stack.store.write(BUCKET, &format!("{key}.sha256"), digest);
         let address = format!("127.0.0.1:{}", kit::net::free_port()?);
-        let process = stack.platform_with(&[
-            ("PLATFORM_LISTEN", &address),
+        let idp = Idp::start()?;
+        let mut settings = idp.env();
+        for (name, value) in [
+            ("PLATFORM_LISTEN", &*address),
             ("PLATFORM_PUBLIC_URL", &format!("http://{address}")),
             ("CUSTOMER_VPS_IMAGE_VERSION", VERSION),
             ("RESIZE_SHUTDOWN_SECONDS", "20"),
             ("RESIZE_HEALTH_SECONDS", "60"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "20"),
-        ]);
-        Ok(Self { stack, process })
+        ] {
+            settings.push((name.to_owned(), value.to_owned()));
+        }
+        let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (&**name, &**value)).collect();
+        let process = stack.platform_with(&settings);
+        Ok(Self { stack, idp, process })
     }
 
     async fn record(&self, machine: &str) -> Value {
@@ -77,6 +85,18 @@ impl Lives {
         Ok(client)
     }
 
+    /// What the owner gets through the router.
+    async fn asked_by_owner(&self) -> Result<u16> {
+        let token = self.idp.mint("user_1", &MintOptions::default());
+        let request = reqwest::Client::new().get(format!("{}/api/apps", self.process.router));
+        Ok(request.header("host", "app.test").bearer_auth(token).send().await?.status().as_u16())
+    }
+
+    async fn until_owner_gets(&self, status: u16) {
+        let look = || async { (self.asked_by_owner().await.ok()? == status).then_some(()) };
+        self.stack.eventually(&format!("the owner gets {status}"), look).await;
+    }
+
     async fn notes(&self, machine: &str) -> Result<Vec<String>> {
         let rows = self.database(machine).await?.query("SELECT text FROM notes ORDER BY text", &[]).await?;
         Ok(rows.iter().map(|row| row.get(0)).collect())
@@ -94,13 +114,17 @@ async fn a_resized_host_keeps_its_data_and_its_restore_is_not_run_again() -> Res
     std::fs::write(disk.join("home/svc/home/letter.txt"), "dear me")?;
     let marker = std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?;
 
+    lives.until_owner_gets(200).await;
     let answer = resize(&lives.stack, &lives.process, &machine, "cpx32").await;
     assert_eq!(answer.status, 202, "{answer:?}");
+    lives.until_owner_gets(503).await;
+    assert_eq!(lives.record(&machine).await["status"], "resizing");
     let back = lives.until(&machine, "it runs on the new type", |record| {
         record["status"] == "running" && record["serverType"] == "cpx32"
     });
     let back = back.await;
     assert_eq!(back["operations"][0]["state"], "succeeded", "{back}");
+    lives.until_owner_gets(200).await;
     assert_eq!(lives.notes(&machine).await?, ["mine"]);
     assert_eq!(std::fs::read_to_string(disk.join("home/svc/home/letter.txt"))?, "dear me");
     assert_eq!(std::fs::metadata(disk.join("opt/svc/restore-complete"))?.modified()?, marker);

@@ -56,6 +56,7 @@ impl Stack {
     /// The whole configuration, with short times.
     pub fn settings(&self) -> Vec<(String, String)> {
         let mut settings = self.store.env(BUCKET);
+        settings.extend(self.store.sts_env());
         for (name, value) in [
             ("PLATFORM_LISTEN", "127.0.0.1:0"),
             ("ROUTER_LISTEN", "127.0.0.1:0"),
@@ -73,7 +74,6 @@ impl Stack {
             ("CUSTOMER_VPS_HTTPS_PORT", &self.provider.https_port().to_string()),
             ("PROVIDER_API_URL", &self.provider.base_url()),
             ("PROVIDER_API_TOKEN", self.provider.token()),
-            ("STORE_HOST_CREDENTIALS", "static"),
             ("PLATFORM_LEASE_SECONDS", "2"),
             ("PLATFORM_POLL_MS", "50"),
             ("RECONCILE_SECONDS", "1"),
@@ -105,8 +105,13 @@ impl Stack {
             .map_while(Result::ok)
             .find_map(|line| line.strip_prefix("listening api ").map(str::to_owned));
         let base = base.unwrap_or_else(|| panic!("the platform did not start:\n{}", self.log()));
+        let router = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| line.strip_prefix("listening router ").map(str::to_owned))
+            .unwrap_or_default();
         std::thread::spawn(move || lines.for_each(drop));
-        Process { child, base }
+        Process { child, base, router }
     }
 
     pub fn command(&self, more: &[(&str, &str)]) -> Command {
@@ -380,6 +385,7 @@ impl Answer {
 pub struct Process {
     child: Child,
     pub base: String,
+    pub router: String,
 }
 
 impl Process {

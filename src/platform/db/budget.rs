@@ -13,15 +13,16 @@ pub async fn reserve(
     client: &impl GenericClient,
     account: &str,
     want: u32,
+    back: u32,
     seen: Option<Seen>,
 ) -> Result<Grant, DbError> {
-    let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6)";
-    let want = i32::try_from(want).unwrap_or(i32::MAX);
+    let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6, $7)";
+    let (want, back) = (i32::try_from(want).unwrap_or(i32::MAX), i32::try_from(back).unwrap_or(0));
     let left = seen.map(|seen| seen.left);
     let capacity = seen.map(|seen| seen.capacity);
     let per_second = seen.and_then(|seen| seen.per_second);
     let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());
-    let found = row(client, sql, &[&account, &want, &left, &capacity, &per_second, &age]).await?;
+    let found = row(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
     let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
     Ok(Grant {
         calls: u32::try_from(granted).unwrap_or(0),

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use crate::provider::{Allowance, Seen};
 
 const CALLS_IN_FLIGHT: usize = 8;
-/// Calls that are taken from the shared budget at a time, and how long they may be kept unused.
+/// Calls that are taken from the shared budget at a time, and after which time unused ones are given back.
 const BATCH: u32 = 16;
 const KEPT_FOR: Duration = Duration::from_secs(10);
 /// Who does not hear of the shared budget in time goes by what this process knows alone.
@@ -78,16 +78,16 @@ impl Budget {
     /// Takes one call; the error is the time after which to try again.
     async fn take(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
-        let seen = {
+        let (back, seen) = {
             let mut state = self.state();
             if state.taken > 0 && state.taken_until.is_some_and(|until| until > Instant::now()) {
                 state.taken -= 1;
                 return Ok(());
             }
-            state.taken = 0;
-            state.seen.take()
+            (std::mem::take(&mut state.taken), state.seen.take())
         };
-        let Ok(Some(grant)) = tokio::time::timeout(SHARED_DEADLINE, shared.reserve(BATCH, seen)).await else {
+        let Ok(Some(grant)) = tokio::time::timeout(SHARED_DEADLINE, shared.reserve(BATCH, back, seen)).await
+        else {
             return Ok(());
         };
         if grant.calls == 0 {
@@ -218,8 +218,9 @@ mod tests {
 
     #[async_trait]
     impl Allowance for Purse {
-        async fn reserve(&self, want: u32, _seen: Option<Seen>) -> Option<Grant> {
+        async fn reserve(&self, want: u32, back: u32, _seen: Option<Seen>) -> Option<Grant> {
             self.asked.fetch_add(1, Ordering::SeqCst);
+            self.left.fetch_add(back, Ordering::SeqCst);
             let calls = self.left.load(Ordering::SeqCst).min(want);
             self.left.fetch_sub(calls, Ordering::SeqCst);
             Some(Grant { calls, wait: Duration::from_millis(30) })
@@ -237,5 +238,17 @@ mod tests {
         }
         assert_eq!(purse.asked.load(Ordering::SeqCst), 2);
         assert!(budget.enter().await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_kept_for_too_long_goes_back() {
+        let purse = Arc::new(Purse { left: 100.into(), asked: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(purse.clone()));
+        for _ in 0..10 {
+            drop(budget.enter().await.unwrap());
+            tokio::time::sleep(2 * KEPT_FOR).await;
+        }
+        assert_eq!(purse.asked.load(Ordering::SeqCst), 10);
+        assert_eq!(purse.left.load(Ordering::SeqCst), 100 - 10 - (BATCH - 1), "but for those it has now");
     }
 }
