@@ -19,7 +19,7 @@ pub struct Refusal {
     pub detail: String,
     pub request_id: Option<String>,
     /// The body where it is JSON, for `--json`.
-    body: Option<Value>,
+    body: Option<Box<Value>>,
     pub retry_after: Option<Duration>,
 }
 
@@ -37,7 +37,7 @@ impl Refusal {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
             Err(_) => (None, format!("{status}, and no problem+json: is this the platform's URL?"), None),
         };
-        let body = serde_json::from_str::<Value>(body).ok().filter(|_| code.is_some());
+        let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
         let more = body.as_ref().map(|body| particulars(body, &detail)).unwrap_or_default();
         detail.push_str(&more);
         Self { status, code, detail, request_id, body, retry_after }
@@ -113,7 +113,7 @@ pub fn json(failure: &Failure) -> Value {
         None => (said, None),
     };
     let mut body = match refusal.and_then(|refusal| refusal.body.clone()) {
-        Some(problem) => problem,
+        Some(problem) => *problem,
         None => json!({"detail": detail, "code": null}),
     };
     body["exit"] = (failure.exit as u8).into();

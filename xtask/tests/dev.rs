@@ -1,5 +1,10 @@
 //! `cargo xtask dev` as a developer has it: started, used by what it says, refused a second time, ended, killed.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "all of it is tests; clippy sees only the functions with #[test] as such"
+)]
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

@@ -26,9 +26,9 @@ pub fn when(now: Timestamp, at: &str) -> String {
 pub fn span(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
     match seconds {
-        ..100 => format!("{seconds} s"),
-        ..7200 => format!("{} min", seconds / MINUTE),
-        ..172_800 => format!("{} h", seconds / HOUR),
+        0..100 => format!("{seconds} s"),
+        100..7200 => format!("{} min", seconds / MINUTE),
+        7200..172_800 => format!("{} h", seconds / HOUR),
         _ => format!("{} d", seconds / DAY),
     }
 }
