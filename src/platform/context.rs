@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use super::config::PlatformConfig;
 use super::db::Db;
+use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::tokens::TokenMint;
 use crate::provider::Provider;
@@ -17,6 +18,8 @@ pub struct Platform {
     pub config: PlatformConfig,
     pub db: Db,
     pub bucket: Bucket,
+    /// What hosts are told of the store.
+    pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
     /// Labels our servers at the provider.

@@ -8,6 +8,7 @@ pub mod context;
 pub mod db;
 pub mod fleet;
 pub mod host_settings;
+pub mod host_store;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
@@ -30,6 +31,7 @@ use tokio::task::JoinSet;
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
 use self::db::{Db, DbError};
+use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::rate_budget::SharedBudget;
 use self::router::RouterContext;
@@ -64,9 +66,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
-    tracing::warn!(
-        "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
-    );
+    let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
+    if host_store.gives_our_own() {
+        tracing::warn!(
+            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
+        );
+    }
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
@@ -94,6 +99,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket: config.store.open().or_exit(Exit::Config)?,
+        host_store,
         mint: TokenMint::new(&config.key),
         installation,
         db: db.clone(),
