@@ -100,7 +100,6 @@ impl Process {
             bucket: Bucket::new(Arc::new(view)),
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.key),
-            host_store: HostStore::new(&config.store, &config.host_credentials).expect("static credentials"),
             db: seat.db.clone(),
             installation: seat.installation,
             keys: seat.keys.clone(),

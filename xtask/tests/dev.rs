@@ -165,7 +165,7 @@ fn it_is_used_by_what_it_says_refused_a_second_time_and_leaves_nothing() {
     assert!(!processes(&disks).is_empty());
     dev.signal("INT");
     assert!(dev.end().success(), "{}", dev.said());
-    assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(|entries| entries.count()));
+    assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(Iterator::count));
     eventually("its processes end", || processes(&disks).is_empty());
     eventually("its disks are gone", || !Path::new(&disks).exists());
     assert!(!answers(json["platformUrl"].as_str().unwrap()) && !answers(json["routerUrl"].as_str().unwrap()));
