@@ -34,6 +34,7 @@ pub enum Code {
     RateLimited,
     CostLimitReached,
     ProvisioningError,
+    HostUnreachable,
     UpstreamUnavailable,
     Disabled,
     StoreUnavailable,
@@ -93,6 +94,7 @@ impl Code {
             Self::ProvisioningError => {
                 (S::BAD_GATEWAY, "provisioning_error", "The provider could not do this")
             }
+            Self::HostUnreachable => (S::BAD_GATEWAY, "host_unreachable", "The host could not be asked"),
             Self::UpstreamUnavailable => {
                 (S::BAD_GATEWAY, "upstream_unavailable", "The machine did not answer")
             }

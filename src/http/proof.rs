@@ -115,6 +115,10 @@ impl Signer {
         Ok(Self { kid: kid.to_owned(), pair, header })
     }
 
+    pub fn kid(&self) -> &str {
+        &self.kid
+    }
+
     pub fn public(&self) -> ProofKey {
         ProofKey { kid: self.kid.clone(), x: B64.encode(self.pair.public_key()) }
     }

@@ -67,6 +67,8 @@ pub enum Event {
     ResizeReverted,
     /// The server could not be brought back after a change.
     ResizeFailed,
+    /// The operation under way goes on longer than any may.
+    OperationHung,
     /// The host says that it is well; the provider reports this type.
     HealthyHeartbeat {
         epoch: Epoch,

@@ -66,17 +66,18 @@ fn every_event() -> Vec<Event> {
         Event::ResizeSucceeded,
         Event::ResizeReverted,
         Event::ResizeFailed,
+        Event::OperationHung,
         Event::HealthyHeartbeat { epoch: EPOCH, server_type: small() },
         Event::HealthyHeartbeat { epoch: Epoch(6), server_type: small() },
         Event::HealthyHeartbeat { epoch: Epoch(8), server_type: small() },
         Event::OperatorFailed,
         Event::DeleteRequested,
     ];
-    let mut kinds = [false; 14];
+    let mut kinds = [false; 15];
     for event in &events {
         kinds[kind(event)] = true;
     }
-    assert_eq!(kinds, [true; 14], "a kind of event is missing");
+    assert_eq!(kinds, [true; 15], "a kind of event is missing");
     events
 }
 
@@ -96,6 +97,7 @@ fn kind(event: &Event) -> usize {
         Event::HealthyHeartbeat { .. } => 11,
         Event::OperatorFailed => 12,
         Event::DeleteRequested => 13,
+        Event::OperationHung => 14,
     }
 }
 
@@ -240,13 +242,28 @@ fn only_a_running_machine_is_resized() {
 #[test]
 fn a_resize_ends_with_the_new_type_the_old_type_or_failed() {
     assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
-    assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[]);
     let cause = FailureCause::Resize;
+    assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[Effect::FailOperation { cause }]);
     assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &fails_with(cause));
     for event in [Event::ResizeSucceeded, Event::ResizeReverted, Event::ResizeFailed] {
         for state in every_state().into_iter().filter(|state| !matches!(state, State::Resizing { .. })) {
             assert_unchanged(&state, &event);
         }
+    }
+}
+
+#[test]
+fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
+    let event = Event::OperationHung;
+    let cause = FailureCause::OperationHung;
+    for state in [State::Provisioning, State::Recovering] {
+        assert_moves(&state, &event, &failed(cause), &fails_with(cause));
+    }
+    let cause = FailureCause::Resize;
+    assert_moves(&resizing(), &event, &failed(cause), &fails_with(cause));
+    let waits = |state: &State| is_booting(state) || matches!(state, State::Resizing { .. });
+    for state in every_state().into_iter().filter(|state| !waits(state)) {
+        assert_unchanged(&state, &event);
     }
 }
 

@@ -65,16 +65,19 @@ pub enum FailureCause {
     ProviderRefused,
     ServerGone,
     Resize,
+    /// Its operation did not end within any bound.
+    OperationHung,
     Operator,
 }
 
 impl FailureCause {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::BootReported,
         Self::RegistrationExpired,
         Self::ProviderRefused,
         Self::ServerGone,
         Self::Resize,
+        Self::OperationHung,
         Self::Operator,
     ];
 
@@ -85,6 +88,7 @@ impl FailureCause {
             Self::ProviderRefused => "provider_refused",
             Self::ServerGone => "server_gone",
             Self::Resize => "resize",
+            Self::OperationHung => "operation_hung",
             Self::Operator => "operator",
         }
     }

@@ -65,10 +65,17 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         Event::ResizeSucceeded => {
             resize_ended(machine, |_, to| moved(State::Running { server_type: to }, vec![]))
         }
-        Event::ResizeReverted => {
-            resize_ended(machine, |from, _| moved(State::Running { server_type: from }, vec![]))
-        }
+        Event::ResizeReverted => resize_ended(machine, |from, _| {
+            let cause = FailureCause::Resize;
+            moved(State::Running { server_type: from }, vec![Effect::FailOperation { cause }])
+        }),
         Event::ResizeFailed => resize_ended(machine, |_, _| failed(FailureCause::Resize)),
+        Event::OperationHung => Ok(match machine.state {
+            State::Provisioning | State::Recovering => failed(FailureCause::OperationHung),
+            // The server has its disk and may come back by itself.
+            State::Resizing { .. } => failed(FailureCause::Resize),
+            _ => Outcome::Unchanged,
+        }),
         Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
             State::Failed { cause: FailureCause::Resize } if *epoch == machine.epoch => {
                 moved(State::Running { server_type: server_type.clone() }, vec![])
@@ -98,6 +105,7 @@ fn after_the_end(event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
         | Event::ResizeSucceeded
         | Event::ResizeReverted
         | Event::ResizeFailed
+        | Event::OperationHung
         | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
         // Asked again for a deleted machine, delete answers as it did.
         Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),

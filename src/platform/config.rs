@@ -75,6 +75,26 @@ pub struct Timing {
     /// How long a step stays with a process that has gone silent.
     pub lease: Duration,
     pub reconcile: Duration,
+    /// How long a host may take to shut down before its power is cut.
+    pub resize_shutdown: Duration,
+    /// From then on, how long a change of type may take before it is given up.
+    pub resize_change: Duration,
+    /// How long a resized host may take to be switched on, and again to say that it is well.
+    pub resize_health: Duration,
+    /// No operation but a deletion goes on for longer.
+    pub operation_deadline: Duration,
+    /// How long a server of ours that belongs to no known machine is left alone.
+    pub orphan_grace: Duration,
+    pub keys: KeyTiming,
+}
+
+/// When proof keys change.
+#[derive(Debug, Clone, Copy)]
+pub struct KeyTiming {
+    /// The age at which a key gets a successor.
+    pub rotate: Duration,
+    /// How long an old key stays after every host has acknowledged the new one.
+    pub overlap: Duration,
 }
 
 impl PlatformConfig {
@@ -102,6 +122,15 @@ impl PlatformConfig {
             poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
             lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
             reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
+            resize_shutdown: seconds(env, "RESIZE_SHUTDOWN_SECONDS", 90),
+            resize_change: seconds(env, "RESIZE_CHANGE_SECONDS", 600),
+            resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
+            operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
+            orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
+            keys: KeyTiming {
+                rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
+                overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),
+            },
         };
         Some(Self {
             api,

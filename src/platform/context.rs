@@ -21,5 +21,7 @@ pub struct Platform {
     pub keys: watch::Receiver<Arc<SigningSet>>,
     /// Wakes the runner of this process before its next poll.
     pub nudge: Notify,
+    /// Wakes the reconciler of this process before its time.
+    pub reconcile: Notify,
     pub stop: CancellationToken,
 }

@@ -34,6 +34,15 @@ pub struct AppKeys {
     pub public: ProofKeys,
 }
 
+impl SigningSet {
+    /// The key to sign with for a machine whose host has acknowledged these: the newest, or, before its first word,
+    /// the oldest, which was in its user-data.
+    pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
+        let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
+        self.next.as_ref().filter(known).unwrap_or(&self.current)
+    }
+}
+
 /// Why there are no keys.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {

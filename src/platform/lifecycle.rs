@@ -26,7 +26,7 @@ pub enum LifecycleError {
     Refused(#[from] Refusal),
     #[error(transparent)]
     Db(#[from] DbError),
-    /// The transition asks for what the caller did not bring, or what is not built.
+    /// The transition asks for what the caller did not bring.
     #[error("the change of state needs {0}")]
     Missing(&'static str),
 }
@@ -153,16 +153,19 @@ async fn effect_of(
             return insert(tx, mint, successor, wanted, status, restore, epoch).await.map(Some);
         }
         Effect::DeleteServer => {
-            let kind = OperationKind::Delete;
-            let operation =
-                db::operations::file(tx, was.id, kind.as_str(), kind.first_step().as_str()).await?;
-            return Ok(Some(Filed { machine: was.id, operation }));
+            return Ok(Some(file(tx, was.id, OperationKind::Delete).await?));
         }
-        Effect::ChangeType { .. } => return Err(LifecycleError::Missing("resizing, which is not built")),
+        // The type is in the row.
+        Effect::ChangeType { .. } => return Ok(Some(file(tx, was.id, OperationKind::Resize).await?)),
         // Routers see the row's change sequence, which the database's trigger moves.
         Effect::CloseConnections => {}
     }
     Ok(None)
+}
+
+async fn file(tx: &Transaction<'_>, machine: MachineId, kind: OperationKind) -> Result<Filed, DbError> {
+    let operation = db::operations::file(tx, machine, kind.as_str(), kind.first_step().as_str()).await?;
+    Ok(Filed { machine, operation })
 }
 
 /// Makes the machine of a slot that no machine holds.
@@ -213,6 +216,5 @@ async fn insert(
         lives_for: wanted.lives_for,
     };
     machine_changes::insert(tx, &machine).await?;
-    let operation = db::operations::file(tx, id, kind.as_str(), kind.first_step().as_str()).await?;
-    Ok(Filed { machine: id, operation })
+    Ok(file(tx, id, kind).await?)
 }

@@ -6,6 +6,7 @@ pub mod api;
 pub mod config;
 pub mod context;
 pub mod db;
+pub mod fleet;
 pub mod host_settings;
 pub mod keys;
 pub mod lifecycle;
@@ -91,6 +92,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         db: db.clone(),
         keys,
         nudge: Notify::new(),
+        reconcile: Notify::new(),
         stop: stop.clone(),
         config,
     });

@@ -51,6 +51,8 @@ pub struct Server {
     pub id: ServerId,
     pub name: String,
     pub status: ServerStatus,
+    /// An action on it is under way: another one is refused until it has ended.
+    pub locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,
     /// The size of the disk that the server really has; its type's may be larger after a change without the disk.

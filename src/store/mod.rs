@@ -11,6 +11,7 @@ pub mod meta;
 pub mod pointer;
 pub mod pointer_io;
 pub mod snapshot;
+pub mod snapshots;
 pub mod upload;
 
 pub use bucket::{Bucket, StoreError};

@@ -6,6 +6,7 @@ use crate::machine::transition::Refusal;
 use crate::platform::db::DbError;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::lifecycle::LifecycleError;
+use crate::provider::ProviderError;
 use crate::store::StoreError;
 use crate::store::snapshot::Unusable;
 
@@ -63,7 +64,7 @@ fn refused(refusal: &Refusal, machine: &MachineRow) -> Problem {
 }
 
 /// The problem's own `status` is the HTTP status, so the machine's is `machineStatus`.
-fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
+pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
     let allowed: Vec<_> = allowed.iter().map(|status| status.as_str()).collect();
     let detail = if allowed.is_empty() {
         format!("The machine is {status}.")
@@ -73,6 +74,16 @@ fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", status.into())
         .with("allowed", allowed.into())
+}
+
+/// A failed call to the provider; what it said is in the log alone.
+pub fn provider(error: &ProviderError) -> Problem {
+    tracing::warn!(error = %chain(error), "the provider did not do its part");
+    provisioning_error()
+}
+
+pub fn provisioning_error() -> Problem {
+    Problem::new(Code::ProvisioningError, "The provider could not do this; nothing was changed.")
 }
 
 pub fn machine_not_found(what: &str) -> Problem {

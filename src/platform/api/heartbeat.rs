@@ -5,22 +5,32 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
 use super::fields::Fields;
-use crate::http::problem::{Code, Problem};
+use super::mutation::{self, Changed};
+use crate::http::problem::{Code, Problem, chain};
+use crate::machine::epoch::Epoch;
+use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
+use crate::machine::state::{FailureCause, Status};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::provider::ServerId;
 
 struct Beat {
     image_version: ImageVersion,
     health: Value,
     last_backup: Option<Value>,
+    /// Of the verified snapshot that it tells of.
+    backup_taken_at: Option<Timestamp>,
+    epoch: Epoch,
     proof_kids: Vec<String>,
 }
 
@@ -37,15 +47,21 @@ pub async fn handle(
     }
     let beat = beat(&call)?;
     let superseded = !machine.is_active() && !still_needed(&platform, &machine).await?;
+    let epoch = beat.epoch;
+    let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
     if machine.is_active() {
         let session = platform.db.session().await?;
         let beat = Heartbeat {
             image_version: &beat.image_version,
             health: &beat.health,
             last_backup: beat.last_backup.as_ref(),
+            backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
+    }
+    if is_well {
+        heal(&platform, &machine, epoch).await;
     }
     let keys = platform.keys.borrow().public.clone();
     let answer = json!({
@@ -55,6 +71,45 @@ pub async fn handle(
         "proofKeys": keys,
     });
     Ok(Json(answer).into_response())
+}
+
+/// A machine whose resize failed, and whose host is well all the same, runs again with the type that the provider
+/// reports. What is in the way now may not be at the next heartbeat, so a failure costs nothing but the time.
+async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
+    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Resize);
+    if !machine.is_active() || machine.status != Status::Failed || !failed {
+        return;
+    }
+    match healed(platform, machine, epoch).await {
+        Ok(true) => tracing::info!(machine = %machine.id, "healed after a failed resize"),
+        Ok(false) => {}
+        Err(error) => {
+            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "a machine could not be healed yet");
+        }
+    }
+}
+
+async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
+    let Some(server) = machine.provider_server_id else { return Ok(false) };
+    let Some(server) = platform.provider.get(ServerId(server)).await? else {
+        platform.reconcile.notify_one();
+        return Ok(false);
+    };
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
+    let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
+    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, Circumstances::default()).await?;
+    if change == Change::Unchanged {
+        return Ok(false);
+    }
+    let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
+    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
+    let changed =
+        Changed { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
+    mutation::audit(&tx, &actor, &changed).await?;
+    db::commit(tx).await?;
+    Ok(true)
 }
 
 /// A replaced host that is being asked for its last backup is not sent away before it could make it.
@@ -70,15 +125,18 @@ async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool,
 fn beat(call: &Call) -> Result<Beat, Problem> {
     let mut fields = call.fields()?;
     let image_version = fields.required("imageVersion");
-    fields.required_number("epoch");
+    let epoch = fields.required_number("epoch").map(|epoch| Epoch(u32::try_from(epoch).unwrap_or(0)));
     let health = health(&mut fields);
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
     let proof_kids = fields.strings("proofKids", 16);
-    let built = image_version.zip(health).zip(disk).map(|((image_version, mut health), disk)| {
-        health["disk"] = disk;
-        Beat { image_version, health, last_backup, proof_kids }
-    });
+    let built = (|| {
+        let (mut health, epoch) = (health?, epoch?);
+        health["disk"] = disk?;
+        let (last_backup, backup_taken_at) = last_backup.unzip();
+        let backup_taken_at = backup_taken_at.flatten();
+        Some(Beat { image_version: image_version?, health, last_backup, backup_taken_at, epoch, proof_kids })
+    })();
     fields.finish(built)
 }
 
@@ -106,22 +164,26 @@ fn disk(fields: &mut Fields) -> Option<Value> {
     Some(json!({"totalBytes": total?, "freeBytes": free?}))
 }
 
-fn last_backup(fields: &mut Fields) -> Option<Value> {
+/// What the host says of its last backup, and when its snapshot was taken, if it succeeded.
+fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<String> = inner.required("status");
     if status.as_deref().is_some_and(|status| !matches!(status, "success" | "error")) {
         inner.wrong("status", "must be success or error");
     }
     let key: Option<String> = inner.optional("key");
-    let taken_at: Option<jiff::Timestamp> = inner.optional("takenAt");
+    let taken_at: Option<Timestamp> = inner.optional("takenAt");
     let size = inner.optional_number("sizeBytes");
     let error: Option<String> = inner.optional("error");
     fields.close(inner);
-    Some(json!({
-        "status": status?,
+    let status = status?;
+    let verified = taken_at.filter(|_| status == "success");
+    let told = json!({
+        "status": status,
         "key": key,
         "takenAt": taken_at.map(crate::clock::rfc3339_ms),
         "sizeBytes": size,
         "error": error,
-    }))
+    });
+    Some((told, verified))
 }

@@ -1,11 +1,17 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
+pub mod backup;
+pub mod backups;
 pub mod boot_failure;
+pub mod boot_stage;
 pub mod bundle;
 pub mod call;
 pub mod delete;
+pub mod entitlement;
+pub mod fail;
 pub mod fault;
 pub mod fields;
+pub mod fleet;
 pub mod health;
 pub mod heartbeat;
 pub mod list;
@@ -15,6 +21,7 @@ pub mod operation;
 pub mod provision;
 pub mod recover;
 pub mod register;
+pub mod resize;
 pub mod slots;
 
 use std::sync::Arc;
@@ -38,11 +45,17 @@ pub fn router(platform: Arc<Platform>) -> Router {
         .route("/vps/provision", post(provision::handle))
         .route("/vps/register", post(register::handle))
         .route("/vps/recover", post(recover::handle))
+        .route("/vps/fleet", get(fleet::handle))
         .route("/vps/slots", get(slots::list).put(slots::put))
         .route("/vps/operations/{id}", get(operation::handle))
         .route("/vps/{id}", get(machine::handle).delete(delete::handle))
         .route("/vps/{id}/heartbeat", post(heartbeat::handle))
+        .route("/vps/{id}/boot-stage", post(boot_stage::handle))
         .route("/vps/{id}/boot-failure", post(boot_failure::handle))
+        .route("/vps/{id}/resize", post(resize::handle))
+        .route("/vps/{id}/fail", post(fail::handle))
+        .route("/vps/{id}/backup", post(backup::handle))
+        .route("/vps/{id}/backups", get(backups::handle))
         .route("/system-bundles/{version}/{file}", get(bundle::handle))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)

@@ -152,6 +152,10 @@ pub async fn answer(platform: &Platform, call: &Call, mut reply: Reply) -> Resul
     let session = platform.db.session().await?;
     if let Some(row) = db::machines::get(&session, machine).await? {
         reply.body["status"] = serde_json::json!(row.status);
+        // A resize answers with the type that was asked for; one that did not come about is told as it is.
+        if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
+            reply.body["serverType"] = serde_json::json!(row.server_type);
+        }
     }
     let mut response = reply.into_response();
     if let Ok(applied) = HeaderValue::from_str(&format!("wait={seconds}")) {

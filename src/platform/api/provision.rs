@@ -6,12 +6,11 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
 use http::StatusCode;
-use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::fault;
 use super::mutation::{self, Changed, Mutation, Reply};
+use super::{entitlement, fault};
 use crate::config::Flag;
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
@@ -165,10 +164,12 @@ async fn admissible(
     }
     let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
     match asked.kind {
-        Kind::Customer if config.billing_enforcement == Flag::On => entitled(client, asked).await?,
+        Kind::Customer if config.billing_enforcement == Flag::On => {
+            entitlement::entitled(client, &asked.user, &asked.slot, &asked.server_type).await?;
+        }
         Kind::Customer => {}
         Kind::Preview => {
-            allowed_by(Plan::Max, asked)?;
+            entitlement::contained(Plan::Max, &asked.server_type)?;
             let others = db::machines::active_previews(client, &asked.user).await?;
             if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
                 let detail = format!("The user has {others} previews; delete one.");
@@ -181,28 +182,6 @@ async fn admissible(
         return Err(handle_taken(&asked.handle));
     }
     Ok(existing)
-}
-
-async fn entitled(client: &impl GenericClient, asked: &Asked) -> Result<(), Problem> {
-    let slot = db::slots::get(client, &asked.user, &asked.slot).await?;
-    match slot.filter(|slot| slot.is_entitled(Timestamp::now())) {
-        Some(slot) => allowed_by(slot.plan, asked),
-        None => Err(Problem::new(
-            Code::SubscriptionRequired,
-            format!("The slot {} has no active subscription.", asked.slot),
-        )),
-    }
-}
-
-fn allowed_by(plan: Plan, asked: &Asked) -> Result<(), Problem> {
-    if plan.contains(&asked.server_type) {
-        return Ok(());
-    }
-    let types = plan.server_types().join(", ");
-    Err(Problem::new(
-        Code::ServerTypeNotAllowed,
-        format!("The plan {plan} contains {types}, not {}.", asked.server_type),
-    ))
 }
 
 /// The digest of a published bundle.

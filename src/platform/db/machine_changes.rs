@@ -4,6 +4,7 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
 use serde_json::Value;
 
 use super::machine_row::{Failure, Kind, MachineRow};
@@ -150,6 +151,24 @@ pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
+/// Notes that the power is about to be switched on.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes what a booting host has said of its progress.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET boot_stages = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &stages]).await.map(drop)
+}
+
 /// Notes the server, and starts the time in which its host may register.
 ///
 /// # Errors
@@ -221,6 +240,8 @@ pub struct Heartbeat<'a> {
     pub image_version: &'a ImageVersion,
     pub health: &'a Value,
     pub last_backup: Option<&'a Value>,
+    /// When the verified snapshot was taken that it tells of.
+    pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
 }
 
@@ -233,10 +254,13 @@ pub async fn heartbeat(
     id: MachineId,
     beat: &Heartbeat<'_>,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET heartbeat_at = now(), image_version = $2, health = $3, \
-               last_backup = coalesce($4, last_backup) WHERE machine_id = $1";
+    let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
+               last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5) \
+               WHERE machine_id = $1";
     let version = beat.image_version.as_str();
-    execute(client, sql, &[&id.0, &version, &beat.health, &beat.last_backup]).await?;
+    let params: super::Params<'_> =
+        &[&id.0, &version, &beat.health, &beat.last_backup, &beat.backup_taken_at];
+    execute(client, sql, params).await?;
     // Apart, because naming this column wakes every router.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)

@@ -23,7 +23,7 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
-    created_at, updated_at";
+    power_ordered_at, boot_stages, created_at, updated_at";
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +95,9 @@ pub struct MachineRow {
     pub deleted_at: Option<Timestamp>,
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
+    pub power_ordered_at: Option<Timestamp>,
+    /// `[{stage, at}]`, the oldest first.
+    pub boot_stages: Value,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
 }
@@ -158,6 +161,8 @@ impl MachineRow {
             deleted_at: row.get("deleted_at"),
             create_ordered_at: row.get("create_ordered_at"),
             server_deleted_at: row.get("server_deleted_at"),
+            power_ordered_at: row.get("power_ordered_at"),
+            boot_stages: row.get("boot_stages"),
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
         })
@@ -194,6 +199,12 @@ impl MachineRow {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
+    /// Whether its host said at its last heartbeat that all is well.
+    pub fn is_healthy(&self) -> bool {
+        let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
+        ok("gateway") && ok("database")
+    }
+
     /// The server's name at the provider.
     pub fn server_name(&self) -> String {
         format!("svc-{}", self.id)
@@ -226,11 +237,20 @@ impl MachineRow {
             "heartbeatAt": time(self.heartbeat_at),
             "health": self.health,
             "lastBackup": self.last_backup,
+            "boot": self.boot(),
             "replacedBy": self.replaced_by,
             "retiredAt": time(self.retired_at),
             "deletedAt": time(self.deleted_at),
             "createdAt": rfc3339_ms(self.created_at),
             "updatedAt": rfc3339_ms(self.updated_at),
         })
+    }
+
+    /// How far its first boot got; `null` before the host has said anything.
+    fn boot(&self) -> Value {
+        match self.boot_stages.as_array().and_then(|stages| stages.last()) {
+            None => Value::Null,
+            Some(last) => json!({"stage": last["stage"], "at": last["at"], "stages": self.boot_stages}),
+        }
     }
 }

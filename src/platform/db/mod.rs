@@ -4,6 +4,7 @@
 //! says whether the database could not be reached or refused what was asked.
 
 pub mod audit;
+pub mod fleet;
 pub mod idempotency;
 pub mod keys;
 pub mod machine_changes;

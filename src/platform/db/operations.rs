@@ -173,6 +173,17 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
+/// How long ago a step was begun for the first time, by the database's clock.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) -> Result<Duration, DbError> {
+    let sql = "SELECT coalesce(extract(epoch FROM clock_timestamp() - min(at)), 0)::float8 FROM operation_log \
+               WHERE operation_id = $1 AND step = $2 AND outcome = 'begun'";
+    let seconds: f64 = row(client, sql, &[&id.0, &step]).await?.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
 /// Whether an ended operation of the machine may still be at work in some process.
 ///
 /// # Errors

@@ -1,7 +1,9 @@
-//! The step `last_backup`: asks the host that is replaced for one last backup, within a deadline, best effort.
+//! Asks a host for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
+//! deadline, best effort.
 //!
 //! Nothing depends on the answer: the pointer alone says whether there is a newer snapshot.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -46,8 +48,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(before) = seq(platform, &old).await else {
         return Ok(Answer::done_noting("the pointer could not be read"));
     };
-    let url = format!("https://{address}:{}{PATH}", old.https_port);
-    if let Err(error) = ask(platform, &old, &url, pin).await {
+    if let Err(error) = ask(platform, &old, address, pin).await {
         tracing::info!(machine = %old.id, error = format!("{error:#}"), "no last backup");
         return Ok(Answer::done_noting("the old host could not be asked"));
     }
@@ -75,7 +76,23 @@ async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
     Some(pointer.map_or(0, |pointer| pointer.value.seq))
 }
 
-async fn ask(platform: &Platform, old: &MachineRow, url: &str, pin: SpkiPin) -> anyhow::Result<()> {
+/// Asks the host of a machine for a backup soon; whether it makes one shows later.
+///
+/// # Errors
+/// When it has not taken the request.
+pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
+    let address = machine.public_ipv4.context("the machine has no address")?;
+    let pin = machine.tls_pin.context("the machine never registered")?;
+    ask(platform, machine, address, pin).await
+}
+
+async fn ask(
+    platform: &Platform,
+    machine: &MachineRow,
+    address: Ipv4Addr,
+    pin: SpkiPin,
+) -> anyhow::Result<()> {
+    let url = format!("https://{address}:{}{PATH}", machine.https_port);
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
         Flag::Off => ChainCheck::PinOnly,
@@ -83,10 +100,10 @@ async fn ask(platform: &Platform, old: &MachineRow, url: &str, pin: SpkiPin) -> 
     let now = Timestamp::now().as_second();
     let claims = Claims {
         iss: proof::ISSUER.to_owned(),
-        aud: old.id,
-        sub: old.user.clone(),
-        handle: old.handle.clone(),
-        slot: old.slot.clone(),
+        aud: machine.id,
+        sub: machine.user.clone(),
+        handle: machine.handle.clone(),
+        slot: machine.slot.clone(),
         route: Route::Internal,
         app: None,
         method: Some("POST".to_owned()),
@@ -95,7 +112,7 @@ async fn ask(platform: &Platform, old: &MachineRow, url: &str, pin: SpkiPin) -> 
         iat: now,
         exp: now + 30,
     };
-    let signed = platform.keys.borrow().current.sign(&claims);
+    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims);
     let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
     let answer = client.post(url).header(proof::HEADER, signed).send().await.context("ask the host")?;
     anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());

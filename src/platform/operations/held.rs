@@ -49,6 +49,11 @@ impl Held<'_> {
         self.under_lease(Note::OrderRefused).await
     }
 
+    /// Notes, under the lease, that the power is switched on now.
+    pub async fn power_ordered(&self) -> Result<(), StepError> {
+        self.under_lease(Note::PowerOrdered).await
+    }
+
     async fn under_lease(&self, note: Note) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -60,6 +65,7 @@ impl Held<'_> {
         match note {
             Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
+            Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
         }
         Ok(db::commit(tx).await?)
     }
@@ -81,11 +87,40 @@ impl Held<'_> {
         let session = self.platform.db.session().await?;
         db::operations::age(&session, self.operation.id).await
     }
+
+    /// How long ago the step that it stands at was begun for the first time.
+    pub async fn step_age(&self) -> Result<Duration, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::step_age(&session, self.operation.id, &self.operation.step).await
+    }
+
+    /// Ends the operation together with what it means for its machine.
+    pub async fn end(&self, event: &Event, note: &str) -> Result<(), StepError> {
+        let mut session = self.platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let machine = self.operation.machine;
+        let row = db::machines::locked(&tx, machine).await?.ok_or(StepError::Lost)?;
+        let lease = self.platform.config.timing.lease;
+        if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
+            return Err(StepError::Lost);
+        }
+        db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
+        let with = Circumstances { failed_at: Some((&self.operation.step, note)), successor: None };
+        match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
+            // Refused: the machine has left its slot, and nothing is to be said of it any more.
+            Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
+            Err(LifecycleError::Db(error)) => return Err(error.into()),
+        }
+        // What the machine's change has not ended as failed has succeeded.
+        db::operations::end_running(&tx, machine, "succeeded", None).await?;
+        Ok(db::commit(tx).await?)
+    }
 }
 
 enum Note {
     OrderSent,
     OrderRefused,
+    PowerOrdered,
 }
 
 /// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.

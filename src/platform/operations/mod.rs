@@ -8,6 +8,7 @@ pub mod create;
 pub mod delete;
 pub mod held;
 pub mod reconcile;
+pub mod resize;
 pub mod runner;
 pub mod step;
 
@@ -19,6 +20,7 @@ pub enum OperationKind {
     Provision,
     Recover,
     Delete,
+    Resize,
 }
 
 /// One step of an operation.
@@ -34,16 +36,25 @@ pub enum Step {
     AwaitRegistration,
     /// Deletes the servers of this machine and of all earlier ones of its slot.
     DeleteServer,
+    /// Asks the operating system to shut down, within a deadline; best effort.
+    ShutDown,
+    PowerOff,
+    ChangeType,
+    /// Comes after every failure of the change as well.
+    PowerOn,
+    /// Waits for the host's word that it is well, and says which type the server has.
+    AwaitHealth,
 }
 
 impl OperationKind {
-    pub const ALL: [Self; 3] = [Self::Provision, Self::Recover, Self::Delete];
+    pub const ALL: [Self; 4] = [Self::Provision, Self::Recover, Self::Delete, Self::Resize];
 
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Provision => "provision",
             Self::Recover => "recover",
             Self::Delete => "delete",
+            Self::Resize => "resize",
         }
     }
 
@@ -61,6 +72,9 @@ impl OperationKind {
                 Step::AwaitRegistration,
             ],
             Self::Delete => &[Step::DeleteServer],
+            Self::Resize => {
+                &[Step::ShutDown, Step::PowerOff, Step::ChangeType, Step::PowerOn, Step::AwaitHealth]
+            }
         }
     }
 
@@ -86,13 +100,18 @@ impl FromStr for OperationKind {
 }
 
 impl Step {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 11] = [
         Self::LastBackup,
         Self::Fence,
         Self::DeletePredecessor,
         Self::CreateServer,
         Self::AwaitRegistration,
         Self::DeleteServer,
+        Self::ShutDown,
+        Self::PowerOff,
+        Self::ChangeType,
+        Self::PowerOn,
+        Self::AwaitHealth,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -103,6 +122,11 @@ impl Step {
             Self::CreateServer => "create_server",
             Self::AwaitRegistration => "await_registration",
             Self::DeleteServer => "delete_server",
+            Self::ShutDown => "shut_down",
+            Self::PowerOff => "power_off",
+            Self::ChangeType => "change_type",
+            Self::PowerOn => "power_on",
+            Self::AwaitHealth => "await_health",
         }
     }
 }
@@ -116,32 +140,46 @@ impl FromStr for Step {
     }
 }
 
-/// Where a step can be stopped: stored and not begun; done and not yet stored as done.
+/// Where a step can be stopped: stored and not begun; answered and the answer not yet stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Before,
     After,
-    /// Of `create_server` alone: noted as sent, and not yet sent.
+    /// Noted as sent, and not yet sent: of steps that order what must not come twice unseen.
     Ordered,
+    /// The provider's action has ended, and nobody has noted it.
+    Settled,
+}
+
+impl Place {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Before => "before",
+            Self::After => "after",
+            Self::Ordered => "ordered",
+            Self::Settled => "settled",
+        }
+    }
+
+    fn all_of(step: Step) -> &'static [Self] {
+        match step {
+            Step::CreateServer => &[Self::Before, Self::Ordered, Self::After],
+            Step::PowerOn => &[Self::Before, Self::Ordered, Self::After, Self::Settled],
+            Step::PowerOff | Step::ChangeType => &[Self::Before, Self::After, Self::Settled],
+            _ => &[Self::Before, Self::After],
+        }
+    }
 }
 
 /// The fail point of a place.
 pub fn point(kind: OperationKind, step: Step, place: Place) -> String {
-    let place = match place {
-        Place::Before => "before",
-        Place::After => "after",
-        Place::Ordered => "ordered",
-    };
-    format!("operations.{}.{}.{place}", kind.as_str(), step.as_str())
+    format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), place.as_str())
 }
 
 /// Every fail point of an operation, so that tests miss none.
 pub fn points(kind: OperationKind) -> Vec<String> {
-    let places = |step: Step| {
-        let ordered = (step == Step::CreateServer).then_some(Place::Ordered);
-        [Some(Place::Before), ordered, Some(Place::After)].into_iter().flatten()
-    };
-    kind.steps().iter().flat_map(|step| places(*step).map(|place| point(kind, *step, place))).collect()
+    let places = |step: Step| Place::all_of(step).iter().map(move |place| point(kind, step, *place));
+    kind.steps().iter().flat_map(|step| places(*step)).collect()
 }
 
 #[cfg(test)]

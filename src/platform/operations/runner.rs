@@ -10,9 +10,11 @@ use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::held::Held;
+use super::resize::{self, Verdict};
 use super::step::{self, Answer, Record, StepError};
 use super::{OperationKind, Place, Step};
 use crate::http::problem::chain;
+use crate::machine::event::Event;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
 use crate::platform::db::{self, DbError};
@@ -104,12 +106,23 @@ async fn one_step(
     };
     match answer {
         Ok(Answer::Done { note, record }) => done(&held, step, note, record).await,
+        Ok(Answer::Abandon { why }) => abandon(&held, why).await.map(Some),
+        Ok(Answer::End { event, note }) => held.end(&event, note).await.map(|()| None),
         Ok(Answer::Wait { again_in, facts }) => {
+            if kind == OperationKind::Resize
+                && let Some(end) = late(&held, step, None).await?
+            {
+                return Ok(end);
+            }
             let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
             let to = Next { step, facts: &facts, attempts: 0, due_in: again_in };
             set_aside(&held, to, None).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
+        Err(error) if kind == OperationKind::Resize => match late(&held, step, Some(&error)).await? {
+            Some(end) => Ok(end),
+            None => retry(&held, step, &error).await.map(|()| None),
+        },
         Err(StepError::Permanent { what, source }) if kind != OperationKind::Delete => {
             tracing::error!(operation = %operation.id, step = step.as_str(), what,
                 error = %chain(source.as_ref()), "an operation failed");
@@ -162,11 +175,45 @@ async fn done(
     Ok(Some(next))
 }
 
+/// How a resize goes on that will not get further with this step; `None`: it may still.
+async fn late(
+    held: &Held<'_>,
+    step: Step,
+    error: Option<&StepError>,
+) -> Result<Option<Option<OperationRow>>, StepError> {
+    let verdict = resize::judge(held, step, error).await?;
+    if let Some(error) = error.filter(|_| !matches!(verdict, Verdict::Again)) {
+        tracing::error!(operation = %held.operation.id, step = step.as_str(), error = %chain(error), "a step failed");
+    }
+    Ok(match verdict {
+        Verdict::Again => None,
+        Verdict::Abandon => {
+            let why = error.map_or_else(|| "it took too long".to_owned(), ToString::to_string);
+            Some(Some(abandon(held, &why).await?))
+        }
+        Verdict::Fail => {
+            held.end(&Event::ResizeFailed, "the host did not come back in time").await?;
+            Some(None)
+        }
+    })
+}
+
+/// Leaves out what is left of a change, and goes on to the power.
+async fn abandon(held: &Held<'_>, why: &str) -> Result<OperationRow, StepError> {
+    let operation = held.operation;
+    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is given up");
+    let lease = Some(held.platform.config.timing.lease);
+    let to = Next { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    store(held, to, lease, Some(("given_up", Some(why))), Record::Nothing).await?;
+    Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
+}
+
 async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
     let operation = held.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
-    if held.kind != OperationKind::Delete && held.age().await? > GIVE_UP {
+    let bounded = matches!(held.kind, OperationKind::Provision | OperationKind::Recover);
+    if bounded && held.age().await? > GIVE_UP {
         held.refuse(step.as_str(), "it could not be done in an hour of trying").await?;
         return Ok(());
     }

@@ -6,8 +6,9 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use super::held::Held;
-use super::{Step, ask_host, create, delete};
+use super::{Step, ask_host, create, delete, resize};
 use crate::failpoint::Injected;
+use crate::machine::event::Event;
 use crate::platform::db::{self, DbError};
 use crate::platform::keys::KeyError;
 use crate::provider::{ErrorKind, ProviderError};
@@ -21,6 +22,10 @@ pub enum Answer {
     Done { note: Option<&'static str>, record: Record },
     /// Nothing to do but look again; these facts are kept.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
+    /// The rest of the change is left out: on to what puts things right.
+    Abandon { why: &'static str },
+    /// The operation ends here, with what it means for the machine.
+    End { event: Event, note: &'static str },
 }
 
 impl Answer {
@@ -116,6 +121,11 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
         Step::CreateServer => create::server(held).await,
         Step::AwaitRegistration => await_registration(held).await,
         Step::DeleteServer => delete::own(held).await,
+        Step::ShutDown => resize::shut_down(held).await,
+        Step::PowerOff => resize::power_off(held).await,
+        Step::ChangeType => resize::change_type(held).await,
+        Step::PowerOn => resize::power_on(held).await,
+        Step::AwaitHealth => resize::await_health(held).await,
     }
 }
 

@@ -89,8 +89,6 @@ impl Machine {
     }
 
     fn sign(&self, route: Route, app: Option<&str>, keys: &SigningSet, now: i64) -> HeaderValue {
-        let known_there = |kid: &String| self.row.proof_kids.contains(kid);
-        let next = keys.next.as_ref().filter(|next| known_there(&next.public().kid));
         let claims = Claims {
             iss: ISSUER.to_owned(),
             aud: self.row.id,
@@ -105,7 +103,7 @@ impl Machine {
             iat: now,
             exp: now + MAX_LIFE_SECONDS,
         };
-        let token = next.unwrap_or(&keys.current).sign(&claims);
+        let token = keys.signer_for(&self.row.proof_kids).sign(&claims);
         let mut header = HeaderValue::from_str(&token).expect("a JWT is base64url and dots");
         header.set_sensitive(true);
         header

@@ -107,6 +107,8 @@ pub(super) struct WireServer {
     id: i64,
     name: String,
     status: String,
+    #[serde(default)]
+    locked: bool,
     public_net: PublicNet,
     server_type: WireServerType,
     #[serde(default)]
@@ -147,6 +149,7 @@ impl From<WireServer> for Server {
             id: ServerId(wire.id),
             name: wire.name,
             status: status(&wire.status),
+            locked: wire.locked,
             public_ipv4: wire.public_net.ipv4.map(|address| address.ip),
             disk_gb: wire.primary_disk_size.unwrap_or(wire.server_type.disk),
             server_type: wire.server_type.name,

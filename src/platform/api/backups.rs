@@ -1,0 +1,70 @@
+//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, the newest first, whoever took them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use super::call::{Call, path_id};
+use super::fault;
+use crate::clock::rfc3339_ms;
+use crate::http::problem::Problem;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::{self};
+use crate::store::key::SlotPrefix;
+use crate::store::snapshot::SideRecord;
+use crate::store::{pointer_io, snapshots};
+
+const PAGE: usize = 50;
+const LARGEST_PAGE: usize = 200;
+const DEADLINE: Duration = Duration::from_secs(20);
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let id: MachineId = path_id("machineId", &id)?;
+    let mut query = call.query();
+    let limit = query.optional("limit").unwrap_or(PAGE);
+    if !(1..=LARGEST_PAGE).contains(&limit) {
+        query.wrong("limit", format!("must be 1 to {LARGEST_PAGE}"));
+    }
+    let before: Option<String> = query.optional("cursor");
+    query.finish(Some(()))?;
+
+    let session = platform.db.session().await?;
+    let machine = db::machines::get(&session, id).await?;
+    drop(session);
+    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    let read = async {
+        let pointer = pointer_io::read(&platform.bucket, &slot).await?;
+        let page = snapshots::page(&platform.bucket, &slot, before.as_deref(), limit).await?;
+        Ok::<_, Problem>((pointer.and_then(|pointer| pointer.value.snapshot), page))
+    };
+    let (latest, page) =
+        tokio::time::timeout(DEADLINE, read).await.map_err(|_| fault::store_unavailable())??;
+    let latest = latest.map(|latest| latest.key);
+    let backups: Vec<Value> = page.records.iter().map(|record| shown(record, latest.as_deref())).collect();
+    Ok(Json(json!({"latest": latest, "backups": backups, "nextCursor": page.next})).into_response())
+}
+
+fn shown(record: &SideRecord, latest: Option<&str>) -> Value {
+    json!({
+        "key": record.key,
+        "sizeBytes": record.size_bytes,
+        "sha256": record.sha256,
+        "takenAt": rfc3339_ms(record.taken_at),
+        "verifiedAt": rfc3339_ms(record.verified_at),
+        "epoch": record.epoch,
+        "machineId": record.machine_id,
+        "latest": latest == Some(record.key.as_str()),
+    })
+}

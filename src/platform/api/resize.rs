@@ -1,0 +1,164 @@
+//! POST `/vps/:id/resize`: another server type for a running machine, on the disk that it has.
+//!
+//! Everything that can be said against it is said before anything changes; the provider is asked outside the
+//! transaction.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, Request, State};
+use axum::response::Response;
+use deadpool_postgres::GenericClient;
+use http::StatusCode;
+use serde_json::{Value, json};
+
+use super::call::{Call, path_id};
+use super::mutation::{self, Changed, Mutation, Reply};
+use super::{entitlement, fault};
+use crate::config::Flag;
+use crate::http::problem::{Code, Problem};
+use crate::machine::event::Event;
+use crate::machine::id::{MachineId, OperationId};
+use crate::machine::name::ServerType;
+use crate::machine::plan::Plan;
+use crate::machine::transition::{Outcome, transition};
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::provider::{ServerId, ServerTypeInfo};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut fields = call.fields()?;
+    let id = path_id("machineId", &id)?;
+    let to = fields.required("serverType");
+    let to = fields.finish(to)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = resize(&platform, id, &to, &mutation).await?;
+    platform.nudge.notify_one();
+    mutation::answer(&platform, &call, reply).await
+}
+
+async fn resize(
+    platform: &Platform,
+    id: MachineId,
+    to: &ServerType,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply);
+    }
+    let seen = found(db::machines::get(&session, id).await?, id)?;
+    if changes(&seen, to)? {
+        let info = offered(platform, to).await?;
+        allowed(platform, &session, &seen, to).await?;
+        fits(platform, &seen, &info).await?;
+    }
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, &format!("user {}", seen.user)).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let machine = found(db::machines::locked(&tx, id).await?, id)?;
+    if machine.server_type != seen.server_type {
+        return Err(
+            Problem::new(Code::Unavailable, "The machine changed meanwhile; ask again.").retry_after(1)
+        );
+    }
+    if changes(&machine, to)? {
+        allowed(platform, &tx, &machine, to).await?;
+    }
+    let event = Event::ResizeRequested { to: to.clone() };
+    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
+    let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
+        Change::Moved { filed } => filed.map(|filed| filed.operation),
+        Change::Unchanged => {
+            let reply = Reply::new(StatusCode::OK, body(&machine, to, None));
+            mutation.store(&tx, &reply).await?;
+            db::commit(tx).await?;
+            return Ok(reply);
+        }
+    };
+    let resizing = found(db::machines::get(&tx, id).await?, id)?;
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, filed));
+    let (before, after) = (machine.record(), resizing.record());
+    let target = id.to_string();
+    let changed = Changed { action: "resize", target: &target, before: Some(&before), after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+/// A deleted machine is for an operator as if it had never been.
+fn found(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
+    let there = machine.filter(|machine| machine.deleted_at.is_none());
+    there.ok_or_else(|| fault::machine_not_found(&id.to_string()))
+}
+
+/// Whether there is anything to do to this machine; it must be one that can be resized.
+fn changes(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
+    let event = Event::ResizeRequested { to: to.clone() };
+    let outcome = transition(&machine.lifecycle(), &event);
+    let outcome = outcome.map_err(|refusal| fault::lifecycle(LifecycleError::Refused(refusal), machine))?;
+    if machine.provider_server_id.is_none() {
+        return Err(Problem::new(Code::InvalidState, "The machine has no server at the provider.")
+            .with("machineStatus", json!(machine.status))
+            .with("allowed", json!(["running"])));
+    }
+    Ok(outcome != Outcome::Unchanged)
+}
+
+async fn offered(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
+    let info = platform.provider.server_type(to).await.map_err(|error| fault::provider(&error))?;
+    info.ok_or_else(|| Problem::field("/serverType", format!("{to} is no server type of the provider")))
+}
+
+async fn allowed(
+    platform: &Platform,
+    client: &impl GenericClient,
+    machine: &MachineRow,
+    to: &ServerType,
+) -> Result<(), Problem> {
+    match machine.kind {
+        Kind::Preview => entitlement::contained(Plan::Max, to),
+        Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
+            entitlement::entitled(client, &machine.user, &machine.slot, to).await
+        }
+        Kind::Customer => Ok(()),
+    }
+}
+
+/// A disk never shrinks; what counts is the one that the server really has.
+async fn fits(platform: &Platform, machine: &MachineRow, to: &ServerTypeInfo) -> Result<(), Problem> {
+    let Some(id) = machine.provider_server_id else { return Ok(()) };
+    let server = platform.provider.get(ServerId(id)).await.map_err(|error| fault::provider(&error))?;
+    let Some(server) = server else {
+        // If that is so, the reconciler says what it means.
+        platform.reconcile.notify_one();
+        tracing::warn!(machine = %machine.id, server = id, "the provider does not know the server");
+        return Err(fault::provisioning_error());
+    };
+    if to.disk_gb < server.disk_gb {
+        let detail = format!(
+            "The server has a disk of {} GB; {} has {} GB, and a disk never shrinks.",
+            server.disk_gb, to.name, to.disk_gb
+        );
+        return Err(Problem::new(Code::DiskWouldShrink, detail));
+    }
+    Ok(())
+}
+
+fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -> Value {
+    json!({
+        "machineId": machine.id,
+        "serverType": to,
+        "status": machine.status,
+        "operationId": operation,
+    })
+}

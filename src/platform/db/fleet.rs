@@ -1,0 +1,69 @@
+//! What is known of every active machine, in one statement, for the view of the whole fleet.
+
+use deadpool_postgres::GenericClient;
+
+use super::{DbError, rows};
+use crate::machine::id::MachineId;
+
+/// One active machine; ages in seconds, by the database's clock.
+#[derive(Debug, Clone)]
+pub struct FleetRow {
+    pub machine: MachineId,
+    pub user: String,
+    pub slot: String,
+    pub handle: String,
+    pub status: String,
+    pub failure_cause: Option<String>,
+    pub image_version: String,
+    /// Since it was made.
+    pub age: f64,
+    pub heartbeat_age: Option<f64>,
+    /// `ok` or `failing`; nothing before the first heartbeat.
+    pub gateway: Option<String>,
+    pub database: Option<String>,
+    /// Of the last verified snapshot of the slot, whichever of its machines took it.
+    pub backup_age: Option<f64>,
+    /// `success` or `error`, of the last run.
+    pub backup_status: Option<String>,
+    /// Of the operation under way.
+    pub operation_age: Option<f64>,
+    pub operation_attempts: i32,
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> {
+    let sql = "SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.failure_cause, m.image_version, \
+               extract(epoch FROM now() - m.created_at)::float8, \
+               extract(epoch FROM now() - m.heartbeat_at)::float8, \
+               m.health ->> 'gateway', m.health ->> 'database', \
+               extract(epoch FROM now() - (SELECT max(every.backup_taken_at) FROM user_machines every \
+                   WHERE every.idp_user_id = m.idp_user_id AND every.slot = m.slot))::float8, \
+               m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
+               coalesce(o.attempts, 0) \
+               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts FROM operations \
+                   WHERE operations.machine_id = m.machine_id AND state = 'running' \
+                   ORDER BY created_at LIMIT 1) o ON true \
+               WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
+    let found = rows(client, sql, &[]).await?;
+    Ok(found
+        .iter()
+        .map(|row| FleetRow {
+            machine: MachineId(row.get(0)),
+            user: row.get(1),
+            slot: row.get(2),
+            handle: row.get(3),
+            status: row.get(4),
+            failure_cause: row.get(5),
+            image_version: row.get(6),
+            age: row.get(7),
+            heartbeat_age: row.get(8),
+            gateway: row.get(9),
+            database: row.get(10),
+            backup_age: row.get(11),
+            backup_status: row.get(12),
+            operation_age: row.get(13),
+            operation_attempts: row.get(14),
+        })
+        .collect())
+}

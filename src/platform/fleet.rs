@@ -1,0 +1,223 @@
+//! The fleet in one look, pure: totals over all active machines, and which of them need somebody.
+//!
+//! Reads no clock and no database: it is given rows with ages.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::db::fleet::FleetRow;
+use crate::machine::state::Status;
+
+/// Hosts say that they live each 30 s; this many seconds of silence are no accident.
+const SILENT: f64 = 120.0;
+/// Backups are hourly; this is one missed, and time for the next.
+const BACKUP_OVERDUE: f64 = 2.0 * 3600.0 + 600.0;
+const OPERATION_STUCK: f64 = 1800.0;
+const STUCK_ATTEMPTS: i32 = 8;
+const BOOT_SLOW: f64 = 600.0;
+/// Machines that are listed as needing attention; the total says how many there are.
+const MOST_LISTED: usize = 1000;
+
+/// How a machine is, by its host's own word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Healthy,
+    Unhealthy,
+    /// It has said so once, but not for a while.
+    Silent,
+    /// It has never said anything.
+    Unknown,
+}
+
+impl Health {
+    const ALL: [Self; 4] = [Self::Healthy, Self::Unhealthy, Self::Silent, Self::Unknown];
+
+    fn of(row: &FleetRow) -> Self {
+        match row.heartbeat_age {
+            None => Self::Unknown,
+            Some(age) if age > SILENT => Self::Silent,
+            Some(_) if is_ok(row.gateway.as_deref()) && is_ok(row.database.as_deref()) => Self::Healthy,
+            Some(_) => Self::Unhealthy,
+        }
+    }
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Healthy => "healthy",
+            Self::Unhealthy => "unhealthy",
+            Self::Silent => "silent",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+fn is_ok(part: Option<&str>) -> bool {
+    part == Some("ok")
+}
+
+/// The body of `GET /vps/fleet`, without its time.
+pub fn summary(rows: &[FleetRow]) -> Value {
+    let mut by_status: BTreeMap<&str, usize> =
+        Status::ALL.iter().map(|status| (status.as_str(), 0)).collect();
+    let mut by_version: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut by_health: BTreeMap<&str, usize> =
+        Health::ALL.iter().map(|health| (health.as_str(), 0)).collect();
+    let mut attention = Vec::new();
+    for row in rows {
+        *by_status.entry(&row.status).or_default() += 1;
+        *by_version.entry(&row.image_version).or_default() += 1;
+        *by_health.entry(Health::of(row).as_str()).or_default() += 1;
+        let reasons = reasons(row);
+        if !reasons.is_empty() {
+            attention.push(json!({
+                "machineId": row.machine, "idpUserId": row.user, "slot": row.slot, "handle": row.handle,
+                "status": row.status, "reasons": reasons,
+            }));
+        }
+    }
+    let in_need = attention.len();
+    attention.truncate(MOST_LISTED);
+    json!({
+        "totals": {
+            "machines": rows.len(), "byStatus": by_status, "byImageVersion": by_version, "byHealth": by_health,
+        },
+        "backups": backups(rows),
+        "attention": attention,
+        "attentionTotal": in_need,
+    })
+}
+
+/// Over the machines that hold data: those that run, or did.
+fn backups(rows: &[FleetRow]) -> Value {
+    let with_data = || rows.iter().filter(|row| !boots(row));
+    let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
+    ages.sort_by(f64::total_cmp);
+    let never = with_data().filter(|row| row.backup_age.is_none()).count();
+    let whole = |age: &f64| age.max(0.0) as u64;
+    let median = ages.len().checked_sub(1).and_then(|last| ages.get(last / 2));
+    json!({"maxAgeSeconds": ages.last().map(whole), "p50AgeSeconds": median.map(whole), "never": never})
+}
+
+fn boots(row: &FleetRow) -> bool {
+    matches!(row.status.as_str(), "provisioning" | "recovering")
+}
+
+/// Why somebody should look at a machine, the gravest first.
+fn reasons(row: &FleetRow) -> Vec<String> {
+    let runs = row.status == "running";
+    let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
+    let failing = |part: Option<&str>| speaks && part == Some("failing");
+    let since_backup = row.backup_age.unwrap_or(row.age);
+    let stuck = row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
+        || row.operation_attempts >= STUCK_ATTEMPTS;
+    let mut reasons = Vec::new();
+    if row.status == "failed" {
+        reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
+    }
+    let quiet = row.heartbeat_age.unwrap_or(row.age) > SILENT;
+    for (holds, reason) in [
+        (runs && quiet, "heartbeat_silent"),
+        (failing(row.database.as_deref()), "database_failing"),
+        (failing(row.gateway.as_deref()), "gateway_failing"),
+        (row.backup_status.as_deref() == Some("error"), "backup_failing"),
+        (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
+        (stuck, "operation_stuck"),
+        (boots(row) && row.age > BOOT_SLOW, "boot_slow"),
+    ] {
+        if holds {
+            reasons.push(reason.to_owned());
+        }
+    }
+    reasons
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::id::MachineId;
+
+    fn calm() -> FleetRow {
+        FleetRow {
+            machine: MachineId::new(),
+            user: "user_1".to_owned(),
+            slot: "primary".to_owned(),
+            handle: "ada".to_owned(),
+            status: "running".to_owned(),
+            failure_cause: None,
+            image_version: "v1".to_owned(),
+            age: 90_000.0,
+            heartbeat_age: Some(3.0),
+            gateway: Some("ok".to_owned()),
+            database: Some("ok".to_owned()),
+            backup_age: Some(1800.0),
+            backup_status: Some("success".to_owned()),
+            operation_age: None,
+            operation_attempts: 0,
+        }
+    }
+
+    fn reasons_of(change: impl FnOnce(&mut FleetRow)) -> Vec<String> {
+        let mut row = calm();
+        change(&mut row);
+        reasons(&row)
+    }
+
+    #[test]
+    fn each_reason_has_its_cause_and_a_calm_machine_has_none() {
+        assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
+        let one = |reason: &str| vec![reason.to_owned()];
+        assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));
+        assert_eq!(reasons_of(|row| row.heartbeat_age = None), one("heartbeat_silent"));
+        assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
+        assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
+        assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
+        assert_eq!(reasons_of(|row| row.backup_age = Some(9000.0)), one("backup_overdue"));
+        assert_eq!(reasons_of(|row| row.backup_age = None), one("backup_overdue"));
+        assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));
+        assert_eq!(reasons_of(|row| row.operation_attempts = 8), one("operation_stuck"));
+        let slow = |row: &mut FleetRow| {
+            (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0)
+        };
+        assert_eq!(reasons_of(slow), one("boot_slow"));
+        let failed = |row: &mut FleetRow| {
+            row.status = "failed".into();
+            row.failure_cause = Some("server_gone".into());
+            row.heartbeat_age = Some(5000.0);
+        };
+        assert_eq!(reasons_of(failed), one("failed:server_gone"));
+        // What a silent host said of itself a while ago is no news.
+        let stale = |row: &mut FleetRow| {
+            row.heartbeat_age = Some(500.0);
+            row.database = Some("failing".into());
+        };
+        assert_eq!(reasons_of(stale), one("heartbeat_silent"));
+    }
+
+    #[test]
+    fn totals_count_every_machine_and_ages_are_of_those_with_data() {
+        let mut rows = vec![calm(), calm(), calm(), calm()];
+        rows[1].backup_age = Some(100.0);
+        rows[2].backup_age = None;
+        rows[2].database = Some("failing".into());
+        rows[3].status = "provisioning".into();
+        rows[3].backup_age = None;
+        rows[3].heartbeat_age = None;
+        rows[3].age = 5.0;
+        let seen = summary(&rows);
+        assert_eq!(seen["totals"]["machines"], 4);
+        assert_eq!(seen["totals"]["byStatus"]["running"], 3);
+        assert_eq!(seen["totals"]["byStatus"]["failed"], 0);
+        assert_eq!(seen["totals"]["byImageVersion"], json!({"v1": 4}));
+        assert_eq!(
+            seen["totals"]["byHealth"],
+            json!({"healthy": 2, "silent": 0, "unhealthy": 1, "unknown": 1})
+        );
+        assert_eq!(seen["backups"], json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
+        assert_eq!(seen["attention"].as_array().map(Vec::len), Some(1));
+        assert_eq!(
+            summary(&[])["backups"],
+            json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
+        );
+    }
+}
