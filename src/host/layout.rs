@@ -135,6 +135,11 @@ impl Layout {
         self.state("register.json")
     }
 
+    /// Credentials for the object store as the platform last renewed them; `r2.env` has the first ones.
+    pub fn store_credentials(&self) -> PathBuf {
+        self.state("store-credentials.json")
+    }
+
     pub fn sync_state(&self) -> PathBuf {
         self.state("sync")
     }

@@ -13,5 +13,7 @@ pub mod probe;
 pub mod register;
 pub mod release;
 pub mod restore;
+pub mod store;
+pub mod store_credentials;
 pub mod sync;
 pub mod update;

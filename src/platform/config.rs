@@ -13,6 +13,7 @@ use url::Url;
 
 use super::db;
 use super::host_settings::HostSettings;
+use super::host_store::HostCredentials;
 use super::router::RouterConfig;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
@@ -32,6 +33,7 @@ pub struct PlatformConfig {
     pub hosts: HostSettings,
     pub provider: ProviderConfig,
     pub store: StoreConfig,
+    pub host_credentials: HostCredentials,
     pub timing: Timing,
 }
 
@@ -116,6 +118,7 @@ impl PlatformConfig {
         let hosts = HostSettings::read(env);
         let provider = provider(env);
         let store = StoreConfig::read(env);
+        let host_credentials = HostCredentials::read(env, store.as_ref());
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
@@ -143,6 +146,7 @@ impl PlatformConfig {
             hosts: hosts?,
             provider: provider?,
             store: store?,
+            host_credentials: host_credentials?,
             timing,
         })
     }
@@ -302,10 +306,43 @@ mod tests {
     }
 
     #[test]
-    fn credentials_by_sts_say_that_they_are_not_built() {
-        for value in ["sts", ""] {
-            let mistakes = mistakes_with(&[("STORE_HOST_CREDENTIALS", value)]);
-            assert!(mistakes.len() == 1 && mistakes[0].contains("not built yet"), "{mistakes:?}");
+    fn hosts_get_short_lived_credentials_wherever_a_role_is_named() {
+        let credentials = |changes: &[(&'static str, &'static str)]| {
+            let mut pairs = whole();
+            for (name, value) in changes {
+                pairs.retain(|(known, _)| known != name);
+                pairs.push((name, value));
+            }
+            let pairs = pairs.into_iter().filter(|(_, value)| !value.is_empty());
+            PlatformConfig::read(Env::from_pairs(pairs)).map(|config| config.host_credentials)
+        };
+        let role = ("STS_ROLE_ARN", "arn:aws:iam::123456789012:role/svc-host");
+        let unsaid = ("STORE_HOST_CREDENTIALS", "");
+        let Ok(HostCredentials::Sts(sts)) = credentials(&[unsaid, role, ("AWS_REGION", "eu-central-1")])
+        else {
+            panic!("the role alone is enough");
+        };
+        assert_eq!(sts.endpoint.as_str(), "https://sts.eu-central-1.amazonaws.com/");
+        assert_eq!(sts.life, Duration::from_secs(3600));
+        let Ok(HostCredentials::Sts(sts)) =
+            credentials(&[unsaid, role, ("OBJECT_STORE_ENDPOINT", "http://127.0.0.1:9000")])
+        else {
+            panic!("the store's own endpoint serves STS as well");
+        };
+        assert_eq!(sts.endpoint.as_str(), "http://127.0.0.1:9000/");
+        assert!(matches!(credentials(&[role]), Ok(HostCredentials::Static)), "what is said is done");
+        for (changes, named) in [
+            (&[unsaid][..], "STORE_HOST_CREDENTIALS"),
+            (&[("STORE_HOST_CREDENTIALS", "sts"), ("AWS_REGION", "eu-central-1")], "STS_ROLE_ARN"),
+            (
+                &[unsaid, role, ("AWS_REGION", "eu-central-1"), ("STS_DURATION_SECONDS", "899")],
+                "STS_DURATION_SECONDS",
+            ),
+            (&[unsaid, role], "AWS_REGION"),
+            (&[("STORE_HOST_CREDENTIALS", "none")], "STORE_HOST_CREDENTIALS"),
+        ] {
+            let Err(error) = credentials(changes) else { panic!("{changes:?} is a mistake") };
+            assert!(error.mistakes.len() == 1 && error.mistakes[0].starts_with(named), "{error}");
         }
     }
 }

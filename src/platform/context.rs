@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::config::PlatformConfig;
 use super::db::Db;
+use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::tokens::TokenMint;
 use crate::provider::Provider;
@@ -16,6 +17,8 @@ pub struct Platform {
     pub config: PlatformConfig,
     pub db: Db,
     pub bucket: Bucket,
+    /// What hosts are told of the store.
+    pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
     pub keys: watch::Receiver<Arc<SigningSet>>,

@@ -37,7 +37,6 @@ impl BundleUrl {
 
 impl HostSettings {
     pub fn read(env: &mut Env) -> Option<Self> {
-        host_credentials(env);
         let public = url(env, "PLATFORM_PUBLIC_URL");
         if public.is_none() && !env.is_set("PLATFORM_PUBLIC_URL") {
             env.mistake("PLATFORM_PUBLIC_URL", "is required and not set");
@@ -51,15 +50,5 @@ impl HostSettings {
         let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
         Some(Self { internal_url: internal?, bundle_url: bundle_url?, https_port, tls_verify, idp })
-    }
-}
-
-/// Hosts get the platform's own store credentials: the one way that is built, and it must be asked for by name.
-fn host_credentials(env: &mut Env) {
-    let name = "STORE_HOST_CREDENTIALS";
-    match env.text(name).as_deref() {
-        Some("static") => {}
-        None | Some("sts") => env.mistake(name, "sts (the default) is not built yet: set it to static"),
-        Some(_) => env.mistake(name, "must be static (sts is not built yet)"),
     }
 }

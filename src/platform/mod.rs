@@ -8,6 +8,7 @@ pub mod context;
 pub mod db;
 pub mod fleet;
 pub mod host_settings;
+pub mod host_store;
 pub mod keys;
 pub mod lifecycle;
 pub mod operations;
@@ -28,6 +29,7 @@ use tokio::task::JoinSet;
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
 use self::db::Db;
+use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::router::RouterContext;
 use self::tokens::TokenMint;
@@ -61,9 +63,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
-    tracing::warn!(
-        "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
-    );
+    let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
+    if host_store.gives_our_own() {
+        tracing::warn!(
+            "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
+        );
+    }
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
@@ -88,6 +93,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket: config.store.open().or_exit(Exit::Config)?,
+        host_store,
         mint: TokenMint::new(&config.key),
         db: db.clone(),
         keys,

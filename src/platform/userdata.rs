@@ -8,10 +8,10 @@ use serde_json::json;
 
 use super::db::machine_row::MachineRow;
 use super::host_settings::HostSettings;
+use super::host_store::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
 use crate::config::env_line;
 use crate::http::proof::ProofKeys;
-use crate::store::config::StoreConfig;
 
 /// What the provider takes at most.
 pub const LARGEST: usize = 32 << 10;
@@ -30,13 +30,13 @@ pub struct TooLarge {
 pub fn render(
     machine: &MachineRow,
     hosts: &HostSettings,
-    store: &StoreConfig,
+    store: &StoreAccess,
     keys: &ProofKeys,
     mint: &TokenMint,
 ) -> Result<SecretString, TooLarge> {
     let files = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
-        ("/opt/svc/env/r2.env", store_env(store)),
+        ("/opt/svc/env/r2.env", store.env_file()),
         ("/opt/svc/env/boot.env", boot_env(machine, hosts, mint)),
     ];
     let files: Vec<_> = files
@@ -67,28 +67,6 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
     ]);
     for (name, value) in &hosts.idp {
         text.push_str(&env_line(name, value));
-    }
-    text
-}
-
-fn store_env(store: &StoreConfig) -> String {
-    let s3 = match store {
-        StoreConfig::S3(s3) => s3,
-        StoreConfig::Directory(dir) => {
-            return lines(&[("OBJECT_STORE_URL", &format!("file://{}", dir.display()))]);
-        }
-    };
-    let mut text = lines(&[
-        ("OBJECT_STORE_URL", &format!("s3://{}", s3.bucket)),
-        ("AWS_REGION", &s3.region),
-        ("AWS_ACCESS_KEY_ID", &s3.access_key),
-        ("AWS_SECRET_ACCESS_KEY", s3.secret_key.expose_secret()),
-    ]);
-    if let Some(endpoint) = &s3.endpoint {
-        text.push_str(&env_line("OBJECT_STORE_ENDPOINT", endpoint));
-    }
-    if let Some(token) = &s3.session_token {
-        text.push_str(&env_line("AWS_SESSION_TOKEN", token.expose_secret()));
     }
     text
 }

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures_util::TryStreamExt;
 use object_store::path::Path;
 use object_store::{
     Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use super::credentials::is_withdrawn;
 
 /// What went wrong at the store, by what it means.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +29,9 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
+    /// Final: another machine of the slot has this one's place, and its access.
+    #[error("this machine has been replaced: it may not use the object store any more ({key})")]
+    Withdrawn { key: String },
     #[error("the object store failed at {key}")]
     Unavailable {
         key: String,
@@ -37,6 +43,9 @@ pub enum StoreError {
 impl StoreError {
     pub(crate) fn of(key: &Path, error: Error) -> Self {
         let key = key.to_string();
+        if is_withdrawn(&error) {
+            return Self::Withdrawn { key };
+        }
         match error {
             Error::NotFound { .. } => Self::NotFound { key },
             Error::Precondition { .. } | Error::AlreadyExists { .. } => Self::Precondition { key },
@@ -103,7 +112,29 @@ impl Bucket {
         match self.inner.head(key).await.map_err(|error| StoreError::of(key, error)) {
             Ok(meta) => Ok(Some(meta)),
             Err(error) if error.is_not_found() => Ok(None),
+            Err(StoreError::Denied { .. }) if self.is_absent(key).await => Ok(None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a key that could not be read is not there: S3 answers 403, not 404, to whoever may list a part of the
+    /// bucket only. The list of that part tells; where it does not, nothing is known.
+    async fn is_absent(&self, key: &Path) -> bool {
+        let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
+        let mut before = name.to_owned();
+        before.pop();
+        let (Ok(folder), Ok(before)) = (Path::parse(folder), Path::parse(format!("{folder}/{before}")))
+        else {
+            return false;
+        };
+        let mut listed = self.inner.list_with_offset(Some(&folder), &before);
+        loop {
+            match listed.try_next().await {
+                Ok(Some(meta)) if meta.location == *key => return false,
+                Ok(Some(meta)) if meta.location.as_ref() < key.as_ref() => {}
+                Ok(Some(_) | None) => return true,
+                Err(_) => return false,
+            }
         }
     }
 
@@ -115,7 +146,11 @@ impl Bucket {
         let got = match self.inner.get_opts(key, GetOptions::default()).await {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
-            Err(error) => return Err(StoreError::of(key, error)),
+            Err(error) => {
+                let error = StoreError::of(key, error);
+                let absent = matches!(error, StoreError::Denied { .. }) && self.is_absent(key).await;
+                return if absent { Ok(None) } else { Err(error) };
+            }
         };
         if got.meta.size > limit {
             let why = format!("{} bytes, more than the {limit} that such an object has", got.meta.size);

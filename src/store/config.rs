@@ -4,13 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::{AmazonS3Builder, Checksum, S3ConditionalPut};
+use jiff::Timestamp;
+use object_store::aws::{AmazonS3Builder, AwsCredential, AwsCredentialProvider, Checksum, S3ConditionalPut};
 use object_store::client::{ClientOptions, HttpClient, HttpConnector};
-use object_store::{BackoffConfig, RetryConfig};
+use object_store::{BackoffConfig, RetryConfig, StaticCredentialProvider};
 use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
+use super::credentials::{Asked, Source};
 use super::local::LocalStore;
+use super::resign::Resigning;
 use crate::config::Env;
 use crate::http::client::{self, Deadlines};
 
@@ -31,6 +34,8 @@ pub struct S3Config {
     pub access_key: String,
     pub secret_key: SecretString,
     pub session_token: Option<SecretString>,
+    /// When the credentials run out; `None` for those that do not, or not that anybody says.
+    pub expires_at: Option<Timestamp>,
 }
 
 impl StoreConfig {
@@ -50,6 +55,7 @@ impl StoreConfig {
         let access_key = env.required("AWS_ACCESS_KEY_ID");
         let secret_key = env.required_secret("AWS_SECRET_ACCESS_KEY");
         let session_token = env.secret("AWS_SESSION_TOKEN");
+        let expires_at = env.optional("AWS_CREDENTIAL_EXPIRATION");
         Some(Self::S3(S3Config {
             bucket: bucket?,
             endpoint,
@@ -57,6 +63,7 @@ impl StoreConfig {
             access_key: access_key?,
             secret_key: secret_key?,
             session_token,
+            expires_at,
         }))
     }
 
@@ -65,20 +72,45 @@ impl StoreConfig {
     /// # Errors
     /// When the settings contradict each other, or the directory cannot be made.
     pub fn open(&self) -> anyhow::Result<Bucket> {
+        self.open_with(None)
+    }
+
+    /// As [`Self::open`], with credentials that are asked for instead of those of the settings.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
         match self {
-            Self::S3(config) => config.open(),
+            Self::S3(config) => config.open(source),
             Self::Directory(dir) => Ok(Bucket::new(Arc::new(LocalStore::open(dir)?))),
         }
     }
 }
 
 impl S3Config {
-    fn open(&self) -> anyhow::Result<Bucket> {
+    /// The credentials of the settings.
+    pub fn credential(&self) -> AwsCredential {
+        AwsCredential {
+            key_id: self.access_key.clone(),
+            secret_key: self.secret_key.expose_secret().to_owned(),
+            token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+        }
+    }
+
+    fn open(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
+        let wire = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
+        let (credentials, wire): (AwsCredentialProvider, HttpClient) = match source {
+            None => (Arc::new(StaticCredentialProvider::new(self.credential())), wire),
+            Some(source) => {
+                let region = self.region.clone();
+                let wire = HttpClient::new(Resigning { wire, source: Arc::clone(&source), region });
+                (Arc::new(Asked(source)), wire)
+            }
+        };
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)
-            .with_access_key_id(&self.access_key)
-            .with_secret_access_key(self.secret_key.expose_secret())
+            .with_credentials(credentials)
             .with_conditional_put(S3ConditionalPut::ETagMatch)
             .with_checksum_algorithm(Checksum::SHA256)
             .with_retry(RetryConfig {
@@ -86,10 +118,7 @@ impl S3Config {
                 max_retries: 4,
                 retry_timeout: Duration::from_secs(30),
             })
-            .with_http_connector(Connector(client::build(Deadlines::DOWNLOAD)?));
-        if let Some(token) = &self.session_token {
-            builder = builder.with_token(token.expose_secret());
-        }
+            .with_http_connector(Connector(wire));
         if let Some(endpoint) = &self.endpoint {
             builder = builder
                 .with_endpoint(endpoint.trim_end_matches('/'))
@@ -118,10 +147,10 @@ fn bucket_name(env: &mut Env) -> Option<String> {
 
 /// Lets object_store go through our one HTTP client.
 #[derive(Debug)]
-struct Connector(reqwest::Client);
+struct Connector(HttpClient);
 
 impl HttpConnector for Connector {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
-        Ok(HttpClient::new(self.0.clone()))
+        Ok(self.0.clone())
     }
 }

@@ -15,6 +15,9 @@ use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 
 pub const FORMAT: u32 = 1;
 
+/// How often a write is tried when others write at the same time.
+const ATTEMPTS: u32 = 4;
+
 /// The content of `system/vps-meta.json` (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -44,29 +47,42 @@ pub enum MetaError {
     Store(#[from] StoreError),
 }
 
-/// Writes the metadata unless a later epoch's host has written its own.
+/// Writes the metadata unless a later epoch's host has written its own. As with the pointer, a write whose answer was
+/// lost is settled by reading back.
 ///
 /// # Errors
 /// [`MetaError`]; `Fenced` when a later machine of the slot has written.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
-    for _ in 0..4 {
-        let condition = match bucket.get_json::<VpsMeta>(&key).await {
-            Ok(None) => Condition::Absent,
-            Ok(Some(now)) if now.value.epoch > meta.epoch => {
-                return Err(Fenced { fence: now.value.epoch, mine: meta.epoch }.into());
-            }
-            Ok(Some(now)) => Condition::Unchanged(now.version),
+    let mut unanswered = None;
+    for _ in 0..ATTEMPTS {
+        let now = match bucket.get_json::<VpsMeta>(&key).await {
+            Ok(now) => now,
             Err(StoreError::Corrupt { .. }) => {
                 // Nobody can read it, and nothing else is in it: the current host writes it anew.
                 let raw = bucket.get(&key, u64::MAX).await?;
-                raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version))
+                let condition = raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version));
+                match bucket.put_json_if(&key, meta, condition).await {
+                    Err(StoreError::Precondition { .. }) => continue,
+                    end => return Ok(end?),
+                }
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(unanswered.unwrap_or(error).into()),
+        };
+        let condition = match now {
+            None => Condition::Absent,
+            Some(now) if now.value == *meta => return Ok(()),
+            Some(now) if now.value.epoch > meta.epoch => {
+                return Err(Fenced { fence: now.value.epoch, mine: meta.epoch }.into());
+            }
+            Some(now) => Condition::Unchanged(now.version),
         };
         match bucket.put_json_if(&key, meta, condition).await {
+            Ok(()) => return Ok(()),
             Err(StoreError::Precondition { .. }) => {}
-            end => return Ok(end?),
+            // It may have happened: one more round settles it.
+            Err(error) if error.is_transient() && unanswered.is_none() => unanswered = Some(error),
+            Err(error) => return Err(error.into()),
         }
     }
     Err(StoreError::Precondition { key: key.to_string() }.into())

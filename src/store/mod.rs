@@ -5,13 +5,17 @@
 pub mod bucket;
 pub mod bundle;
 pub mod config;
+pub mod credentials;
 pub mod key;
 mod local;
 pub mod meta;
 pub mod pointer;
 pub mod pointer_io;
+pub mod policy;
+mod resign;
 pub mod snapshot;
 pub mod snapshots;
+pub mod sts;
 pub mod upload;
 
 pub use bucket::{Bucket, StoreError};

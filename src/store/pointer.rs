@@ -66,7 +66,8 @@ pub fn fence(current: Option<&Pointer>, epoch: Epoch) -> Result<Option<Pointer>,
     }
 }
 
-/// The pointer moved to `snapshot` by the machine of `epoch`; `None` when it already names that snapshot.
+/// The pointer moved to `snapshot` by the machine of `epoch`; `None` when it already names that snapshot, which may be
+/// this machine's own write whose answer was lost, even if it was fenced since. Who writes fences all earlier machines.
 ///
 /// # Errors
 /// [`Fenced`] when the fence stands above `epoch`.
@@ -77,9 +78,9 @@ pub fn advance(
 ) -> Result<Option<Pointer>, Fenced> {
     let (fence_epoch, seq) = match current {
         None => (epoch, 0),
-        Some(now) if now.fence_epoch > epoch => return Err(Fenced { fence: now.fence_epoch, mine: epoch }),
         Some(now) if now.snapshot.as_ref().is_some_and(|named| named.key == snapshot.key) => return Ok(None),
-        Some(now) => (now.fence_epoch, now.seq),
+        Some(now) if now.fence_epoch > epoch => return Err(Fenced { fence: now.fence_epoch, mine: epoch }),
+        Some(now) => (epoch, now.seq),
     };
     Ok(Some(Pointer { version: FORMAT, fence_epoch, seq: seq + 1, snapshot: Some(snapshot.clone()) }))
 }

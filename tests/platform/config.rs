@@ -17,7 +17,7 @@ fn all_mistakes_of_the_configuration_are_said_at_once() {
     assert_eq!(output.status.code(), Some(78));
     let text = String::from_utf8(output.stderr).unwrap();
     for name in
-        ["PLATFORM_KEY", "PLATFORM_SECRET", "PLATFORM_DATABASE_URL", "PROVIDER_API_TOKEN", "not built yet"]
+        ["PLATFORM_KEY", "PLATFORM_SECRET", "PLATFORM_DATABASE_URL", "PROVIDER_API_TOKEN", "STS_ROLE_ARN"]
     {
         assert!(text.contains(name), "{name}: {text}");
     }
@@ -35,5 +35,13 @@ async fn another_platform_key_than_the_databases_is_a_mistake() {
     child.kill().ok();
     assert_eq!(status.and_then(|status| status.code()), Some(78), "{}", stack.log());
     assert!(stack.log().contains("PLATFORM_KEY"), "{}", stack.log());
-    assert!(stack.log().contains("static"), "the shared credentials are warned about");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credentials_that_reach_every_slot_are_warned_about() {
+    let stack = Stack::start().await;
+    drop(stack.platform());
+    assert!(!stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
+    drop(stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]));
+    assert!(stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
 }

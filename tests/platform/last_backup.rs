@@ -16,9 +16,9 @@ use tokio_util::sync::CancellationToken;
 use super::stack::{BUCKET, Guest, Process, Stack, heartbeat, registration};
 
 /// The part of a host that takes the request; the proofs that came.
-struct Host {
-    seen: Arc<Mutex<Vec<Claims>>>,
-    guest: Guest,
+pub(super) struct Host {
+    pub(super) seen: Arc<Mutex<Vec<Claims>>>,
+    pub(super) guest: Guest,
     stop: CancellationToken,
 }
 
@@ -28,7 +28,7 @@ impl Drop for Host {
     }
 }
 
-async fn host(stack: &Stack, process: &Process) -> Host {
+pub(super) async fn host(stack: &Stack, process: &Process) -> Host {
     let made = stack.provision(process, "user_1").await;
     let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();

@@ -5,6 +5,7 @@ mod bundles;
 mod calls;
 mod config;
 mod create;
+mod credentials;
 mod deletion;
 mod idempotency;
 mod kills;

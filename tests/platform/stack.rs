@@ -50,6 +50,7 @@ impl Stack {
     /// The whole configuration, with short times.
     pub fn settings(&self) -> Vec<(String, String)> {
         let mut settings = self.store.env(BUCKET);
+        settings.extend(self.store.sts_env());
         for (name, value) in [
             ("PLATFORM_LISTEN", "127.0.0.1:0"),
             ("ROUTER_LISTEN", "127.0.0.1:0"),
@@ -67,7 +68,6 @@ impl Stack {
             ("CUSTOMER_VPS_HTTPS_PORT", &self.provider.https_port().to_string()),
             ("PROVIDER_API_URL", &self.provider.base_url()),
             ("PROVIDER_API_TOKEN", self.provider.token()),
-            ("STORE_HOST_CREDENTIALS", "static"),
             ("PLATFORM_LEASE_SECONDS", "2"),
             ("PLATFORM_POLL_MS", "50"),
             ("RECONCILE_SECONDS", "1"),

@@ -92,7 +92,14 @@ impl From<PointerError> for BackupError {
 impl BackupError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Superseded | Self::Fenced(_) => Exit::Permission,
+            Self::Superseded
+            | Self::Fenced(_)
+            | Self::Store(StoreError::Withdrawn { .. })
+            | Self::Pointer(PointerError::Store(StoreError::Withdrawn { .. }))
+            | Self::Upload(UploadError::Store(StoreError::Withdrawn { .. }))
+            | Self::Dump(DumpError::Upload(UploadError::Store(StoreError::Withdrawn { .. }))) => {
+                Exit::Permission
+            }
             Self::Store(StoreError::Unavailable { .. } | StoreError::Denied { .. })
             | Self::Pointer(_)
             | Self::Upload(UploadError::Store(_))

@@ -21,9 +21,9 @@ use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
+use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::store::Bucket;
-use crate::store::config::StoreConfig;
 use crate::store::key::SlotPrefix;
 use crate::telemetry;
 use request::Request;
@@ -74,7 +74,7 @@ impl Settings {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let store = StoreConfig::read(&mut env);
+        let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let parts = identity.zip(store).zip(database);

@@ -63,6 +63,8 @@ enum RestoreError {
 impl RestoreError {
     fn exit(&self) -> Exit {
         match self {
+            Self::Store(StoreError::Withdrawn { .. })
+            | Self::Download(DownloadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
             Self::Store(_) | Self::Connect(_) | Self::Download(DownloadError::Store(_)) => Exit::Unavailable,
             Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
             Self::Swap(error) if error.is_unavailable() => Exit::Unavailable,

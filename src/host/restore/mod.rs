@@ -18,10 +18,10 @@ use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
+use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::store::Bucket;
-use crate::store::config::StoreConfig;
 use crate::store::key::SlotPrefix;
 use crate::telemetry;
 
@@ -71,7 +71,7 @@ impl Settings {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let store = StoreConfig::read(&mut env);
+        let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<Mode>("SVC_RESTORE_MODE");

@@ -115,6 +115,11 @@ impl Call {
         }
     }
 
+    /// Refuses a body that says anything, where none is needed.
+    pub fn nothing_said(&self) -> Result<(), Problem> {
+        if self.body.is_empty() { Ok(()) } else { self.fields()?.finish(Some(())) }
+    }
+
     pub fn query(&self) -> Fields {
         Fields::of_query(self.uri.query().unwrap_or_default())
     }

@@ -113,7 +113,7 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
 }
 
 /// A replaced host that is being asked for its last backup is not sent away before it could make it.
-async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
+pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let Some(successor) = machine.replaced_by.filter(|_| machine.deleted_at.is_none()) else {
         return Ok(false);
     };

@@ -23,6 +23,7 @@ pub mod recover;
 pub mod register;
 pub mod resize;
 pub mod slots;
+pub mod storage_credentials;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -51,6 +52,7 @@ pub fn router(platform: Arc<Platform>) -> Router {
         .route("/vps/{id}", get(machine::handle).delete(delete::handle))
         .route("/vps/{id}/heartbeat", post(heartbeat::handle))
         .route("/vps/{id}/boot-stage", post(boot_stage::handle))
+        .route("/vps/{id}/storage-credentials", post(storage_credentials::handle))
         .route("/vps/{id}/boot-failure", post(boot_failure::handle))
         .route("/vps/{id}/resize", post(resize::handle))
         .route("/vps/{id}/fail", post(fail::handle))

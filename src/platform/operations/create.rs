@@ -15,6 +15,7 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::host_store::Life;
 use crate::platform::userdata;
 use crate::provider::{ErrorKind, ProviderError, Server, ServerOrder};
 
@@ -40,7 +41,7 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
             return Ok(Answer::wait(left.min(LOOK_AGAIN)));
         }
     }
-    let order = order(platform, &machine)?;
+    let order = order(platform, &machine).await?;
     held.order_sent().await?;
     held.pass(Step::CreateServer, Place::Ordered)?;
     let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
@@ -95,10 +96,12 @@ fn selector(machine: MachineId) -> String {
     format!("{MACHINE_LABEL}={machine}")
 }
 
-fn order(platform: &Platform, machine: &MachineRow) -> Result<ServerOrder, StepError> {
+async fn order(platform: &Platform, machine: &MachineRow) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
+    let store = platform.host_store.access(machine, Life::Whole).await;
+    let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let keys = platform.keys.borrow().public.clone();
-    let user_data = userdata::render(machine, &config.hosts, &config.store, &keys, &platform.mint)
+    let user_data = userdata::render(machine, &config.hosts, &store, &keys, &platform.mint)
         .map_err(|error| StepError::permanent("the user-data is too large", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([

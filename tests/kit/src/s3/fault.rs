@@ -47,13 +47,14 @@ pub struct Rule {
     method: Option<String>,
     key: Option<String>,
     query: Option<String>,
+    is_sts: bool,
     after: usize,
     times: usize,
 }
 
 impl Rule {
     pub fn new(fault: Fault) -> Self {
-        Self { fault, method: None, key: None, query: None, after: 0, times: 1 }
+        Self { fault, method: None, key: None, query: None, is_sts: false, after: 0, times: 1 }
     }
 
     /// Only requests with this method.
@@ -65,6 +66,12 @@ impl Rule {
     /// Only requests whose path, `/bucket/key` as it stands in the URL, contains this.
     pub fn key(mut self, contained: &str) -> Self {
         self.key = Some(contained.to_owned());
+        self
+    }
+
+    /// Only requests to STS, whose path is the root.
+    pub fn sts(mut self) -> Self {
+        self.is_sts = true;
         self
     }
 
@@ -92,6 +99,7 @@ impl Rule {
 
     fn concerns(&self, method: &str, uri: &Uri) -> bool {
         self.method.as_ref().is_none_or(|m| m == method)
+            && (!self.is_sts || (method == "POST" && uri.path() == "/"))
             && self.key.as_ref().is_none_or(|key| uri.path().contains(key.as_str()))
             && self
                 .query

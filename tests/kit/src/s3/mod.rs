@@ -12,30 +12,37 @@
 //! # Ok(()) }
 //! ```
 //!
+//! STS answers at the same endpoint: [`S3Server::sts_env`] has the platform give hosts sessions, whose policies are
+//! enforced on every key and action.
+//!
 //! Where S3 and R2 differ it is R2: `If-Match` on a missing object is 412, and all parts of a multipart upload but the
 //! last have one size. Buckets are addressed by path. Objects live as long as the server.
 
+mod access;
 mod attributes;
 mod blob;
 mod checksum;
 mod condition;
 mod fault;
 mod listing;
+mod policy;
 mod service;
+mod session;
 mod store;
+mod sts;
 mod upload;
 mod wire;
 
 pub use fault::{Fault, Hits, Rule};
+pub use session::SessionInfo;
 pub use wire::Seen;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
 use bytes::Bytes;
-use s3s::auth::SimpleAuth;
 use s3s::service::S3ServiceBuilder;
 use tempfile::TempDir;
 
@@ -44,16 +51,19 @@ use crate::net::Gate;
 use attributes::Attributes;
 use blob::Blob;
 use condition::WriteCondition;
+use session::Sessions;
 use store::{Object, Store};
 use wire::Wire;
 
 const ACCESS_KEY: &str = "KITACCESSKEY";
+const ROLE_ARN: &str = "arn:aws:iam::000000000000:role/svc-host";
 
 /// The server; dropped, it is gone with all that it held.
 pub struct S3Server {
     gate: Gate,
     wire: Arc<Wire>,
     store: Arc<Store>,
+    sessions: Arc<Sessions>,
     secret_key: String,
     _blobs: TempDir,
 }
@@ -76,7 +86,10 @@ impl S3Server {
         let secret_key = uuid::Uuid::new_v4().simple().to_string();
         let store = Arc::new(Store::new(blobs.path()));
         let mut service = S3ServiceBuilder::new(service::Service { store: Arc::clone(&store) });
-        service.set_auth(SimpleAuth::from_single(ACCESS_KEY, secret_key.clone()));
+        let sessions = Arc::new(Sessions::new(ACCESS_KEY, &secret_key));
+        service.set_auth(session::Auth(Arc::clone(&sessions)));
+        service.set_access(access::Access(Arc::clone(&sessions)));
+        service.set_route(sts::Sts(Arc::clone(&sessions)));
         let wire = Arc::new(Wire {
             service: service.build(),
             faults: fault::Faults::default(),
@@ -84,7 +97,7 @@ impl S3Server {
         });
         let serving = Arc::clone(&wire);
         let gate = Gate::open(move |stream| Arc::clone(&serving).serve(stream))?;
-        Ok(Self { gate, wire, store, secret_key, _blobs: blobs })
+        Ok(Self { gate, wire, store, sessions, secret_key, _blobs: blobs })
     }
 
     /// `http://127.0.0.1:<port>`.
@@ -114,6 +127,33 @@ impl S3Server {
             ("AWS_REGION", self.region().to_owned()),
         ];
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
+    }
+
+    /// The platform's settings for giving hosts short-lived credentials by this server's STS.
+    pub fn sts_env(&self) -> Vec<(String, String)> {
+        let pairs = [("STORE_HOST_CREDENTIALS", "sts"), ("STS_ROLE_ARN", ROLE_ARN)];
+        let pairs = pairs.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        pairs.into_iter().chain([("STS_ENDPOINT".to_owned(), self.endpoint())]).collect()
+    }
+
+    /// Sessions live so long from now on, whatever is asked for; `None` for what is asked.
+    pub fn set_session_life(&self, life: Option<Duration>) {
+        self.sessions.set_life(life);
+    }
+
+    /// All sessions that were ever given.
+    pub fn sessions(&self) -> Vec<SessionInfo> {
+        self.sessions.all()
+    }
+
+    /// All sessions that there are have run out.
+    pub fn expire_sessions(&self) {
+        self.sessions.expire_all();
+    }
+
+    /// Takes the sessions of this name away; says how many there were.
+    pub fn revoke_sessions(&self, name: &str) -> usize {
+        self.sessions.revoke(name)
     }
 
     /// Makes a bucket; one that is there stays as it is.

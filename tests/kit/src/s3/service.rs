@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use s3s::dto::*;
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
+use super::access::AbsenceHidden;
 use super::attributes::{attributes_of, described};
 use super::blob::Blob;
 use super::checksum::Claims;
@@ -214,6 +215,10 @@ impl Service {
         let look = |bucket: &mut super::store::Bucket| {
             Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
         };
-        self.store.with(bucket, look)?.ok_or_else(|| s3_error!(NoSuchKey))
+        let is_hidden = request.extensions.get::<AbsenceHidden>().is_some();
+        self.store.with(bucket, look)?.ok_or_else(|| match is_hidden {
+            true => s3_error!(AccessDenied, "whether it is there is not for this session to know"),
+            false => s3_error!(NoSuchKey),
+        })
     }
 }

@@ -64,6 +64,7 @@ impl Stack {
         set("PLATFORM_SECRET", &secret);
         let operator = Program::new(svc, env.clone());
         env.extend(idp.env());
+        env.extend(store.sts_env());
         let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
         set("PLATFORM_LISTEN", api.trim_start_matches("http://"));
         set("PLATFORM_DATABASE_URL", &database.url("platform"));
@@ -74,7 +75,6 @@ impl Stack {
         set("CUSTOMER_VPS_HTTPS_PORT", &provider.https_port().to_string());
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
-        set("STORE_HOST_CREDENTIALS", "static");
         set("LAST_BACKUP_DEADLINE_SECONDS", "5");
         set("APP_HOST", APP_HOST);
         set("CODE_HOST", CODE_HOST);

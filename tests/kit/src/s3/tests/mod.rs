@@ -12,6 +12,7 @@ use super::*;
 mod conditions;
 mod faults;
 mod objects;
+mod sessions;
 
 struct Rig {
     server: Arc<S3Server>,

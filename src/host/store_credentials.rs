@@ -1,0 +1,286 @@
+//! Credentials for the object store that are renewed at the platform before they run out.
+//!
+//! They begin with those of `r2.env`. What the platform gives in their place is kept in a file, so that the next applet
+//! and the next boot begin with it. Within a process one renewal is under way at a time. Expiry is counted from the
+//! moment that an answer came, by its own `Date`, so that a clock that is wrong does not spoil it.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use http::{StatusCode, header};
+use jiff::{SignedDuration, Timestamp};
+use object_store::aws::AwsCredential;
+use secrecy::{ExposeSecret, SecretString};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+
+use super::config::PlatformLink;
+use crate::clock;
+use crate::fsx;
+use crate::http::client::{self, Deadlines};
+use crate::http::problem::chain;
+use crate::machine::id::MachineId;
+use crate::store::credentials::{CredentialError, Source, Temporary};
+
+const FORMAT: u32 = 1;
+/// The most that is taken for what a session lives, where it is not known.
+const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
+/// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
+const MARGIN: SignedDuration = SignedDuration::from_secs(30);
+const ATTEMPTS: u32 = 4;
+/// How long a renewal that failed is not tried again, while the credentials at hand still hold.
+const PAUSE: SignedDuration = SignedDuration::from_secs(30);
+
+/// The source of a host's credentials.
+pub struct Renewed {
+    machine: MachineId,
+    platform: PlatformLink,
+    client: reqwest::Client,
+    file: PathBuf,
+    state: Mutex<State>,
+}
+
+struct State {
+    held: Held,
+    /// A renewal is due, and is not tried before this moment.
+    not_before: Timestamp,
+    /// Said once, it stays so.
+    is_withdrawn: bool,
+}
+
+/// Credentials, and when to think of others.
+#[derive(Clone)]
+struct Held {
+    key: Arc<AwsCredential>,
+    /// By this machine's clock.
+    expires_at: Timestamp,
+    renew_at: Timestamp,
+}
+
+impl Held {
+    /// Renewal is due when a third of the life is left, or somewhat more, so that not all hosts ask at once.
+    fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
+        let third = i32::try_from(life.as_secs() / 3).unwrap_or(1200).max(0);
+        let early = SignedDuration::from_secs(i64::from(third))
+            + SignedDuration::from_secs(i64::from(third) * random() / 512);
+        let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
+        Self { key: Arc::new(key), expires_at, renew_at }
+    }
+
+    fn is_usable(&self, now: Timestamp) -> bool {
+        // What lives shorter than the margin is used to its end.
+        now < self.expires_at.saturating_sub(MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
+    }
+}
+
+fn random() -> i64 {
+    i64::from(uuid::Uuid::new_v4().as_bytes()[0])
+}
+
+impl fmt::Debug for Renewed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Renewed").field("machine", &self.machine).finish_non_exhaustive()
+    }
+}
+
+impl Renewed {
+    /// # Errors
+    /// When no client can be made.
+    pub fn new(
+        machine: MachineId,
+        platform: PlatformLink,
+        file: PathBuf,
+        first: Temporary,
+    ) -> anyhow::Result<Self> {
+        let client = client::build(Deadlines::CALL)?;
+        let first = Held::new(first.signing(), first.expires_at, USUAL_LIFE);
+        let state = State { held: first, not_before: Timestamp::MIN, is_withdrawn: false };
+        let renewed = Self { machine, platform, client, file, state: Mutex::new(state) };
+        Ok(renewed)
+    }
+
+    /// What another process of this machine has got, if it holds longer.
+    fn take_kept(&self, state: &mut State) {
+        match kept(&self.file, self.machine) {
+            Ok(Some(kept)) if kept.expires_at > state.held.expires_at => state.held = kept,
+            Ok(_) => {}
+            Err(error) => tracing::warn!(%error, "the kept credentials are not readable"),
+        }
+    }
+
+    /// Asks until there is an answer, within the bounds of `attempts`.
+    async fn renew(&self, state: &mut State, attempts: u32) -> Result<(), CredentialError> {
+        let mut attempt = 1;
+        loop {
+            match self.ask().await {
+                Ok(held) => {
+                    state.held = held;
+                    state.not_before = Timestamp::MIN;
+                    return Ok(());
+                }
+                Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
+                    tracing::info!(%error, attempt, "asking again");
+                    let pause = 250 * u64::from(2_u32.pow(attempt)) + random().unsigned_abs();
+                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                    attempt += 1;
+                }
+                Err(error) => {
+                    state.is_withdrawn |= matches!(error, CredentialError::Withdrawn);
+                    let later = Timestamp::now().saturating_add(PAUSE);
+                    state.not_before = later.unwrap_or(Timestamp::MAX);
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    async fn ask(&self) -> Result<Held, CredentialError> {
+        let unavailable = |error: reqwest::Error| CredentialError::Unavailable(chain(&error));
+        let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
+        let token = self.platform.upgrade_token.expose_secret();
+        let answer = self.client.post(url).bearer_auth(token).send().await.map_err(unavailable)?;
+        let now = clock::now_ms();
+        let (status, date) = (answer.status(), date(answer.headers()));
+        let body = answer.bytes().await.map_err(unavailable)?;
+        if !status.is_success() {
+            return Err(refusal(status, &body));
+        }
+        let given: Given = serde_json::from_slice(&body)
+            .map_err(|_| CredentialError::Unavailable("the platform's answer is not readable".to_owned()))?;
+        let life = given.expires_at.duration_since(date.unwrap_or(now));
+        let expires_at = now.saturating_add(life).unwrap_or(given.expires_at);
+        self.keep(&given, expires_at, life);
+        tracing::info!(%expires_at, "the platform renewed the credentials for the object store");
+        Ok(Held::new(given.signing(), expires_at, life))
+    }
+
+    /// What cannot be kept is had all the same; the next process then asks for its own.
+    fn keep(&self, given: &Given, expires_at: Timestamp, life: SignedDuration) {
+        let kept = Kept {
+            version: FORMAT,
+            machine_id: self.machine,
+            access_key_id: given.access_key_id.clone(),
+            secret_access_key: given.secret_access_key.expose_secret().to_owned(),
+            session_token: given.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+            expires_at,
+            life_seconds: life.as_secs(),
+        };
+        let text = serde_json::to_vec(&kept).expect("plain fields are JSON");
+        if let Err(error) = tokio::task::block_in_place(|| fsx::write_atomic(&self.file, &text, 0o600)) {
+            tracing::warn!(%error, "could not keep the renewed credentials");
+        }
+    }
+}
+
+#[async_trait]
+impl Source for Renewed {
+    async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError> {
+        let mut state = self.state.lock().await;
+        if state.is_withdrawn {
+            return Err(CredentialError::Withdrawn);
+        }
+        let now = Timestamp::now();
+        if now >= state.held.renew_at {
+            self.take_kept(&mut state);
+        }
+        if now < state.held.renew_at {
+            return Ok(Arc::clone(&state.held.key));
+        }
+        if !state.held.is_usable(now) {
+            self.renew(&mut state, ATTEMPTS).await?;
+        } else if now >= state.not_before
+            && let Err(error) = self.renew(&mut state, 1).await
+        {
+            if matches!(error, CredentialError::Withdrawn) {
+                return Err(error);
+            }
+            tracing::warn!(%error, "could not renew the credentials for the object store yet");
+        }
+        Ok(Arc::clone(&state.held.key))
+    }
+
+    async fn instead_of(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError> {
+        let mut state = self.state.lock().await;
+        if state.is_withdrawn {
+            return Err(CredentialError::Withdrawn);
+        }
+        if state.held.key.key_id == access_key {
+            self.renew(&mut state, ATTEMPTS).await?;
+        }
+        Ok(Arc::clone(&state.held.key))
+    }
+}
+
+/// The answer of the route. Where the store is was said by `r2.env`.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Given {
+    access_key_id: String,
+    secret_access_key: SecretString,
+    session_token: Option<SecretString>,
+    expires_at: Timestamp,
+}
+
+impl Given {
+    fn signing(&self) -> AwsCredential {
+        AwsCredential {
+            key_id: self.access_key_id.clone(),
+            secret_key: self.secret_access_key.expose_secret().to_owned(),
+            token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+        }
+    }
+}
+
+/// `store-credentials.json`.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Kept {
+    version: u32,
+    machine_id: MachineId,
+    access_key_id: String,
+    secret_access_key: String,
+    session_token: Option<String>,
+    #[serde(with = "clock::wire")]
+    expires_at: Timestamp,
+    life_seconds: i64,
+}
+
+/// What is kept for this machine; a file of another format or machine is none.
+fn kept(file: &std::path::Path, machine: MachineId) -> Result<Option<Held>, fsx::FileError> {
+    let Some(text) = fsx::read_if_there(file)? else { return Ok(None) };
+    let kept = serde_json::from_slice::<Kept>(&text).ok();
+    let kept = kept.filter(|kept| kept.version == FORMAT && kept.machine_id == machine);
+    Ok(kept.map(|kept| {
+        let key = AwsCredential {
+            key_id: kept.access_key_id,
+            secret_key: kept.secret_access_key,
+            token: kept.session_token,
+        };
+        Held::new(key, kept.expires_at, SignedDuration::from_secs(kept.life_seconds))
+    }))
+}
+
+/// The moment of an answer by the clock of who sent it.
+fn date(headers: &header::HeaderMap) -> Option<Timestamp> {
+    let text = headers.get(header::DATE)?.to_str().ok()?;
+    let parsed = jiff::fmt::rfc2822::parse(text).ok()?;
+    Some(parsed.timestamp())
+}
+
+fn refusal(status: StatusCode, body: &[u8]) -> CredentialError {
+    #[derive(Deserialize)]
+    struct Problem {
+        code: String,
+    }
+    let code = serde_json::from_slice::<Problem>(body).map_or_else(|_| String::new(), |problem| problem.code);
+    if code == "superseded" {
+        CredentialError::Withdrawn
+    } else if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+        CredentialError::Unavailable(format!("the platform answered {status} {code}"))
+    } else {
+        CredentialError::Refused(format!("the platform answered {status} {code}"))
+    }
+}

@@ -1,0 +1,50 @@
+//! POST `/vps/:id/storage-credentials`: a host asks for new credentials for its slot of the object store.
+//!
+//! Only the slot's current machine gets them, and one that is being asked for its last backup, for a short while.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use http::header::{CACHE_CONTROL, HeaderValue};
+
+use super::call::{Call, path_id, unauthorized};
+use super::{fault, heartbeat};
+use crate::http::problem::{Code, Problem, chain};
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::host_store::Life;
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let machine = call.host(&platform).await?;
+    if machine.deleted_at.is_some() {
+        return Err(unauthorized());
+    }
+    let id: MachineId = path_id("machineId", &id)?;
+    if id != machine.id {
+        return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
+    }
+    call.nothing_said()?;
+    let life = if machine.is_active() {
+        Life::Whole
+    } else if heartbeat::still_needed(&platform, &machine).await? {
+        Life::Shortest
+    } else {
+        return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
+    };
+    let access = platform.host_store.access(&machine, life).await.map_err(|error| {
+        tracing::warn!(machine = %id, error = %chain(&error), "no credentials for a host");
+        fault::store_unavailable()
+    })?;
+    let answer =
+        access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store knows no credentials."))?;
+    let mut response = Json(answer).into_response();
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    Ok(response)
+}

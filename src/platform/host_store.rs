@@ -1,0 +1,224 @@
+//! What hosts are told of the object store: where it is, and credentials for their own slot of it.
+//!
+//! With `sts`, no host ever holds a credential that reaches another slot, deletes anything, or lives long. With
+//! `static`, every host holds the platform's own.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use secrecy::ExposeSecret;
+use serde_json::{Value, json};
+use url::Url;
+
+use super::db::machine_row::MachineRow;
+use crate::clock::rfc3339_ms;
+use crate::config::{Env, env_line};
+use crate::store::config::{S3Config, StoreConfig};
+use crate::store::credentials::Temporary;
+use crate::store::key::SlotPrefix;
+use crate::store::policy;
+use crate::store::sts::{Sts, StsError};
+
+/// The bounds that STS sets for a session.
+const SHORTEST: Duration = Duration::from_secs(900);
+const LONGEST: Duration = Duration::from_secs(43_200);
+const DEFAULT: Duration = Duration::from_secs(3600);
+
+/// `STORE_HOST_CREDENTIALS`.
+#[derive(Debug, Clone)]
+pub enum HostCredentials {
+    Static,
+    Sts(StsConfig),
+}
+
+/// `STS_*`.
+#[derive(Debug, Clone)]
+pub struct StsConfig {
+    pub endpoint: Url,
+    pub role_arn: String,
+    pub life: Duration,
+}
+
+impl HostCredentials {
+    pub fn read(env: &mut Env, store: Option<&StoreConfig>) -> Option<Self> {
+        let name = "STORE_HOST_CREDENTIALS";
+        let is_sts = match env.text(name).as_deref() {
+            Some("static") => false,
+            Some("sts") => true,
+            None if env.is_set("STS_ROLE_ARN") => true,
+            // A directory knows no credentials.
+            None if matches!(store, Some(StoreConfig::Directory(_))) => false,
+            None => {
+                env.mistake(
+                    name,
+                    "is required without STS_ROLE_ARN: sts, or static, which gives every host \
+                    the platform's own credentials",
+                );
+                return None;
+            }
+            Some(_) => {
+                env.mistake(name, "must be sts or static");
+                return None;
+            }
+        };
+        if !is_sts {
+            return Some(Self::Static);
+        }
+        let role_arn = env.required::<String>("STS_ROLE_ARN");
+        let life = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT.as_secs()));
+        if !(SHORTEST..=LONGEST).contains(&life) {
+            env.mistake("STS_DURATION_SECONDS", "must be 900 to 43200");
+        }
+        let StoreConfig::S3(s3) = store? else {
+            env.mistake(name, "sts needs an s3:// store");
+            return None;
+        };
+        let endpoint = endpoint(env, s3);
+        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, life }))
+    }
+}
+
+/// `STS_ENDPOINT`, else the store's own, else AWS's for the region.
+fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
+    if env.is_set("STS_ENDPOINT") {
+        return super::config::url(env, "STS_ENDPOINT");
+    }
+    let text = match (&s3.endpoint, s3.region.as_str()) {
+        (Some(endpoint), _) => endpoint.clone(),
+        (None, "auto") => {
+            env.mistake("AWS_REGION", "is required for AWS's own STS");
+            return None;
+        }
+        (None, region) if region.starts_with("cn-") => format!("https://sts.{region}.amazonaws.com.cn"),
+        (None, region) => format!("https://sts.{region}.amazonaws.com"),
+    };
+    text.parse().map_err(|why| env.mistake("STS_ENDPOINT", why)).ok()
+}
+
+/// How long credentials are to live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Life {
+    Whole,
+    /// For a machine that is on its way out.
+    Shortest,
+}
+
+/// Gives hosts their access.
+pub struct HostStore {
+    store: StoreConfig,
+    sts: Option<Assumer>,
+}
+
+struct Assumer {
+    sts: Sts,
+    life: Duration,
+    partition: String,
+}
+
+impl HostStore {
+    /// # Errors
+    /// When no client for STS can be made.
+    pub fn new(store: &StoreConfig, credentials: &HostCredentials) -> anyhow::Result<Self> {
+        let sts = match (store, credentials) {
+            (StoreConfig::S3(s3), HostCredentials::Sts(config)) => {
+                let role = config.role_arn.clone();
+                // A separate cloud of AWS has names of its own for everything: the role's says which it is.
+                let partition =
+                    role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
+                let partition = partition.to_owned();
+                let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
+                Some(Assumer { sts, life: config.life, partition })
+            }
+            _ => None,
+        };
+        Ok(Self { store: store.clone(), sts })
+    }
+
+    /// Whether hosts hold credentials that reach every slot.
+    pub fn gives_our_own(&self) -> bool {
+        self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
+    }
+
+    /// What a machine's host is told.
+    ///
+    /// # Errors
+    /// [`StsError`].
+    pub async fn access(&self, machine: &MachineRow, life: Life) -> Result<StoreAccess, StsError> {
+        let prefix = SlotPrefix::new(&machine.user, &machine.slot);
+        let session = match (&self.store, &self.sts) {
+            (StoreConfig::S3(s3), Some(assumer)) => {
+                let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix);
+                let life = if life == Life::Whole { assumer.life } else { SHORTEST };
+                Some(assumer.sts.assume(&format!("svc-{}", machine.id), &policy, life).await?)
+            }
+            _ => None,
+        };
+        Ok(StoreAccess { store: self.store.clone(), prefix, session })
+    }
+}
+
+/// One machine's access; it holds credentials and has no Debug.
+pub struct StoreAccess {
+    store: StoreConfig,
+    prefix: SlotPrefix,
+    session: Option<Temporary>,
+}
+
+impl StoreAccess {
+    fn credentials(&self, s3: &S3Config) -> Temporary {
+        self.session.clone().unwrap_or_else(|| Temporary {
+            access_key: s3.access_key.clone(),
+            secret_key: s3.secret_key.clone(),
+            session_token: s3.session_token.clone(),
+            // A host that has been given short-lived credentials asks again, and so follows a change of the setting.
+            expires_at: s3.expires_at.unwrap_or_else(in_an_hour),
+        })
+    }
+
+    /// The content of `r2.env`.
+    pub fn env_file(&self) -> String {
+        let s3 = match &self.store {
+            StoreConfig::S3(s3) => s3,
+            StoreConfig::Directory(dir) => {
+                return env_line("OBJECT_STORE_URL", &format!("file://{}", dir.display()));
+            }
+        };
+        let credentials = self.credentials(s3);
+        let mut text = String::new();
+        let mut line = |name: &str, value: &str| text.push_str(&env_line(name, value));
+        line("OBJECT_STORE_URL", &format!("s3://{}", s3.bucket));
+        line("AWS_REGION", &s3.region);
+        line("AWS_ACCESS_KEY_ID", &credentials.access_key);
+        line("AWS_SECRET_ACCESS_KEY", credentials.secret_key.expose_secret());
+        if let Some(endpoint) = &s3.endpoint {
+            line("OBJECT_STORE_ENDPOINT", endpoint);
+        }
+        if let Some(token) = &credentials.session_token {
+            line("AWS_SESSION_TOKEN", token.expose_secret());
+        }
+        if self.session.is_some() {
+            line("AWS_CREDENTIAL_EXPIRATION", &rfc3339_ms(credentials.expires_at));
+        }
+        text
+    }
+
+    /// The answer of the route; `None` where the store is a directory and knows no credentials.
+    pub fn wire(&self) -> Option<Value> {
+        let StoreConfig::S3(s3) = &self.store else { return None };
+        let credentials = self.credentials(s3);
+        Some(json!({
+            "accessKeyId": credentials.access_key,
+            "secretAccessKey": credentials.secret_key.expose_secret(),
+            "sessionToken": credentials.session_token.as_ref().map(|token| token.expose_secret()),
+            "expiresAt": rfc3339_ms(credentials.expires_at),
+            "region": s3.region,
+            "endpoint": s3.endpoint,
+            "bucket": s3.bucket,
+            "prefix": format!("{}/", self.prefix.root()),
+        }))
+    }
+}
+
+fn in_an_hour() -> Timestamp {
+    Timestamp::now().saturating_add(SignedDuration::from_hours(1)).unwrap_or(Timestamp::MAX)
+}

@@ -1,0 +1,58 @@
+//! What a machine may do in the bucket, as an IAM session policy: read, write and list its own slot. Nothing is deleted.
+
+use serde_json::json;
+
+use super::key::SlotPrefix;
+
+/// Get, put, list, and the end of an upload that failed, below the slot's prefix alone.
+///
+/// `partition` is `aws` but for AWS's separate clouds.
+pub fn of_slot(partition: &str, bucket: &str, slot: &SlotPrefix) -> String {
+    // Users and slots are checked names, so that nothing of them is a wildcard or a variable of the policy's language.
+    let (bucket, slot) = (format!("arn:{partition}:s3:::{bucket}"), slot.root());
+    json!({
+        "Version": "2012-10-17",
+        "Statement": [
+            {
+                "Effect": "Allow",
+                "Action": [
+                    "s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"
+                ],
+                "Resource": format!("{bucket}/{slot}/*"),
+            },
+            {
+                "Effect": "Allow",
+                "Action": "s3:ListBucket",
+                "Resource": bucket,
+                "Condition": {"StringLike": {"s3:prefix": format!("{slot}/*")}},
+            },
+        ],
+    })
+    .to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::name::Slot;
+
+    #[test]
+    fn a_policy_names_one_slot_and_no_delete() {
+        let user = format!("auth0|{}", "x".repeat(122)).parse().unwrap();
+        let slot = SlotPrefix::new(&user, &"a".repeat(32).parse::<Slot>().unwrap());
+        let policy = of_slot("aws", &"b".repeat(63), &slot);
+        assert!(policy.len() <= 2048, "STS takes no longer one: {}", policy.len());
+        assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
+        assert!(
+            policy.contains(&format!("{}/*", slot.root())),
+            "the key's own form, as the store sees it: {policy}"
+        );
+    }
+
+    #[test]
+    fn no_name_that_is_taken_has_a_wildcard() {
+        for special in ["a*", "a?", "${aws:userid}"] {
+            assert!(special.parse::<crate::machine::name::IdpUserId>().is_err(), "{special}");
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Between object_store and the wire: a request that the store refuses because its credentials have expired is signed
+//! with others and sent once more.
+//!
+//! The expiry that a host knows is judged by its own clock; this is what helps where that clock is wrong.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use http::header::AUTHORIZATION;
+use http::{HeaderName, Method, StatusCode};
+use object_store::aws::{AwsAuthorizer, AwsCredential};
+use object_store::client::{
+    HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody, HttpService,
+};
+
+use super::credentials::{CredentialError, Source};
+
+const CONTENT_SHA256: HeaderName = HeaderName::from_static("x-amz-content-sha256");
+const DATE: HeaderName = HeaderName::from_static("x-amz-date");
+const TOKEN: HeaderName = HeaderName::from_static("x-amz-security-token");
+/// Error codes of S3 and of servers like it for credentials that were good once.
+const EXPIRED: [&str; 4] = [
+    "<Code>ExpiredToken</Code>",
+    "<Code>InvalidTokenId</Code>",
+    "<Code>ExpiredTokenException</Code>",
+    "<Code>TokenRefreshRequired</Code>",
+];
+
+#[derive(Debug)]
+pub(super) struct Resigning {
+    pub(super) wire: HttpClient,
+    pub(super) source: Arc<dyn Source>,
+    pub(super) region: String,
+}
+
+#[async_trait]
+impl HttpService for Resigning {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let again = request.clone();
+        let answer = self.wire.execute(request).await?;
+        if !matches!(
+            answer.status(),
+            StatusCode::BAD_REQUEST | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN
+        ) {
+            return Ok(answer);
+        }
+        let (parts, body) = answer.into_parts();
+        let body = body.bytes().await?;
+        // The answer to a HEAD has no body, and with expired credentials it is 400.
+        let suspected = again.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
+        let told = || {
+            let text = String::from_utf8_lossy(&body);
+            EXPIRED.iter().any(|code| text.contains(code))
+        };
+        if suspected || told() {
+            match self.source.instead_of(used(&again).unwrap_or_default()).await {
+                Ok(fresh) => {
+                    if let Some(signed) = self.sign(again, &fresh) {
+                        return self.wire.execute(signed).await;
+                    }
+                }
+                Err(error @ CredentialError::Withdrawn) => {
+                    return Err(HttpError::new(HttpErrorKind::Unknown, error));
+                }
+                Err(error) => tracing::warn!(%error, "the store took our credentials for expired"),
+            }
+        }
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(body)))
+    }
+}
+
+impl Resigning {
+    /// `None` for a request that was not signed as object_store signs.
+    fn sign(&self, mut request: HttpRequest, with: &AwsCredential) -> Option<HttpRequest> {
+        let payload = request.headers().get(CONTENT_SHA256)?.to_str().ok()?.to_owned();
+        let digest = hex::decode(&payload).ok();
+        for name in [AUTHORIZATION, DATE, TOKEN] {
+            request.headers_mut().remove(name);
+        }
+        let signer =
+            AwsAuthorizer::new(with, "s3", &self.region).with_sign_payload(payload != "UNSIGNED-PAYLOAD");
+        signer.try_authorize(&mut request, digest.as_deref()).ok()?;
+        Some(request)
+    }
+}
+
+/// The access key that a request was signed with.
+fn used(request: &HttpRequest) -> Option<&str> {
+    let text = request.headers().get(AUTHORIZATION)?.to_str().ok()?;
+    text.split_once("Credential=")?.1.split('/').next()
+}

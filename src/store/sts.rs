@@ -1,0 +1,236 @@
+//! AssumeRole of the Security Token Service: credentials that may do what a session policy says, for a while.
+//!
+//! Speaks the query protocol of AWS's STS, which MinIO and others answer at the store's own endpoint. Knows nothing of
+//! machines; what the policy says is the caller's.
+
+use std::time::Duration;
+
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{Method, StatusCode};
+use jiff::Timestamp;
+use object_store::aws::{AwsAuthorizer, AwsCredential};
+use object_store::client::{HttpClient, HttpRequest};
+use serde::Deserialize;
+use url::Url;
+
+use super::credentials::Temporary;
+use crate::http::client::{self, Deadlines};
+
+const VERSION: &str = "2011-06-15";
+const ATTEMPTS: u32 = 3;
+/// Of one call with its repeats; below what a host waits for the platform.
+const DEADLINE: Duration = Duration::from_secs(8);
+const CALL: Deadlines = Deadlines {
+    connect: Duration::from_secs(3),
+    whole: Some(Duration::from_secs(5)),
+    idle: Duration::from_secs(5),
+};
+
+/// Why there is no session.
+#[derive(Debug, thiserror::Error)]
+pub enum StsError {
+    /// The role, its trust or the policy is wrong: an operator has to look.
+    #[error("STS refused AssumeRole with {status}: {code}: {message}")]
+    Refused { status: StatusCode, code: String, message: String },
+    #[error("STS did not answer AssumeRole: {0}")]
+    Silent(String),
+    #[error("the answer of STS to AssumeRole is not readable: {0}")]
+    Unreadable(String),
+    #[error("AssumeRole could not be signed")]
+    Sign(#[source] object_store::Error),
+}
+
+impl StsError {
+    fn is_transient(&self) -> bool {
+        match self {
+            Self::Silent(_) => true,
+            Self::Refused { status, code, .. } => {
+                status.is_server_error() || *status == StatusCode::TOO_MANY_REQUESTS || code == "Throttling"
+            }
+            Self::Unreadable(_) | Self::Sign(_) => false,
+        }
+    }
+}
+
+/// Who asks, and for which role.
+#[derive(Debug)]
+pub struct Sts {
+    wire: HttpClient,
+    endpoint: Url,
+    region: String,
+    role_arn: String,
+    caller: AwsCredential,
+}
+
+impl Sts {
+    /// # Errors
+    /// When no client can be made.
+    pub fn new(
+        endpoint: Url,
+        region: String,
+        role_arn: String,
+        caller: AwsCredential,
+    ) -> anyhow::Result<Self> {
+        let wire = HttpClient::new(client::build(CALL)?);
+        Ok(Self { wire, endpoint, region, role_arn, caller })
+    }
+
+    /// A session under `name` (which the store's own log shows) that may do what `policy` says.
+    ///
+    /// # Errors
+    /// [`StsError`].
+    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
+        let form = url::form_urlencoded::Serializer::new(String::new())
+            .append_pair("Action", "AssumeRole")
+            .append_pair("Version", VERSION)
+            .append_pair("RoleArn", &self.role_arn)
+            .append_pair("RoleSessionName", name)
+            .append_pair("DurationSeconds", &life.as_secs().to_string())
+            .append_pair("Policy", policy)
+            .finish();
+        let repeated = async {
+            let mut attempt = 1;
+            loop {
+                match self.ask(&form).await {
+                    Err(error) if error.is_transient() && attempt < ATTEMPTS => {
+                        tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter()))).await;
+                        attempt += 1;
+                    }
+                    end => return end,
+                }
+            }
+        };
+        let ended = tokio::time::timeout(DEADLINE, repeated).await;
+        ended.unwrap_or_else(|_| Err(StsError::Silent("no answer in time".to_owned())))
+    }
+
+    async fn ask(&self, form: &str) -> Result<Temporary, StsError> {
+        let mut request = HttpRequest::new(form.to_owned().into());
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() =
+            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is none".to_owned()))?;
+        let headers = request.headers_mut();
+        let kind = "application/x-www-form-urlencoded; charset=utf-8";
+        headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(kind));
+        headers.insert(ACCEPT, http::HeaderValue::from_static("application/xml"));
+        AwsAuthorizer::new(&self.caller, "sts", &self.region)
+            .try_authorize(&mut request, None)
+            .map_err(StsError::Sign)?;
+        let silent =
+            |error: object_store::client::HttpError| StsError::Silent(crate::http::problem::chain(&error));
+        let answer = self.wire.execute(request).await.map_err(silent)?;
+        let status = answer.status();
+        let body = answer.into_body().bytes().await.map_err(silent)?;
+        read(status, &String::from_utf8_lossy(&body))
+    }
+}
+
+fn jitter() -> u32 {
+    u32::from(uuid::Uuid::new_v4().as_bytes()[0])
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Answer {
+    assume_role_result: Assumed,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Assumed {
+    credentials: Session,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Session {
+    access_key_id: String,
+    secret_access_key: String,
+    session_token: String,
+    expiration: Timestamp,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Refusal {
+    error: Fault,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Fault {
+    code: String,
+    #[serde(default)]
+    message: String,
+}
+
+fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
+    if !status.is_success() {
+        let fault = quick_xml::de::from_str::<Refusal>(text).map(|refusal| refusal.error);
+        let fault = fault.or_else(|_| quick_xml::de::from_str(text));
+        let fault = fault.unwrap_or_else(|_| Fault { code: "unknown".to_owned(), message: String::new() });
+        return Err(StsError::Refused { status, code: fault.code, message: fault.message });
+    }
+    // What is not as expected may hold the secret: the parser's words are kept, not the text.
+    let answer: Answer =
+        quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
+    let session = answer.assume_role_result.credentials;
+    Ok(Temporary {
+        access_key: session.access_key_id,
+        secret_key: session.secret_access_key.into(),
+        session_token: Some(session.session_token.into()),
+        expires_at: session.expiration,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use secrecy::ExposeSecret;
+
+    /// From the API reference of AWS STS, AssumeRole, "Sample Response".
+    const SAMPLE: &str = r#"<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
+  <AssumeRoleResult>
+  <SourceIdentity>DevUser123</SourceIdentity>
+    <AssumedRoleUser>
+      <AssumedRoleId>ARO123EXAMPLE123:TestAR</AssumedRoleId>
+      <Arn>arn:aws:sts::123456789012:assumed-role/demo/TestAR</Arn>
+    </AssumedRoleUser>
+    <Credentials>
+      <AccessKeyId>ASIAIOSFODNN7EXAMPLE</AccessKeyId>
+      <SecretAccessKey>wJalrXUtnFEMI/K7MDENG/bPxRfiCYzEXAMPLEKEY</SecretAccessKey>
+      <SessionToken>
+       AQoDYXdzEPT//////////wEXAMPLEtc764bNrC9SAPBSM22wDOk4x4HIZ8j4FZTwdQW
+      </SessionToken>
+      <Expiration>2019-11-09T13:34:41Z</Expiration>
+    </Credentials>
+    <PackedPolicySize>6</PackedPolicySize>
+  </AssumeRoleResult>
+  <ResponseMetadata><RequestId>c6104cbe-af31-11e0-8154-cbc7ccf896c7</RequestId></ResponseMetadata>
+</AssumeRoleResponse>"#;
+
+    #[test]
+    fn the_answer_of_aws_is_read() {
+        let session = read(StatusCode::OK, SAMPLE).unwrap();
+        assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
+        let token = session.session_token.unwrap();
+        assert!(token.expose_secret().starts_with("AQoD"), "without the white space of the sample");
+        assert_eq!(session.expires_at, "2019-11-09T13:34:41Z".parse().unwrap());
+    }
+
+    #[test]
+    fn a_refusal_says_its_code_in_either_form() {
+        let whole = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
+        for text in [whole, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
+            let error = read(StatusCode::FORBIDDEN, text).unwrap_err();
+            assert!(!error.is_transient() && error.to_string().contains("AccessDenied: no"), "{error}");
+        }
+        assert!(read(StatusCode::SERVICE_UNAVAILABLE, "").unwrap_err().is_transient());
+    }
+
+    #[test]
+    fn a_torn_answer_is_told_without_its_secret() {
+        let error = read(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
+        assert!(!error.to_string().contains("wJalr"), "{error}");
+    }
+}

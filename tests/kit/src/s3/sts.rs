@@ -1,0 +1,140 @@
+//! AssumeRole at the store's own endpoint, as MinIO has it: a signed form in, XML out, errors in the form of AWS.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Extensions, HeaderMap, HeaderValue, Method, StatusCode, Uri, header};
+use s3s::route::S3Route;
+use s3s::{Body, S3Request, S3Response, S3Result, s3_error};
+
+use super::policy::Policy;
+use super::session::{Session, Sessions};
+
+const LARGEST: usize = 8192;
+/// Of a session policy in plain text.
+const LONGEST_POLICY: usize = 2048;
+
+pub(super) struct Sts(pub(super) Arc<Sessions>);
+
+/// An answer that is no session.
+struct Refusal {
+    status: StatusCode,
+    code: &'static str,
+    message: String,
+}
+
+fn invalid(message: impl Into<String>) -> Refusal {
+    Refusal { status: StatusCode::BAD_REQUEST, code: "ValidationError", message: message.into() }
+}
+
+#[async_trait::async_trait]
+impl S3Route for Sts {
+    fn is_match(&self, method: &Method, uri: &Uri, headers: &HeaderMap, _: &mut Extensions) -> bool {
+        let kind =
+            headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+        method == Method::POST && uri.path() == "/" && kind.starts_with("application/x-www-form-urlencoded")
+    }
+
+    async fn call(&self, request: S3Request<Body>) -> S3Result<S3Response<Body>> {
+        let caller = request.credentials.as_ref().map(|credentials| credentials.access_key.clone());
+        let service = request.service.clone();
+        let mut body = request.input;
+        let form = body.store_all_limited(LARGEST).await.map_err(|e| s3_error!(InvalidRequest, "{e}"))?;
+        let answered = if service.as_ref().is_none_or(|service| !service.eq_ignore_ascii_case("sts")) {
+            Err(Refusal {
+                status: StatusCode::FORBIDDEN,
+                code: "SignatureDoesNotMatch",
+                message: "Credential should be scoped to correct service: 'sts'.".to_owned(),
+            })
+        } else if caller.as_deref().is_none_or(|key| !self.0.is_owner(key)) {
+            let message = "only the owner may assume a role".to_owned();
+            Err(Refusal { status: StatusCode::FORBIDDEN, code: "AccessDenied", message })
+        } else {
+            self.assume(&form)
+        };
+        Ok(match answered {
+            Ok(session) => response(StatusCode::OK, granted(&session)),
+            Err(refusal) => response(refusal.status, refused(&refusal)),
+        })
+    }
+}
+
+impl Sts {
+    fn assume(&self, form: &[u8]) -> Result<Session, Refusal> {
+        let pairs: Vec<(String, String)> = url::form_urlencoded::parse(form).into_owned().collect();
+        let field = |name: &str| {
+            pairs
+                .iter()
+                .find(|(known, _)| known == name)
+                .map(|(_, value)| value.as_str())
+                .filter(|v| !v.is_empty())
+        };
+        if (field("Action"), field("Version")) != (Some("AssumeRole"), Some("2011-06-15")) {
+            let message = "Could not find operation".to_owned();
+            return Err(Refusal { status: StatusCode::BAD_REQUEST, code: "InvalidAction", message });
+        }
+        if field("RoleArn").is_none_or(|arn| arn.len() < 20) {
+            return Err(invalid("RoleArn has at least 20 characters"));
+        }
+        let name = field("RoleSessionName").unwrap_or_default();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_+=,.@-".contains(c);
+        if !(2..=64).contains(&name.len()) || !name.chars().all(plain) {
+            return Err(invalid("RoleSessionName is 2 to 64 of [\\w+=,.@-]"));
+        }
+        let seconds = field("DurationSeconds").map_or(Ok(3600), str::parse);
+        let Some(seconds) = seconds.ok().filter(|seconds| (900..=43_200).contains(seconds)) else {
+            return Err(invalid("DurationSeconds is 900 to 43200"));
+        };
+        let policy = match field("Policy") {
+            None => None,
+            Some(text) if text.len() > LONGEST_POLICY => {
+                return Err(invalid(format!("Policy has at most {LONGEST_POLICY} characters")));
+            }
+            Some(text) => {
+                let malformed = |message| Refusal {
+                    status: StatusCode::BAD_REQUEST,
+                    code: "MalformedPolicyDocument",
+                    message,
+                };
+                Some((text.to_owned(), Policy::parse(text).map_err(malformed)?))
+            }
+        };
+        Ok(self.0.open(name, policy, Duration::from_secs(seconds)))
+    }
+}
+
+fn granted(session: &Session) -> String {
+    let expires = jiff::Timestamp::try_from(session.info.expires).unwrap_or(jiff::Timestamp::MAX);
+    let mut xml = String::from(
+        "<AssumeRoleResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><AssumeRoleResult>",
+    );
+    let pieces = [
+        ("AccessKeyId", session.info.access_key.clone()),
+        ("SecretAccessKey", session.secret.clone()),
+        ("SessionToken", session.token.clone()),
+        ("Expiration", format!("{expires:.3}")),
+    ];
+    xml.push_str("<Credentials>");
+    for (name, value) in pieces {
+        write!(xml, "<{name}>{value}</{name}>").ok();
+    }
+    xml.push_str("</Credentials></AssumeRoleResult></AssumeRoleResponse>");
+    xml
+}
+
+fn refused(refusal: &Refusal) -> String {
+    let message = refusal.message.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    format!(
+        "<ErrorResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><Error><Type>Sender</Type>\
+         <Code>{}</Code><Message>{message}</Message></Error></ErrorResponse>",
+        refusal.code
+    )
+}
+
+fn response(status: StatusCode, xml: String) -> S3Response<Body> {
+    let mut response = S3Response::new(Body::from(xml));
+    response.status = Some(status);
+    response.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/xml"));
+    response
+}

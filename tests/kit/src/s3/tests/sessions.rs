@@ -1,0 +1,189 @@
+//! STS, and what a session may do: exactly what its policy says, with its token, until its end.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::TryStreamExt;
+use object_store::Error;
+use object_store::aws::{AwsAuthorizer, AwsCredential};
+use object_store::client::{HttpClient, HttpRequest};
+
+use super::*;
+
+const POLICY: &str = r#"{"Version":"2012-10-17","Statement":[
+    {"Effect":"Allow","Action":["s3:GetObject","s3:PutObject","s3:AbortMultipartUpload"],
+     "Resource":"arn:aws:s3:::fleet/u/s/*"},
+    {"Effect":"Allow","Action":"s3:ListBucket","Resource":"arn:aws:s3:::fleet",
+     "Condition":{"StringLike":{"s3:prefix":"u/s/*"}}}]}"#;
+
+async fn ask(
+    rig: &Rig,
+    as_whom: &AwsCredential,
+    service: &str,
+    form: &[(&str, &str)],
+) -> Result<(u16, String)> {
+    let form = url::form_urlencoded::Serializer::new(String::new()).extend_pairs(form).finish();
+    let mut request = HttpRequest::new(form.into());
+    *request.method_mut() = http::Method::POST;
+    *request.uri_mut() = format!("{}/", rig.server.endpoint()).parse()?;
+    request.headers_mut().insert("content-type", "application/x-www-form-urlencoded".parse()?);
+    AwsAuthorizer::new(as_whom, service, "auto").try_authorize(&mut request, None)?;
+    let answer = HttpClient::new(reqwest::Client::new()).execute(request).await?;
+    let status = answer.status().as_u16();
+    Ok((status, String::from_utf8(answer.into_body().bytes().await?.to_vec())?))
+}
+
+fn owner(rig: &Rig) -> AwsCredential {
+    let key_id = rig.server.access_key().to_owned();
+    AwsCredential { key_id, secret_key: rig.server.secret_key().to_owned(), token: None }
+}
+
+fn form<'a>(policy: &'a str, more: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+    let mut form = vec![
+        ("Action", "AssumeRole"),
+        ("Version", "2011-06-15"),
+        ("RoleArn", "arn:aws:iam::000000000000:role/x"),
+        ("RoleSessionName", "svc-1"),
+        ("Policy", policy),
+    ];
+    form.retain(|(name, _)| more.iter().all(|(other, _)| other != name));
+    form.extend(more);
+    form
+}
+
+async fn session(rig: &Rig) -> Result<AwsCredential> {
+    let (status, xml) = ask(rig, &owner(rig), "sts", &form(POLICY, &[])).await?;
+    anyhow::ensure!(status == 200, "{xml}");
+    let field = |name: &str| {
+        let after = xml.split_once(&format!("<{name}>")).context("the field")?.1;
+        Ok::<_, anyhow::Error>(after.split('<').next().unwrap_or_default().to_owned())
+    };
+    Ok(AwsCredential {
+        key_id: field("AccessKeyId")?,
+        secret_key: field("SecretAccessKey")?,
+        token: Some(field("SessionToken")?),
+    })
+}
+
+fn client(rig: &Rig, credential: AwsCredential) -> Result<AmazonS3> {
+    Ok(AmazonS3Builder::new()
+        .with_endpoint(rig.server.endpoint())
+        .with_allow_http(true)
+        .with_bucket_name("fleet")
+        .with_region(rig.server.region())
+        .with_credentials(Arc::new(object_store::StaticCredentialProvider::new(credential)))
+        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
+        .build()?)
+}
+
+#[track_caller]
+fn denied<T: std::fmt::Debug>(what: &str, result: object_store::Result<T>) {
+    // The client has no error of its own for a listing that is denied.
+    let text = format!("{result:?}");
+    let is_denied = matches!(result, Err(Error::PermissionDenied { .. })) || text.contains("AccessDenied");
+    assert!(result.is_err() && is_denied, "{what}: {text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_does_what_its_policy_says_and_nothing_else() -> Result<()> {
+    let rig = rig()?;
+    rig.server.write("fleet", "u/other/secret", "another's");
+    rig.server.write("fleet", "system-bundles/1/x", "bundle");
+    let client = client(&rig, session(&rig).await?)?;
+    let own = Key::from("u/s/a");
+    client.put(&own, "mine".into()).await?;
+    assert_eq!(client.get(&own).await?.bytes().await?, "mine");
+    let mut upload = client.put_multipart(&Key::from("u/s/b")).await?;
+    upload.put_part("part".into()).await?;
+    upload.complete().await?;
+    let mut upload = client.put_multipart(&Key::from("u/s/c")).await?;
+    upload.put_part("part".into()).await?;
+    upload.abort().await?;
+    let listed: Vec<_> = client.list(Some(&Key::from("u/s"))).try_collect().await?;
+    assert_eq!(listed.len(), 2);
+
+    for other in ["u/other/secret", "u/s2/x", "u/s", "system-bundles/1/x", "x"] {
+        let key = Key::from(other);
+        denied(other, client.get(&key).await);
+        denied(other, client.head(&key).await);
+        denied(other, client.put(&key, "x".into()).await);
+        denied(other, client.put_multipart(&key).await);
+        denied(other, client.copy(&own, &key).await);
+        denied(other, client.copy(&key, &own).await);
+    }
+    for prefix in [None, Some("u"), Some("u/other"), Some("u/s2"), Some("system-bundles")] {
+        let prefix = prefix.map(Key::from);
+        denied("list", client.list(prefix.as_ref()).try_collect::<Vec<_>>().await);
+    }
+    denied("delete", client.delete(&own).await);
+    denied("what is not there", client.get(&Key::from("u/s/none")).await);
+    assert_eq!(rig.server.read("fleet", "u/s/a").as_deref(), Some(&b"mine"[..]));
+    assert_eq!(rig.server.read("fleet", "u/other/secret").as_deref(), Some(&b"another's"[..]));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_needs_its_token_and_ends() -> Result<()> {
+    let rig = rig()?;
+    let key = Key::from("u/s/a");
+    let credential = session(&rig).await?;
+    let with = |token: Option<String>| AwsCredential {
+        key_id: credential.key_id.clone(),
+        secret_key: credential.secret_key.clone(),
+        token,
+    };
+    for token in [None, Some("another".to_owned())] {
+        let error = client(&rig, with(token))?.put(&key, "x".into()).await.expect_err("no token").to_string();
+        assert!(error.contains("InvalidToken"), "{error}");
+    }
+    let whole = client(&rig, with(credential.token.clone()))?;
+    whole.put(&key, "x".into()).await?;
+    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..with(credential.token.clone()) };
+    let error = client(&rig, wrong)?.put(&key, "x".into()).await.expect_err("wrong secret").to_string();
+    assert!(error.contains("SignatureDoesNotMatch"), "{error}");
+
+    rig.server.expire_sessions();
+    let error = whole.put(&key, "x".into()).await.expect_err("expired").to_string();
+    assert!(error.contains("ExpiredToken"), "{error}");
+
+    rig.server.set_session_life(Some(Duration::from_millis(300)));
+    let short = client(&rig, session(&rig).await?)?;
+    short.put(&key, "x".into()).await?;
+    tokio::time::sleep(Duration::from_millis(350)).await;
+    short.put(&key, "x".into()).await.expect_err("its short life is over");
+
+    rig.server.set_session_life(None);
+    let last = client(&rig, session(&rig).await?)?;
+    last.put(&key, "x".into()).await?;
+    assert_eq!(rig.server.revoke_sessions("svc-1"), 3);
+    denied("revoked", last.put(&key, "x".into()).await);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sts_refuses_what_aws_refuses() -> Result<()> {
+    let rig = rig()?;
+    let long = format!(r#"{{"Version":"2012-10-17","Statement":[],"Sid":"{}"}}"#, "x".repeat(2048));
+    let cases: [(&[(&str, &str)], &str); 6] = [
+        (&[("RoleArn", "short")], "ValidationError"),
+        (&[("RoleSessionName", "has space")], "ValidationError"),
+        (&[("DurationSeconds", "899")], "ValidationError"),
+        (&[("Policy", "{}")], "MalformedPolicyDocument"),
+        (&[("Policy", &long)], "ValidationError"),
+        (&[("Action", "GetSessionToken")], "InvalidAction"),
+    ];
+    for (more, code) in cases {
+        let (status, xml) = ask(&rig, &owner(&rig), "sts", &form(POLICY, more)).await?;
+        assert!(status == 400 && xml.contains(code), "{more:?}: {status} {xml}");
+    }
+    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..owner(&rig) };
+    let (status, xml) = ask(&rig, &wrong, "sts", &form(POLICY, &[])).await?;
+    assert!(status == 403 && xml.contains("SignatureDoesNotMatch"), "{status} {xml}");
+    let (status, _) = ask(&rig, &owner(&rig), "s3", &form(POLICY, &[])).await?;
+    assert_eq!(status, 403, "a signature for the store is none for STS");
+    let host = session(&rig).await?;
+    let (status, xml) = ask(&rig, &host, "sts", &form(POLICY, &[])).await?;
+    assert!(status == 403 && xml.contains("AccessDenied"), "a host makes no sessions of its own: {xml}");
+    assert_eq!(rig.server.sessions().len(), 1);
+    Ok(())
+}

@@ -1,0 +1,256 @@
+//! The hosts' credentials for the object store: one slot, no delete, the current machine alone, and only for a while.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::TryStreamExt;
+use kit::s3::{Fault, Rule, SessionInfo};
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::config::{Env, parse_env_file};
+use svc::store::Bucket;
+use svc::store::config::StoreConfig;
+
+use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack};
+
+async fn ask(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    ask_as(stack, process, &guest.machine, &guest.upgrade_token).await
+}
+
+async fn ask_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
+    let path = format!("/vps/{machine}/storage-credentials");
+    stack.send(stack.request(process, Method::POST, &path).bearer_auth(token)).await
+}
+
+/// The store as a host opens it with what the route answered.
+fn opened(answer: &Answer) -> Bucket {
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let text = |name: &str| answer.body[name].as_str().unwrap_or_default().to_owned();
+    let vars = [
+        ("OBJECT_STORE_URL", format!("s3://{}", text("bucket"))),
+        ("OBJECT_STORE_ENDPOINT", text("endpoint")),
+        ("AWS_REGION", text("region")),
+        ("AWS_ACCESS_KEY_ID", text("accessKeyId")),
+        ("AWS_SECRET_ACCESS_KEY", text("secretAccessKey")),
+        ("AWS_SESSION_TOKEN", text("sessionToken")),
+    ];
+    open(vars.iter().map(|(name, value)| (*name, value.as_str())))
+}
+
+fn open<'a>(vars: impl IntoIterator<Item = (&'a str, &'a str)>) -> Bucket {
+    StoreConfig::read(&mut Env::from_pairs(vars)).unwrap().open().unwrap()
+}
+
+/// The `r2.env` of a server's user-data.
+fn store_env(guest: &Guest) -> BTreeMap<String, String> {
+    let config: Value =
+        serde_json::from_str(guest.user_data.strip_prefix("#cloud-config\n").unwrap()).unwrap();
+    let files = config["write_files"].as_array().unwrap();
+    let file = files.iter().find(|file| file["path"] == "/opt/svc/env/r2.env").unwrap();
+    parse_env_file(file["content"].as_str().unwrap()).unwrap().into_iter().collect()
+}
+
+fn of_machine(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
+    let name = format!("svc-{machine}");
+    stack.store.sessions().into_iter().filter(|session| session.name == name).collect()
+}
+
+/// Whatever is not the slot's own can be neither read, nor written, nor seen to be there; and nothing can be deleted.
+async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&str]) {
+    let store = bucket.raw();
+    let key = Path::from(format!("{own}/system/probe"));
+    store.put(&key, "own".into()).await.unwrap();
+    assert_eq!(store.get(&key).await.unwrap().bytes().await.unwrap(), "own");
+    let listed: Vec<_> = store.list(Some(&Path::from(own))).try_collect().await.unwrap();
+    assert!(listed.iter().any(|meta| meta.location == key));
+    let before = everything(stack);
+    store.delete(&key).await.unwrap_err();
+    for place in foreign {
+        let other = Path::from(format!("{place}/system/db/latest"));
+        store.get(&other).await.unwrap_err();
+        store.head(&other).await.unwrap_err();
+        store.put(&other, "x".into()).await.unwrap_err();
+        store.put_multipart(&other).await.unwrap_err();
+        store.copy(&other, &key).await.unwrap_err();
+        store.copy(&key, &other).await.unwrap_err();
+        store.delete(&other).await.unwrap_err();
+        store.list(Some(&Path::from(*place))).try_collect::<Vec<_>>().await.unwrap_err();
+    }
+    store.list(None).try_collect::<Vec<_>>().await.unwrap_err();
+    assert_eq!(everything(stack), before, "nothing was written, and nothing is gone");
+    for seen in stack.store.requests().iter().filter(|seen| seen.method == "DELETE") {
+        assert_eq!(seen.status, Some(403), "{seen:?}");
+    }
+}
+
+fn everything(stack: &Stack) -> Vec<(String, String)> {
+    stack.store.objects(BUCKET, "").into_iter().map(|object| (object.key, object.etag)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_reaches_its_own_slot_and_nothing_else() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.running(&process, "user_2").await;
+    stack.snapshot("user_2");
+    stack.store.write(BUCKET, "user_1/primary2/system/db/latest", "a slot with a longer name");
+    stack.store.write(BUCKET, "user_1/second/system/db/latest", "another slot of the same user");
+    let foreign =
+        ["user_2/primary", "user_1/primary2", "user_1/second", "user_1", "system-bundles/v1", "user_10"];
+
+    let env = store_env(&guest);
+    let born_with = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+    assert_confined(&stack, &born_with, "user_1/primary", &foreign).await;
+    let answer = ask(&stack, &process, &guest).await;
+    assert_eq!(answer.body["prefix"], "user_1/primary/");
+    assert_eq!(answer.headers["cache-control"], "no-store");
+    assert!(
+        answer.body["expiresAt"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap()
+            > jiff::Timestamp::now()
+    );
+    assert_confined(&stack, &opened(&answer), "user_1/primary", &foreign).await;
+
+    for secret in [stack.store.secret_key(), stack.store.access_key()] {
+        assert!(
+            !guest.user_data.contains(secret) && !answer.text.contains(secret),
+            "the platform's own stay here"
+        );
+    }
+    assert_eq!(of_machine(&stack, &guest.machine).len(), 2);
+    for given in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
+        assert!(!stack.log().contains(given.as_str()), "no credential in the log");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_absent_in_its_slot_is_known_to_be_absent() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let bucket = opened(&ask(&stack, &process, &guest).await);
+    let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
+    assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 answers it: {raw:?}");
+    for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
+        let key = Path::from(format!("user_1/primary/system/{name}"));
+        assert!(bucket.get(&key, 10).await.unwrap().is_none(), "{name}");
+        assert!(bucket.head(&key).await.unwrap().is_none(), "{name}");
+    }
+    assert!(bucket.head(&Path::from("user_1/primary/system/db/latest")).await.unwrap().is_some());
+    let foreign = Path::from("user_2/primary/system/db/latest");
+    assert!(bucket.get(&foreign, 10).await.is_err(), "of another slot nothing is known");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_the_current_machine_gets_any() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    let other = stack.running(&process, "user_2").await;
+    ask_as(&stack, &process, &old.machine, "nonsense").await.assert_problem(401, "unauthorized");
+    ask_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
+    ask_as(&stack, &process, &old.machine, &old.registration_token).await.assert_problem(401, "unauthorized");
+    ask_as(&stack, &process, &old.machine, &other.upgrade_token).await.assert_problem(403, "forbidden");
+    ask_as(&stack, &process, "x", &old.upgrade_token).await.assert_problem(400, "invalid_request");
+    let path = format!("/vps/{}/storage-credentials", old.machine);
+    let more = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
+    let more = stack.send(more.json(&json!({"prefix": "user_2/primary"}))).await;
+    more.assert_problem(400, "invalid_request");
+
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    assert_eq!(recovery.status, 202, "{recovery:?}");
+    stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
+    let given = stack.store.sessions().len();
+    ask(&stack, &process, &old).await.assert_problem(403, "superseded");
+    assert_eq!(stack.store.sessions().len(), given, "a replaced machine gets none");
+    let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(ask(&stack, &process, &new).await.status, 200);
+
+    let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await;
+    assert_eq!(deleted.status, 202, "{deleted:?}");
+    ask(&stack, &process, &new).await.assert_problem(401, "unauthorized");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sts_away_is_said_and_a_create_waits_for_it() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
+        let hits = stack.store.fault(Rule::new(fault.clone()).sts().always());
+        let answer = ask(&stack, &process, &guest).await;
+        answer.assert_problem(503, "store_unavailable");
+        assert!(hits.hits() > 0);
+        stack.store.heal();
+    }
+    let hits = stack.store.fault(Rule::new(Fault::Status(503)).sts().always());
+    let made = stack.provision(&process, "user_2").await;
+    stack.eventually("it was tried", || async { (hits.hits() >= 4).then_some(()) }).await;
+    assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
+    stack.store.heal();
+    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    // One answer lost, one session more; nothing depends on it.
+    stack.store.fault(Rule::new(Fault::LostReply).sts());
+    assert_eq!(ask(&stack, &process, &guest).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_with_special_characters_is_confined_as_well() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let user = "auth0|a:b@c+d";
+    stack.subscribe(&process, user).await;
+    let body = json!({"idpUserId": user, "handle": "special"});
+    let made = stack.post(&process, "/vps/provision", &body).await;
+    let guest = stack.guest(&process, made.body["machineId"].as_str().unwrap()).await;
+    let answer = ask(&stack, &process, &guest).await;
+    let prefix = answer.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
+    let bucket = opened(&answer);
+    let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
+    assert!(
+        bucket.head(&key).await.unwrap().is_some(),
+        "the fence that the platform wrote: {:?}",
+        everything(&stack)
+    );
+    bucket.put(&Path::parse(format!("{prefix}/x")).unwrap(), "own").await.unwrap();
+    bucket.put(&Path::from("auth0/primary/x"), "foreign").await.unwrap_err();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_static_hosts_get_the_platforms_own() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
+    let guest = stack.running(&process, "user_1").await;
+    let env = store_env(&guest);
+    assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
+    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not run out");
+    let answer = ask(&stack, &process, &guest).await;
+    assert_eq!(answer.body["secretAccessKey"], stack.store.secret_key(), "for hosts made under sts");
+    assert!(stack.store.sessions().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
+    let old = super::last_backup::host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let asked = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
+    stack.eventually("the host is asked", asked).await;
+    let answer = ask(&stack, &process, &old.guest).await;
+    opened(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
+    let last = of_machine(&stack, &old.guest.machine)
+        .into_iter()
+        .find(|session| session.access_key == answer.body["accessKeyId"]);
+    assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "as short as STS gives them");
+    let mut pointer = stack.pointer("user_1");
+    pointer["seq"] = json!(8);
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", pointer.to_string());
+    stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
+}
