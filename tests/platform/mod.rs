@@ -7,6 +7,7 @@ mod config;
 mod create;
 mod credentials;
 mod deletion;
+mod described;
 mod idempotency;
 mod kills;
 mod last_backup;
