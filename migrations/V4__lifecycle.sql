@@ -47,10 +47,10 @@ CREATE TABLE provider_budget (
     at            timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- Takes up to `want` calls from the bucket, after merging what the asker has seen of the provider: `seen_left` calls
+-- Takes up to `want` calls from the bucket, after giving `back` what was not used, and merging what the asker has seen of the provider: `seen_left` calls
 -- left `seen_age` seconds ago. Many at a time only while there is plenty.
 CREATE FUNCTION provider_reserve(
-    of_account text, want integer, seen_left double precision, seen_capacity double precision,
+    of_account text, want integer, back integer, seen_left double precision, seen_capacity double precision,
     seen_per_second double precision, seen_age double precision,
     OUT granted integer, OUT wait_seconds double precision
 ) LANGUAGE plpgsql AS $$
@@ -63,11 +63,14 @@ BEGIN
     SELECT * INTO b FROM provider_budget WHERE account = of_account FOR UPDATE;
     moment := clock_timestamp();
     b.capacity := coalesce(seen_capacity, b.capacity);
-    b.per_second := greatest(coalesce(seen_per_second, b.per_second), 0.01);
-    available := b.tokens + greatest(extract(epoch FROM moment - b.at), 0) * b.per_second;
+    -- A reset in whole seconds makes the rate look lower than it is, never higher.
+    b.per_second := CASE WHEN b.learnt THEN greatest(seen_per_second, b.per_second)
+        ELSE coalesce(seen_per_second, b.per_second) END;
+    available := b.tokens + back + greatest(extract(epoch FROM moment - b.at), 0) * b.per_second;
     IF seen_left IS NOT NULL THEN
         seen_left := seen_left + seen_age * b.per_second;
-        available := CASE WHEN b.learnt THEN least(available, seen_left) ELSE seen_left END;
+        -- What was given out of the first few may still be on its way.
+        available := CASE WHEN b.learnt THEN least(available, seen_left) ELSE seen_left - 4 END;
         b.learnt := true;
     END IF;
     available := least(available, b.capacity);

@@ -1,4 +1,8 @@
-//! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits.
+//! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits. In the modules below:
+//! on a terminal, and against the real parts.
+
+mod real;
+mod terminal;
 
 use std::collections::VecDeque;
 use std::process::{Output, Stdio};
@@ -179,6 +183,118 @@ async fn waiting_shows_each_step_once_and_ends_with_the_record() {
 }
 
 #[tokio::test]
+async fn waiting_shows_the_stages_of_the_boot_between_the_steps_and_why_it_failed() {
+    let stages = |names: &[&str]| {
+        let stages: Vec<_> = (2..)
+            .zip(names)
+            .map(|(second, name)| json!({"stage": name, "at": format!("2026-01-01T00:00:0{second}.500Z")}))
+            .collect();
+        json!({"stage": names.last(), "at": "2026-01-01T00:00:09.000Z", "stages": stages})
+    };
+    let machine = |status: &str, state: &str, boot: Value, failure: Value| {
+        let mut operation = operation("provision", state, &["create_server"]);
+        operation["createdAt"] = "2026-01-01T00:00:00.000Z".into();
+        let mut record = record(status, Some(operation));
+        record["boot"] = boot;
+        record["failure"] = failure;
+        Reply::Json(200, record)
+    };
+    let message = "svc-restore: exit status: 69: the store cannot be reached";
+    let platform = Platform::start([
+        accepted(),
+        machine("provisioning", "running", Value::Null, Value::Null),
+        machine("provisioning", "running", stages(&["database", "bundle"]), Value::Null),
+        machine(
+            "failed",
+            "failed",
+            stages(&["database", "bundle", "restore"]),
+            json!({"cause": "boot_reported", "stage": "restore", "message": message}),
+        ),
+    ])
+    .await;
+    let output = platform.svcctl(&["provision", "user_1", "--handle", "ada", "--wait"]).await;
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(69), "{said}");
+    for line in
+        ["0.0 s  create_server  done", "2.5 s  boot: database", "3.5 s  boot: bundle", "4.5 s  boot: restore"]
+    {
+        assert_eq!(said.matches(line).count(), 1, "{line}: {said}");
+    }
+    for part in [message, "at restore", "next: ", "svcctl recover user_1"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[tokio::test]
+async fn a_handle_stands_for_its_one_active_machine() {
+    let page = |machines: Vec<Value>| Reply::Json(200, json!({"machines": machines, "nextCursor": null}));
+    let mut replaced = record("running", None);
+    replaced["replacedBy"] = OPERATION.into();
+    let found = [page(vec![replaced, record("running", None)]), Reply::Json(200, record("running", None))];
+    let platform = Platform::start(found).await;
+    let output = platform.svcctl(&["status", "ada"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+    assert_eq!(lines, ["GET /vps?handle=ada HTTP/1.1".to_owned(), format!("GET /vps/{MACHINE} HTTP/1.1")]);
+
+    for (machines, why) in [(vec![], "no machine"), (vec![record("running", None); 2], "several slots")] {
+        let platform = Platform::start([page(machines)]).await;
+        let output = platform.svcctl(&["delete", "ada", "--yes"]).await;
+        assert_eq!(output.status.code(), Some(65));
+        assert!(stderr(&output).contains(why), "{}", stderr(&output));
+        assert_eq!(platform.seen().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn for_programs_a_failure_is_one_line_of_json() {
+    let platform =
+        Platform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
+    let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
+    assert_eq!(output.status.code(), Some(65));
+    assert!(output.stdout.is_empty());
+    let said: Value = serde_json::from_slice(&output.stderr).unwrap();
+    assert_eq!((&said["code"], &said["exit"]), (&json!("handle_taken"), &json!(65)));
+    assert_eq!(said["requestId"], "req-7");
+    assert!(said["next"].as_str().is_some_and(|next| next.contains("another handle")), "{said}");
+}
+
+#[tokio::test]
+async fn a_backup_that_is_waited_for_ends_with_the_new_snapshot_or_with_the_hosts_error() {
+    let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
+    let page =
+        |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
+    let asked = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
+    let said = |backup: Value| {
+        let mut record = record("running", None);
+        record["lastBackup"] = backup;
+        Reply::Json(200, record)
+    };
+    let old = json!({"status": "error", "error": "of long ago"});
+    let start = [said(old.clone()), page("old"), asked(), page("old"), said(old.clone())];
+    let platform = Platform::start(start.into_iter().chain([page("new")])).await;
+    let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));
+
+    let failed = said(json!({"status": "error", "error": "the store refused"}));
+    let platform = Platform::start([said(old), page("old"), asked(), page("old"), failed]).await;
+    let output = platform.svcctl(&["backup", "now", MACHINE, "--wait"]).await;
+    assert_eq!(output.status.code(), Some(69));
+    assert!(stderr(&output).contains("the store refused"), "{}", stderr(&output));
+}
+
+#[tokio::test]
+async fn every_shell_gets_its_completions_without_any_configuration() {
+    for (shell, sign) in [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
+    {
+        let output = svcctl(&["completions", shell], &[]).await;
+        let script = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && script.contains(sign) && script.contains("provision"), "{shell}");
+    }
+}
+
+#[tokio::test]
 async fn waiting_for_what_fails_fails() {
     let failed = operation("recover", "failed", &["create_server"]);
     let platform = Platform::start([accepted(), Reply::Json(200, record("failed", Some(failed)))]).await;
@@ -193,10 +309,14 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));
     assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
-    assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")));
-    let output = platform.svcctl(&["recover", "user_1"]).await;
-    assert_eq!(output.status.code(), Some(64));
-    assert_eq!(platform.seen().len(), 1);
+    for args in
+        [&["recover", "user_1"][..], &["resize", "ada", "cpx32"], &["fail", "ada", "--reason", "it burns"]]
+    {
+        let output = platform.svcctl(args).await;
+        assert_eq!(output.status.code(), Some(64), "{args:?}");
+        assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
+    }
+    assert!(platform.seen().is_empty(), "nothing was even looked at");
 }
 
 #[tokio::test]

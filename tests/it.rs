@@ -6,11 +6,13 @@
 )]
 
 mod ctl;
+mod first_boot;
 mod gateway;
 mod house;
 mod platform;
 mod pointer;
 mod provider;
 mod router;
+mod sim;
 mod story;
 mod vault;

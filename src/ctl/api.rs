@@ -23,7 +23,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// A call that did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    #[error("the platform at {base} cannot be reached: {why}")]
+    #[error(
+        "the platform at {base} cannot be reached: {why}\n  next: does it run there? Check PLATFORM_PUBLIC_URL or --platform-url"
+    )]
     Unreachable { base: Url, why: String },
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -159,7 +161,7 @@ impl Api {
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
             }
-            status => Err(Refusal::read(status, text, pause).into()),
+            status => Err(Refusal::read(status, &text, pause).into()),
         }
     }
 }

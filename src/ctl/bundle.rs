@@ -1,18 +1,24 @@
-//! Publishing a host bundle: the archive first, its `.sha256` last, so that a version is published by that one write.
+//! Bundles in the store: what is there, and publishing one: the archive first, its `.sha256` last, so that a version is published by that one write.
 //!
 //! A published version never changes: hosts and platform trust it by its digest.
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::{Path as FilePath, PathBuf};
 
 use bytes::Bytes;
+use futures_util::StreamExt;
+use jiff::Timestamp;
 use object_store::buffered::BufWriter;
+use object_store::path::Path;
 use object_store::{Error as ObjectError, PutMode, PutOptions, PutPayload};
+use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
+use super::show::size;
 use crate::applet::{Exit, Failure};
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, StoreError};
@@ -95,15 +101,67 @@ impl fmt::Display for Published {
             News::WasThere => "already published",
         };
         let key = key::bundle(&self.version, "");
-        write!(f, "{news} {key}\n{} bytes, sha256 {}", self.size_bytes, self.sha256)
+        write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)
     }
+}
+
+/// A published bundle.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Listed {
+    pub image_version: String,
+    pub key: String,
+    pub size_bytes: u64,
+    pub sha256: String,
+    #[serde(with = "crate::clock::wire")]
+    pub published_at: Timestamp,
+}
+
+/// What is published, the newest first. An archive without its `.sha256` is not.
+///
+/// # Errors
+/// [`PublishError::Store`].
+pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
+    let root = Path::from(key::BUNDLES);
+    let mut listing = bucket.raw().list(Some(&root));
+    let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
+    while let Some(object) = listing.next().await {
+        let object = object.map_err(|error| StoreError::of(&root, error))?;
+        let key = object.location.to_string();
+        let Some((_, rest)) = key.split_once('/') else { continue };
+        match rest.split_once('/') {
+            Some((version, file)) if file == BUNDLE_FILE => {
+                archives.insert(version.to_owned(), (key, object.size));
+            }
+            Some((version, file)) if file.strip_prefix(BUNDLE_FILE) == Some(".sha256") => {
+                digests.push((version.to_owned(), object.last_modified));
+            }
+            _ => {}
+        }
+    }
+    let mut bundles = Vec::new();
+    for (version, published) in digests {
+        let Some((key, size_bytes)) = archives.remove(&version) else { continue };
+        let Ok(name) = version.parse::<ImageVersion>() else { continue };
+        let Some(sha256) = digest(bucket, &name).await? else { continue };
+        let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
+        bundles.push(Listed { image_version: version, key, size_bytes, sha256, published_at });
+    }
+    bundles.sort_by(|a, b| {
+        b.published_at.cmp(&a.published_at).then_with(|| b.image_version.cmp(&a.image_version))
+    });
+    Ok(bundles)
 }
 
 /// Publishes the bundle in `dir`. Publishing the same content again changes nothing.
 ///
 /// # Errors
 /// [`PublishError`].
-pub async fn publish(bucket: &Bucket, dir: &Path, version: &ImageVersion) -> Result<Published, PublishError> {
+pub async fn publish(
+    bucket: &Bucket,
+    dir: &FilePath,
+    version: &ImageVersion,
+) -> Result<Published, PublishError> {
     let archive = dir.join(BUNDLE_FILE);
     let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
@@ -130,7 +188,7 @@ async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> R
 
 async fn upload(
     bucket: &Bucket,
-    archive: &Path,
+    archive: &FilePath,
     stated: &str,
     version: &ImageVersion,
 ) -> Result<(), PublishError> {
@@ -155,7 +213,7 @@ async fn upload(
     })
 }
 
-async fn companions(bucket: &Bucket, dir: &Path, version: &ImageVersion) -> Result<(), PublishError> {
+async fn companions(bucket: &Bucket, dir: &FilePath, version: &ImageVersion) -> Result<(), PublishError> {
     for suffix in COMPANIONS {
         let path = dir.join(format!("{BUNDLE_FILE}{suffix}"));
         match tokio::fs::read(&path).await {
@@ -183,14 +241,17 @@ async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Resu
     }
 }
 
-async fn stated_digest(path: &Path) -> Result<String, PublishError> {
+async fn stated_digest(path: &FilePath) -> Result<String, PublishError> {
     let read = tokio::fs::read_to_string(path).await;
     let text = read.map_err(|source| PublishError::Read { path: path.to_owned(), source })?;
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
 /// SHA-256 and size of a file, on its way into `sink` where one is given.
-async fn read_through(path: &Path, mut sink: Option<&mut BufWriter>) -> Result<(String, u64), PublishError> {
+async fn read_through(
+    path: &FilePath,
+    mut sink: Option<&mut BufWriter>,
+) -> Result<(String, u64), PublishError> {
     let failed = |source| PublishError::Read { path: path.to_owned(), source };
     let mut file = File::open(path).await.map_err(failed)?;
     let (mut hasher, mut size) = (Sha256::new(), 0);
@@ -204,12 +265,12 @@ async fn read_through(path: &Path, mut sink: Option<&mut BufWriter>) -> Result<(
         size += n as u64;
         if let Some(sink) = sink.as_deref_mut() {
             let put = sink.put(Bytes::copy_from_slice(&chunk[..n])).await;
-            put.map_err(|error| StoreError::of(&object_store::path::Path::from(BUNDLE_FILE), error))?;
+            put.map_err(|error| StoreError::of(&Path::from(BUNDLE_FILE), error))?;
         }
     }
 }
 
-fn check(path: &Path, found: &str, stated: &str) -> Result<(), PublishError> {
+fn check(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError> {
     if found == stated {
         return Ok(());
     }
@@ -246,6 +307,10 @@ mod tests {
         assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
         let there = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
         assert_eq!(&there.value[..], b"one");
+        let listed = list(&bucket).await.unwrap();
+        assert_eq!(listed.len(), 1);
+        assert_eq!((listed[0].image_version.as_str(), listed[0].size_bytes), ("1.0", 3));
+        assert_eq!(listed[0].sha256, hex::encode(Sha256::digest(b"one")));
     }
 
     #[tokio::test]
@@ -262,6 +327,7 @@ mod tests {
     async fn a_publication_that_was_cut_short_is_finished_by_the_next() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
+        assert!(list(&bucket).await.unwrap().is_empty(), "an archive alone is not published");
         let dir = build(&vec![7; 12 << 20]);
         std::fs::write(dir.path().join(format!("{BUNDLE_FILE}.json")), b"{}").unwrap();
         publish(&bucket, dir.path(), &version).await.unwrap();

@@ -6,18 +6,26 @@ use anyhow::anyhow;
 
 use crate::applet::{Exit, Failure};
 
-/// Goes on only when the operator types `word`, or has said `--yes`.
+/// Whether there is a question to ask: no after `--yes`.
 ///
 /// # Errors
-/// [`Exit::Usage`] without a terminal, [`Exit::Refused`] after another answer.
-pub fn ask(what: &str, word: &str, said_yes: bool) -> Result<(), Failure> {
+/// [`Exit::Usage`] where there is nobody to ask. Nothing has been done or looked at by then.
+pub fn is_due(what: &str, said_yes: bool) -> Result<bool, Failure> {
     if said_yes {
-        return Ok(());
+        return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let error = anyhow!("{what}\n  next: there is no terminal to ask on; add --yes if that is meant");
         return Err(Failure::new(Exit::Usage, error));
     }
+    Ok(true)
+}
+
+/// Goes on only when the operator types `word`.
+///
+/// # Errors
+/// [`Exit::Refused`] after another answer.
+pub fn ask(what: &str, word: &str) -> Result<(), Failure> {
     eprint!("{what}\nType {word} to go on: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;
     let mut typed = String::new();

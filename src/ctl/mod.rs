@@ -9,9 +9,10 @@ mod args;
 mod bundle;
 mod command;
 mod confirm;
+mod out;
+mod progress;
 mod refusal;
 mod show;
-mod table;
 mod wait;
 
 use std::ffi::OsString;
@@ -27,5 +28,17 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     telemetry::init("svcctl");
-    applet::block_on("svcctl", async move { command::run(args).await })
+    if !args.global.json {
+        return applet::block_on("svcctl", command::run(args));
+    }
+    // For programs a failure is one line of JSON.
+    let mut exit = None;
+    let ran = applet::block_on("svcctl", async {
+        if let Err(failure) = command::run(args).await {
+            eprintln!("{}", refusal::json(&failure));
+            exit = Some(failure.exit);
+        }
+        Ok(())
+    });
+    exit.map_or(ran, ExitCode::from)
 }

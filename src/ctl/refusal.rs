@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use http::StatusCode;
 use serde::Deserialize;
+use serde_json::{Value, json};
 
 use super::api::CallError;
+use super::show::compact;
 use crate::applet::{Exit, Failure};
 
 /// A problem as it came, or an answer of something in between that is not the platform.
@@ -16,8 +18,8 @@ pub struct Refusal {
     pub code: Option<String>,
     pub detail: String,
     pub request_id: Option<String>,
-    /// The body as it came, for `--json`.
-    pub body: String,
+    /// The body where it is JSON, for `--json`.
+    body: Option<Box<Value>>,
     pub retry_after: Option<Duration>,
 }
 
@@ -30,11 +32,14 @@ struct Problem {
 }
 
 impl Refusal {
-    pub fn read(status: StatusCode, body: String, retry_after: Option<Duration>) -> Self {
-        let (code, detail, request_id) = match serde_json::from_str::<Problem>(&body) {
+    pub fn read(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
+        let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
             Err(_) => (None, format!("{status}, and no problem+json: is this the platform's URL?"), None),
         };
+        let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
+        let more = body.as_ref().map(|body| particulars(body, &detail)).unwrap_or_default();
+        detail.push_str(&more);
         Self { status, code, detail, request_id, body, retry_after }
     }
 
@@ -74,6 +79,48 @@ impl Refusal {
     }
 }
 
+/// What some codes say beyond their detail: the wrong fields, the state that is and those that would do.
+fn particulars(body: &Value, known: &str) -> String {
+    let mut said = String::new();
+    for error in body["errors"].as_array().into_iter().flatten() {
+        let (pointer, detail) = (compact(error.get("pointer")), compact(error.get("detail")));
+        let field = format!("{pointer}: {detail}");
+        if !known.contains(&field) {
+            said.push_str(&format!("\n  {field}"));
+        }
+    }
+    if let Some(status) = body["machineStatus"].as_str() {
+        let allowed: Vec<_> =
+            body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+        said.push_str(&format!(" It is {status}"));
+        if !allowed.is_empty() {
+            said.push_str(&format!(", and must be {}", allowed.join(" or ")));
+        }
+        said.push('.');
+    }
+    said
+}
+
+/// A failure for programs: the platform's problem where there is one, with the exit code and what to do next.
+pub fn json(failure: &Failure) -> Value {
+    let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
+        CallError::Refused(refusal) => Some(refusal),
+        _ => None,
+    });
+    let said = format!("{:#}", failure.error);
+    let (detail, next) = match said.split_once("\n  next: ") {
+        Some((detail, next)) => (detail.to_owned(), Some(next.to_owned())),
+        None => (said, None),
+    };
+    let mut body = match refusal.and_then(|refusal| refusal.body.clone()) {
+        Some(problem) => *problem,
+        None => json!({"detail": detail, "code": null}),
+    };
+    body["exit"] = (failure.exit as u8).into();
+    body["next"] = next.into();
+    body
+}
+
 /// What to do next, by code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
@@ -94,6 +141,11 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "idempotency_mismatch" => "run the command again: each run has a key of its own",
         "preview_limit_reached" => "delete a preview machine first",
+        "disk_would_shrink" => "choose a type with a disk that is no smaller",
+        "superseded" => "nothing: the machine was replaced, and stops by itself",
+        "host_unreachable" => {
+            "`svcctl status <machine>` says when its host was last heard; recover if it is lost"
+        }
         "provisioning_error" => {
             "the platform's log has the provider's answer under the request id; check quota, location and server type"
         }
@@ -124,7 +176,7 @@ mod tests {
 
     fn refusal(status: u16, code: &str) -> Refusal {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
-        Refusal::read(StatusCode::from_u16(status).unwrap(), body, None)
+        Refusal::read(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
@@ -133,6 +185,29 @@ mod tests {
         for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
             assert!(said.contains(part), "{said}");
         }
+    }
+
+    #[test]
+    fn wrong_fields_and_states_are_named() {
+        let read = |text: &str| Refusal::read(StatusCode::BAD_REQUEST, text, None).to_string();
+        let said = read(
+            r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
+        );
+        assert!(said.contains("\n  /slot: too long"), "{said}");
+        let said = read(
+            r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
+        );
+        assert!(said.contains("It is resizing, and must be running or failed."), "{said}");
+    }
+
+    #[test]
+    fn for_programs_a_failure_is_the_problem_with_exit_and_next() {
+        let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
+        let said = json(&failure);
+        assert_eq!((&said["code"], &said["exit"]), (&"bundle_not_found".into(), &65.into()));
+        assert!(said["next"].as_str().unwrap().contains("bundle publish"), "{said}");
+        let other = json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
+        assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 
     #[test]
@@ -154,7 +229,7 @@ mod tests {
 
     #[test]
     fn what_is_no_problem_document_does_not_pass_for_one() {
-        let refusal = Refusal::read(StatusCode::BAD_GATEWAY, "<html>".to_owned(), None);
+        let refusal = Refusal::read(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");
     }

@@ -1,4 +1,4 @@
-//! Waiting until an operation has ended and its machine stands still; what happens meanwhile goes to stderr.
+//! Waiting until an operation has ended and its machine stands still; what happens meanwhile is told on the way.
 
 use std::time::Duration;
 
@@ -6,7 +6,9 @@ use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
 use super::api::{Answer, Api, CallError};
-use super::show::{self, Machine, Operation};
+use super::progress::Progress;
+use super::show::machine::Machine;
+use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
@@ -22,33 +24,60 @@ pub async fn until_settled(
     operation_id: Option<&str>,
     within: Duration,
 ) -> Result<(Answer, Machine), Failure> {
-    let deadline = Instant::now() + within;
-    let mut seen = Seen::default();
-    let mut pause = FIRST_PAUSE;
+    let mut clock = Clock::start(within);
+    let mut seen = Seen::new();
     loop {
-        match api.get(&["vps", machine_id], &[]).await {
-            Ok(answer) => {
-                let machine: Machine = answer.read()?;
+        match look(api, machine_id).await? {
+            Ok((answer, machine)) => {
                 let operation = operation_id
                     .and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id));
                 seen.tell(&machine, operation);
                 if is_settled(&machine, operation) {
+                    drop(seen);
                     verdict(&machine, operation)?;
                     return Ok((answer, machine));
                 }
             }
-            // The platform may restart meanwhile: what was accepted goes on.
-            Err(error @ CallError::Unreachable { .. }) => seen.tell_trouble(&error.to_string()),
-            Err(CallError::Refused(refusal)) if refusal.is_transient() => {
-                seen.tell_trouble(&refusal.to_string());
-            }
-            Err(error) => return Err(error.into()),
+            Err(trouble) => seen.tell_trouble(&trouble),
         }
-        if Instant::now() >= deadline {
+        if clock.is_over() {
             return Err(Failure::new(Exit::TryAgain, not_in_time(machine_id, operation_id, within)));
         }
-        sleep(pause.min(deadline.duration_since(Instant::now()))).await;
-        pause = (pause * 3 / 2).min(LONGEST_PAUSE);
+        clock.pause().await;
+    }
+}
+
+/// A machine's record; or the words of a trouble that may pass, because what was accepted goes on meanwhile.
+pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine), String>, Failure> {
+    match api.get(&["vps", machine_id], &[]).await {
+        Ok(answer) => {
+            let machine = answer.read()?;
+            Ok(Ok((answer, machine)))
+        }
+        Err(error @ CallError::Unreachable { .. }) => Ok(Err(error.to_string())),
+        Err(CallError::Refused(refusal)) if refusal.is_transient() => Ok(Err(refusal.to_string())),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Growing pauses up to a deadline.
+pub struct Clock {
+    deadline: Instant,
+    pause: Duration,
+}
+
+impl Clock {
+    pub fn start(within: Duration) -> Self {
+        Self { deadline: Instant::now() + within, pause: FIRST_PAUSE }
+    }
+
+    pub fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+
+    pub async fn pause(&mut self) {
+        sleep(self.pause.min(self.deadline.duration_since(Instant::now()))).await;
+        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
     }
 }
 
@@ -77,38 +106,65 @@ fn verdict(machine: &Machine, operation: Option<&Operation>) -> Result<(), Failu
             format!("has not come about: {} {}{code}", operation.kind, operation.state)
         }
     };
-    let why = show::compact(machine.failure.as_ref());
-    let why = if why.is_empty() { why } else { format!("; {why}") };
     let id = &machine.machine_id;
-    let error = anyhow!("machine {id} {ended}{why}\n  next: `svcctl status {id}` shows its operations");
+    let (why, next) = match &machine.failure {
+        Some(failure) => (format!("; {}", failure.line()), failure.advice(machine)),
+        None => (String::new(), format!("`svcctl status {id}` shows its operations")),
+    };
+    let error = anyhow!("machine {id} {ended}{why}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
 }
 
 /// What has been told already.
-#[derive(Default)]
 struct Seen {
+    progress: Progress,
     state: String,
     entries: usize,
+    stages: usize,
     trouble: bool,
 }
 
 impl Seen {
+    fn new() -> Self {
+        Self { progress: Progress::start(), state: String::new(), entries: 0, stages: 0, trouble: false }
+    }
+
     fn tell(&mut self, machine: &Machine, operation: Option<&Operation>) {
         self.trouble = false;
-        for entry in operation.iter().flat_map(|operation| operation.log.iter().skip(self.entries)) {
-            eprintln!("{}", entry.line());
+        let mut news: Vec<(&str, String)> = Vec::new();
+        if let Some(operation) = operation {
+            let entries = operation.log.iter().skip(self.entries).filter(|entry| entry.is_news());
+            news.extend(
+                entries.map(|entry| (entry.at.as_str(), operation.line(self.progress.view(), entry))),
+            );
+            self.entries = operation.log.len();
         }
-        self.entries = operation.map_or(self.entries, |operation| operation.log.len());
+        let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
+        // A resize boots a machine that had its first boot long before.
+        let earlier =
+            |at: &str| operation.and_then(|o| o.created_at.as_deref()).is_some_and(|from| at < from);
+        for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
+            let at = operation.map_or_else(|| stage.at.clone(), |operation| operation.offset(&stage.at));
+            news.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
+        }
+        self.stages = stages.len();
+        // Times of one clock, in one form: their texts are in order, too.
+        news.sort_by_key(|(at, _)| *at);
+        news.iter().for_each(|(_, line)| self.progress.line(line));
         let now = machine.state_word();
         if self.state != now {
-            eprintln!("machine {} is {now}", machine.machine_id);
+            self.progress.line(&format!("machine {} is {now}", machine.machine_id));
             now.clone_into(&mut self.state);
         }
+        let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(now);
+        let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
+        let boot = boot.map(|boot| format!(", boot: {}", boot.stage)).unwrap_or_default();
+        self.progress.at(format!("{step}{boot}"));
     }
 
     fn tell_trouble(&mut self, what: &str) {
         if !self.trouble {
-            eprintln!("still waiting: {what}");
+            self.progress.line(&format!("still waiting: {what}"));
         }
         self.trouble = true;
     }

@@ -57,7 +57,7 @@ impl StoreLink {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
-                let renewed = Renewed::new(machine, platform, layout.store_credentials(), first)?;
+                let renewed = Renewed::new(machine, platform, layout.store_credentials(), &first)?;
                 Some(Arc::new(renewed) as Arc<dyn Source>)
             }
         };

@@ -93,7 +93,7 @@ impl Renewed {
         machine: MachineId,
         platform: PlatformLink,
         file: PathBuf,
-        first: Temporary,
+        first: &Temporary,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
         let first = Held::new(first.signing(), first.expires_at, USUAL_LIFE);
@@ -207,7 +207,7 @@ impl Source for Renewed {
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);
         }
-        if state.held.key.key_id == access_key {
+        if state.held.key.key_id == access_key || !state.held.is_usable(Timestamp::now()) {
             self.renew(&mut state, ATTEMPTS).await?;
         }
         Ok(Arc::clone(&state.held.key))

@@ -20,6 +20,7 @@ pub enum Code {
     MachineNotFound,
     BundleNotFound,
     NotFound,
+    Gone,
     MethodNotAllowed,
     RequestTooLarge,
     UnsupportedMediaType,
@@ -64,6 +65,7 @@ impl Code {
             Self::MachineNotFound => (S::NOT_FOUND, "machine_not_found", "There is no such machine"),
             Self::BundleNotFound => (S::NOT_FOUND, "bundle_not_found", "There is no such bundle"),
             Self::NotFound => (S::NOT_FOUND, "not_found", "There is nothing here"),
+            Self::Gone => (S::GONE, "gone", "This is not known any more"),
             Self::MethodNotAllowed => {
                 (S::METHOD_NOT_ALLOWED, "method_not_allowed", "The method is not allowed here")
             }

@@ -16,7 +16,7 @@ use super::event::{Effect, Event};
 use super::name::ServerType;
 use super::state::{Machine, State, Status};
 use super::transition::{Outcome, Refusal};
-use cloud::Cloud;
+use cloud::{Cloud, Power};
 use invariant::Violation;
 use operation::{Ending, Kind, Operation};
 
@@ -123,7 +123,7 @@ impl World {
             Effect::CancelOperation => self.end_operations(id, Ending::Cancelled),
             Effect::FailOperation { .. } => self.end_operations(id, Ending::Failed),
             Effect::DeleteServer => self.operations.push(Operation::new(id, Kind::Delete)),
-            Effect::ChangeType { to } => self.operations.push(Operation::new(id, Kind::ChangeType(to))),
+            Effect::ChangeType { to } => self.operations.push(Operation::new(id, Kind::Resize(to))),
             Effect::CloseConnections => self.rows[id].connections = 0,
         }
     }
@@ -145,6 +145,11 @@ impl World {
             self.seen.insert(Violation::PointerWentBack);
         }
         pointer.writer = epoch;
+    }
+
+    /// Whether the machine has a server that is switched on.
+    pub fn is_on(&self, id: usize) -> bool {
+        self.cloud.of(id).is_some_and(|server| server.power == Power::On)
     }
 
     /// The type of the machine's server as the provider reports it.

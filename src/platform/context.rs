@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use super::config::PlatformConfig;
 use super::db::Db;
@@ -21,6 +22,8 @@ pub struct Platform {
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
+    /// Labels our servers at the provider.
+    pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     /// Wakes the runner of this process before its next poll.
     pub nudge: Notify,

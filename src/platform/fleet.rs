@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));
         assert_eq!(reasons_of(|row| row.operation_attempts = 8), one("operation_stuck"));
         let slow = |row: &mut FleetRow| {
-            (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0)
+            (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0);
         };
         assert_eq!(reasons_of(slow), one("boot_slow"));
         let failed = |row: &mut FleetRow| {

@@ -209,7 +209,7 @@ impl StoreAccess {
         Some(json!({
             "accessKeyId": credentials.access_key,
             "secretAccessKey": credentials.secret_key.expose_secret(),
-            "sessionToken": credentials.session_token.as_ref().map(|token| token.expose_secret()),
+            "sessionToken": credentials.session_token.as_ref().map(ExposeSecret::expose_secret),
             "expiresAt": rfc3339_ms(credentials.expires_at),
             "region": s3.region,
             "endpoint": s3.endpoint,

@@ -4,20 +4,17 @@
 //! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf;
 use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use super::db::{self, Db, DbError};
-use crate::http::problem::chain;
 use crate::http::proof::{ProofKeys, Signer};
 
-const REFRESH: Duration = Duration::from_secs(10);
+/// What is locked by whoever changes the set of keys.
+pub const LOCK: &str = "signing keys";
 
 /// The keys that sign proofs, as one process sees them now.
 pub struct SigningSet {
@@ -105,11 +102,11 @@ pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
     let app = opened(stored(db, seal, db::keys::APP).await?, seal)?;
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let newest = app.last().cloned().ok_or_else(none)?;
-    // The oldest key signs proofs until hosts know the newer one.
+    // The oldest key signs proofs until hosts know the newest one.
     let mut signers = proof.iter().cloned();
     Ok(SigningSet {
         current: signers.next().ok_or_else(none)?,
-        next: signers.next(),
+        next: signers.next_back(),
         public: public(&proof),
         app: AppKeys { current: newest, public: public(&app) },
     })
@@ -122,7 +119,7 @@ async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::Sto
         return Ok(stored);
     }
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, "signing keys").await?;
+    db::lock(&tx, LOCK).await?;
     let mut stored = db::keys::active(&tx, purpose).await?;
     if stored.is_empty() {
         stored.push(generate(&tx, seal, purpose).await?);
@@ -131,7 +128,11 @@ async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::Sto
     Ok(stored)
 }
 
-async fn generate(
+/// Makes another key, under the lock that the transaction holds.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn generate(
     tx: &deadpool_postgres::Transaction<'_>,
     seal: &Seal,
     purpose: &str,
@@ -158,24 +159,8 @@ fn public(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
-/// Keeps the process's view of the keys fresh until `stop`; what cannot be read leaves the last view.
-pub async fn refresh(db: Db, seal: Seal, keys: watch::Sender<Arc<SigningSet>>, stop: CancellationToken) {
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(REFRESH) => {}
-        }
-        match load(&db, &seal).await {
-            Ok(fresh) if !same(&fresh, &keys.borrow()) => {
-                keys.send_replace(Arc::new(fresh));
-            }
-            Ok(_) => {}
-            Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
-        }
-    }
-}
-
-fn same(one: &SigningSet, other: &SigningSet) -> bool {
+/// Whether two views hold the same keys.
+pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public && one.app.public == other.app.public
 }
 

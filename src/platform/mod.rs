@@ -9,9 +9,11 @@ pub mod db;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;
+pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
 pub mod operations;
+pub mod rate_budget;
 pub mod router;
 pub mod tokens;
 pub mod userdata;
@@ -28,9 +30,10 @@ use tokio::task::JoinSet;
 
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
-use self::db::Db;
+use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
+use self::rate_budget::SharedBudget;
 use self::router::RouterContext;
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
@@ -79,6 +82,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
+    let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);
     let routes = RouterContext {
@@ -89,12 +93,15 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         stop: stop.clone(),
     };
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
-    let provider = Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token);
+    let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
+    let allowance = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
+    let provider = Hetzner::sharing(client, api_url, token, allowance);
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket: config.store.open().or_exit(Exit::Config)?,
         host_store,
         mint: TokenMint::new(&config.key),
+        installation,
         db: db.clone(),
         keys,
         nudge: Notify::new(),
@@ -104,7 +111,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     });
 
     let mut tasks = JoinSet::new();
-    tasks.spawn(keys::refresh(db, seal, fresh, stop.clone()));
+    tasks.spawn(key_rotation::run(db, seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     println!("listening api {}", api.url);
@@ -132,6 +139,10 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         tracing::warn!("not everything ended in time; the next process goes on with it");
     }
     Ok(())
+}
+
+async fn installation(db: &Db) -> Result<uuid::Uuid, DbError> {
+    db::servers::installation(&db.session().await?).await
 }
 
 struct Bound {

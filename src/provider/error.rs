@@ -64,4 +64,6 @@ pub enum Cause {
     },
     #[error("the provider's answer is larger than {limit} bytes")]
     TooLarge { limit: usize },
+    #[error("no call was left in the rate budget within {} ms", .after.as_millis())]
+    Exhausted { after: Duration },
 }

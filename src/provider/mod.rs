@@ -3,12 +3,14 @@
 //! Nothing here knows machines' states or operations. The invariant: an error's kind alone says what may be tried again,
 //! and a call that may have created something never says that it failed cleanly.
 
+mod allowance;
 mod error;
 pub mod hetzner;
 mod server;
 
 use async_trait::async_trait;
 
+pub use self::allowance::{Allowance, Grant, Seen};
 pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::server::{
     Action, ActionId, ActionStatus, Deleted, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,

@@ -66,9 +66,12 @@ pub fn taken_at(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
+/// Where all bundles are, at the bucket's root.
+pub const BUNDLES: &str = "system-bundles";
+
 /// A bundle's object at the bucket's root; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
 pub fn bundle(version: &ImageVersion, suffix: &str) -> Path {
-    Path::from_iter(["system-bundles", version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
+    Path::from_iter([BUNDLES, version.as_str(), &format!("{BUNDLE_FILE}{suffix}")])
 }
 
 #[cfg(test)]

@@ -130,6 +130,15 @@ pub(crate) mod tests {
         assert_eq!(refused, Fenced { fence: Epoch(2), mine: Epoch(1) });
     }
 
+    #[test]
+    fn a_write_that_a_fence_followed_is_still_known_as_done() {
+        let mine = snapshot(1, Epoch(1));
+        let written = advance(None, Epoch(1), &mine).unwrap().unwrap();
+        let fenced = fence(Some(&written), Epoch(2)).unwrap().unwrap();
+        assert_eq!(advance(Some(&fenced), Epoch(1), &mine), Ok(None), "its answer may have been lost");
+        assert!(advance(Some(&fenced), Epoch(1), &snapshot(2, Epoch(1))).is_err());
+    }
+
     proptest! {
         /// Whatever order fences and snapshots come in: nothing goes back, and a snapshot that was named stays named
         /// until another takes its place.
@@ -145,6 +154,9 @@ pub(crate) mod tests {
                     prop_assert!(next.fence_epoch >= old.fence_epoch);
                     prop_assert!(old.snapshot.is_none() || next.snapshot.is_some());
                     prop_assert!(epoch >= old.fence_epoch);
+                    if let (Some(old), Some(next)) = (&old.snapshot, &next.snapshot) {
+                        prop_assert!(next.epoch >= old.epoch, "the snapshot of an earlier machine took its place");
+                    }
                 }
                 now = Some(next);
             }

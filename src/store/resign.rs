@@ -36,6 +36,7 @@ pub(super) struct Resigning {
 #[async_trait]
 impl HttpService for Resigning {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let request = self.refreshed(request).await;
         let again = request.clone();
         let answer = self.wire.execute(request).await?;
         if !matches!(
@@ -70,6 +71,17 @@ impl HttpService for Resigning {
 }
 
 impl Resigning {
+    /// object_store signs once and repeats a failed request as it is: a repeat gets the credentials of its own time.
+    async fn refreshed(&self, request: HttpRequest) -> HttpRequest {
+        match self.source.current().await {
+            Ok(held) if used(&request).is_some_and(|key| key != held.key_id) => {
+                self.sign(request.clone(), &held).unwrap_or(request)
+            }
+            // Without others, the store shall say what it thinks of these.
+            _ => request,
+        }
+    }
+
     /// `None` for a request that was not signed as object_store signs.
     fn sign(&self, mut request: HttpRequest, with: &AwsCredential) -> Option<HttpRequest> {
         let payload = request.headers().get(CONTENT_SHA256)?.to_str().ok()?.to_owned();

@@ -175,10 +175,11 @@ fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
     let answer: Answer =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = answer.assume_role_result.credentials;
+    // Around values, an XML document may have white space for its reader's sake.
     Ok(Temporary {
-        access_key: session.access_key_id,
-        secret_key: session.secret_access_key.into(),
-        session_token: Some(session.session_token.into()),
+        access_key: session.access_key_id.trim().to_owned(),
+        secret_key: session.secret_access_key.trim().to_owned().into(),
+        session_token: Some(session.session_token.trim().to_owned().into()),
         expires_at: session.expiration,
     })
 }

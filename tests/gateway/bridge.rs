@@ -6,7 +6,7 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::host::{Host, answer, host_with_app, unique};
+use super::host::{Host, Machine, answer, unique};
 
 /// One column of every type.
 fn everything() -> Value {
@@ -19,20 +19,49 @@ fn everything() -> Value {
     } })
 }
 
-struct App {
-    host: Host,
-    slug: String,
-    _database: kit::pg::TestDatabase,
+/// A host with one app, whose table has everything.
+pub struct App {
+    pub host: Host,
+    pub slug: String,
+    pub database: kit::pg::TestDatabase,
 }
 
 impl App {
-    async fn new() -> Result<Self> {
-        let (database, slug) = (test_database().await?, unique("things"));
-        let host = host_with_app(&database, &slug, &everything()).await?;
-        Ok(Self { host, slug, _database: database })
+    pub async fn new() -> Result<Self> {
+        Self::with_env(&[]).await
     }
 
-    fn body(&self, action: &str, more: Value) -> Value {
+    pub async fn with_env(env: &[(&str, &str)]) -> Result<Self> {
+        let (database, slug) = (test_database().await?, unique("things"));
+        let mut machine = Machine::new(&database.url())?;
+        machine.env.extend(env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        machine.app(&slug, &everything())?;
+        let host = machine.start()?;
+        host.until_registered(&slug).await?;
+        Ok(Self { host, slug, database })
+    }
+
+    /// The schema, which is the role, too.
+    pub fn schema(&self) -> String {
+        format!("app_{}", self.slug.replace('-', "_"))
+    }
+
+    /// A query's status and answer.
+    pub async fn query(&self, action: &str, more: Value) -> Result<(u16, Value)> {
+        let (status, answer) = self.host.query(&self.body(action, more)).await?;
+        Ok((status.as_u16(), answer))
+    }
+
+    /// A query that has to succeed; its `data`.
+    pub async fn data(&self, action: &str, more: Value) -> Result<Value> {
+        self.host.data(&self.body(action, more)).await
+    }
+
+    pub async fn count(&self) -> Result<i64> {
+        Ok(self.data("count", json!({})).await?["count"].as_i64().unwrap_or(-1))
+    }
+
+    pub fn body(&self, action: &str, more: Value) -> Value {
         let mut body = json!({ "action": action, "app": self.slug, "table": "things" });
         if let (Some(body), Value::Object(more)) = (body.as_object_mut(), more) {
             body.extend(more);
@@ -40,11 +69,11 @@ impl App {
         body
     }
 
-    async fn insert(&self, data: Value) -> Result<Value> {
+    pub async fn insert(&self, data: Value) -> Result<Value> {
         self.host.data(&self.body("insert", json!({ "data": data }))).await
     }
 
-    async fn titles(&self, more: Value) -> Result<Vec<String>> {
+    pub async fn titles(&self, more: Value) -> Result<Vec<String>> {
         let rows = self.host.data(&self.body("find", more)).await?;
         Ok(rows
             .as_array()

@@ -2,7 +2,14 @@
 
 mod apps;
 mod bridge;
+mod bridge_cancel;
+mod bridge_changes;
+mod bridge_pages;
 mod bridge_refusals;
+mod bridge_sqlstate;
+mod bridge_together;
+mod bridge_types;
+mod bridge_write;
 mod host;
 mod identity;
 mod isolation;

@@ -4,7 +4,7 @@ use futures_util::{StreamExt, stream};
 use serde_json::json;
 use svc::platform::operations::{OperationKind, points};
 
-use super::stack::{Stack, provision_body};
+use super::stack::{SECRET, Stack, provision_body};
 
 const AT_ONCE: usize = 3;
 
@@ -88,6 +88,44 @@ async fn delete_survives_a_kill_at_every_point() {
         let operation = stack.ended(&second, again.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}");
         assert!(stack.provider.servers().is_empty(), "{point}");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_survives_a_kill_at_every_point() {
+    every_point(OperationKind::Resize, |point| async move {
+        let stack = Stack::start().await;
+        let mut calm = stack.platform();
+        let guest = stack.running(&calm, "user_1").await;
+        calm.kill();
+        // The power has to be cut, so that every step has something to do.
+        stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+        let settings = [("FAILPOINTS", killed_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
+        let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
+        let mut first = stack.platform_with(&settings);
+        let path = format!("/vps/{}/resize", guest.machine);
+        let request = stack.request(&first, reqwest::Method::POST, &path).bearer_auth(SECRET);
+        // The kill can come before the answer.
+        let _ = request.json(&json!({"serverType": "cpx32"})).send().await;
+        first.killed_while(|base| stack.try_beats(base)).await;
+
+        let second = stack.platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "1")]);
+        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let operation = record["operations"][0]["operationId"].as_str().unwrap();
+        let operation = stack.ended_while_beating(&second, operation).await;
+        assert_eq!(operation["kind"], "resize", "{point}: {operation}");
+        assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
+        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        assert_eq!(
+            (&record["status"], &record["serverType"]),
+            (&json!("running"), &json!("cpx32")),
+            "{point}"
+        );
+        stack.assert_only_server(&guest.machine);
+        let server = stack.provider.servers().remove(0);
+        assert_eq!((server.server_type.as_str(), server.disk_gb), ("cpx32", 80), "{point}");
+        assert_eq!(stack.provider.creations().len(), 1, "{point}");
     })
     .await;
 }

@@ -16,9 +16,11 @@ use tokio_util::sync::CancellationToken;
 use super::stack::{BUCKET, Guest, Process, Stack, heartbeat, registration};
 
 /// The part of a host that takes the request; the proofs that came.
-pub(super) struct Host {
-    pub(super) seen: Arc<Mutex<Vec<Claims>>>,
-    pub(super) guest: Guest,
+pub struct Host {
+    pub seen: Arc<Mutex<Vec<Claims>>>,
+    pub guest: Guest,
+    /// What it verifies proofs with; a proof that fails is answered with 401.
+    pub keys: Arc<Mutex<ProofKeys>>,
     stop: CancellationToken,
 }
 
@@ -28,7 +30,8 @@ impl Drop for Host {
     }
 }
 
-pub(super) async fn host(stack: &Stack, process: &Process) -> Host {
+/// A running machine of `user_1`, whose host answers on its address with the key that it registered.
+pub async fn host(stack: &Stack, process: &Process) -> Host {
     let made = stack.provision(process, "user_1").await;
     let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
@@ -40,11 +43,16 @@ pub(super) async fn host(stack: &Stack, process: &Process) -> Host {
     let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
     let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
+    let keys = Arc::new(Mutex::new(keys));
+    let accepted = keys.clone();
     let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let log = seen.clone();
     let router = axum::Router::new().fallback(move |request: Request| async move {
         let Some(proof) = request.headers().get("x-svc-proof") else { return StatusCode::UNAUTHORIZED };
-        let claims = keys.verify(proof.to_str().unwrap(), machine, jiff::Timestamp::now()).unwrap();
+        let keys = accepted.lock().unwrap().clone();
+        let Ok(claims) = keys.verify(proof.to_str().unwrap(), machine, jiff::Timestamp::now()) else {
+            return StatusCode::UNAUTHORIZED;
+        };
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         log.lock().unwrap().push(claims);
@@ -54,7 +62,7 @@ pub(super) async fn host(stack: &Stack, process: &Process) -> Host {
     let stop = CancellationToken::new();
     let tls = Some(Arc::new(identity.server_config().unwrap()));
     tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
-    Host { seen, guest, stop }
+    Host { seen, guest, keys, stop }
 }
 
 async fn notes(stack: &Stack, process: &Process, recovery: &Value) -> String {

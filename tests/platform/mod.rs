@@ -1,6 +1,9 @@
 //! The control plane as its callers see it: real PostgreSQL, real S3 over HTTP, the provider's simulator with record
 //! servers, and `svc-platform` as a child process.
 
+mod backups;
+mod boot_stages;
+mod budget;
 mod bundles;
 mod calls;
 mod config;
@@ -8,12 +11,19 @@ mod create;
 mod credentials;
 mod deletion;
 mod described;
+mod fail;
+mod fleet;
 mod idempotency;
+mod key_rotation;
 mod kills;
 mod last_backup;
+mod lives;
 mod provisioning;
+mod reconciling;
 mod recovery;
 mod registration;
+mod resize;
+mod resize_failures;
 mod several;
-mod stack;
+pub mod stack;
 mod unreachable;

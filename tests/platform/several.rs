@@ -55,8 +55,9 @@ async fn processes_that_start_at_once_on_an_empty_database_agree() {
         assert_eq!(stack.get(process, "/readyz").await.body["status"], "ok");
     }
     let client = empty.connect().await.unwrap();
-    let keys = client.query("SELECT kid FROM signing_keys", &[]).await.unwrap();
-    assert_eq!(keys.len(), 1);
+    let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
+    let purposes: Vec<String> = keys.iter().map(|key| key.get(0)).collect();
+    assert_eq!(purposes, ["app", "proof"], "one of each");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,13 +3,14 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use kit::child::{self, AtExit};
 use kit::pg::{TestDatabase, test_database_from};
-use kit::provider::{ServerView, Simulator, SimulatorOptions};
+use kit::provider::{Power, ServerView, Simulator, SimulatorOptions};
 use kit::s3::S3Server;
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -31,6 +32,11 @@ pub struct Stack {
 
 impl Stack {
     pub async fn start() -> Self {
+        Self::start_on(|_| SimulatorOptions::record()).await
+    }
+
+    /// With a provider of one's own making; it is given the directory that goes with the stack.
+    pub async fn start_on(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
@@ -40,7 +46,7 @@ impl Stack {
         let store = S3Server::start(logs.path()).expect("a store");
         store.create_bucket(BUCKET);
         publish(&store, "v1");
-        let provider = Simulator::start(SimulatorOptions::record()).await.expect("a provider");
+        let provider = Simulator::start(provider(logs.path())).await.expect("a provider");
         let patient = Deadlines { whole: Some(Duration::from_secs(70)), ..Deadlines::CALL };
         let patient = Deadlines { idle: Duration::from_secs(70), ..patient };
         let client = client::build(patient).expect("a client");
@@ -73,6 +79,9 @@ impl Stack {
             ("RECONCILE_SECONDS", "1"),
             ("PROVIDER_AMBIGUOUS_WAIT_SECONDS", "2"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "2"),
+            ("RESIZE_SHUTDOWN_SECONDS", "2"),
+            ("RESIZE_CHANGE_SECONDS", "8"),
+            ("RESIZE_HEALTH_SECONDS", "30"),
             ("RUST_LOG", "info"),
         ] {
             settings.push((name.to_owned(), value.to_owned()));
@@ -96,8 +105,13 @@ impl Stack {
             .map_while(Result::ok)
             .find_map(|line| line.strip_prefix("listening api ").map(str::to_owned));
         let base = base.unwrap_or_else(|| panic!("the platform did not start:\n{}", self.log()));
+        let router = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| line.strip_prefix("listening router ").map(str::to_owned))
+            .unwrap_or_default();
         std::thread::spawn(move || lines.for_each(drop));
-        Process { child, base }
+        Process { child, base, router }
     }
 
     pub fn command(&self, more: &[(&str, &str)]) -> Command {
@@ -197,6 +211,39 @@ impl Stack {
         self.eventually("the operation ends", look).await
     }
 
+    /// A heartbeat as this machine's host sends it.
+    pub async fn beat(&self, process: &Process, guest: &Guest, body: &Value) -> Answer {
+        let request = self.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
+        self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
+    }
+
+    /// Plays the hosts of all servers that are switched on, as running hosts, until the operation has ended; the
+    /// operation.
+    pub async fn ended_while_beating(&self, process: &Process, operation: &str) -> Value {
+        let path = format!("/vps/operations/{operation}");
+        let look = || async {
+            let found = self.get(process, &path).await.body;
+            if found["state"] != "running" {
+                return Some(found);
+            }
+            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
+                let guest = Guest::of(server);
+                self.beat(process, &guest, &beat_of(&guest)).await;
+            }
+            None
+        };
+        self.eventually("the operation ends", look).await
+    }
+
+    /// Heartbeats of every server that is switched on, to a platform that may be gone.
+    pub async fn try_beats(&self, base: String) {
+        for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
+            let guest = Guest::of(server);
+            let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
+            let _ = request.bearer_auth(&guest.upgrade_token).json(&beat_of(&guest)).send().await;
+        }
+    }
+
     pub async fn status(&self, process: &Process, machine: &str) -> Value {
         self.get(process, &format!("/vps/{machine}")).await.body["status"].clone()
     }
@@ -266,6 +313,13 @@ pub fn heartbeat() -> Value {
         "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
 }
 
+/// What a host that is well says, with its own epoch.
+pub fn beat_of(guest: &Guest) -> Value {
+    let mut body = heartbeat();
+    body["epoch"] = json!(guest.epoch.parse::<u32>().expect("an epoch"));
+    body
+}
+
 /// A server's host as its user-data made it.
 #[derive(Debug, Clone)]
 pub struct Guest {
@@ -331,6 +385,7 @@ impl Answer {
 pub struct Process {
     child: Child,
     pub base: String,
+    pub router: String,
 }
 
 impl Process {
@@ -359,6 +414,17 @@ impl Process {
     pub async fn killed(&mut self) {
         let status = self.end().await;
         assert_eq!(status.signal(), Some(9), "{status}");
+    }
+
+    /// [`Self::killed`] at a point that comes only while hosts speak to it.
+    pub async fn killed_while<F: Future<Output = ()>>(&mut self, mut speak: impl FnMut(String) -> F) {
+        let deadline = Instant::now() + PATIENCE;
+        while let Ok(None) = self.child.try_wait() {
+            assert!(Instant::now() < deadline, "the platform goes on");
+            speak(self.base.clone()).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        self.killed().await;
     }
 }
 

@@ -3,8 +3,10 @@
 
 mod backup;
 mod bundle;
+mod credentials;
 mod gate;
 mod machine;
+mod meta;
 mod platform;
 mod register;
 mod round_trip;

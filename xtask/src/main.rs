@@ -49,6 +49,15 @@ enum Command {
         #[arg(long)]
         keep: bool,
     },
+    /// Keep the demo's parts running for a developer, with a machine in use; writes target/dev/dev.json
+    Dev {
+        /// The binary to run; built when not given
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+        /// Where dev.json and the operator's credential go; another directory for another one beside the first
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
     /// Set up, build, and run all tests
     Test {
         /// The long ones too
@@ -69,6 +78,7 @@ fn main() -> ExitCode {
         Command::Setup => setup().map(|()| ExitCode::SUCCESS),
         Command::Bundle { image_version, out, svc, .. } => bundle(&image_version, &out, svc),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
+        Command::Dev { svc, dir } => dev(svc, dir),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Ci { .. } => ci::rest(),
     };
@@ -100,6 +110,16 @@ fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<
     let options = story::Options { svc, breakage, keep, report: Some(report) };
     let told = runtime.block_on(story::play(options))?;
     Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>) -> Result<ExitCode> {
+    let dir = dir.unwrap_or_else(kit::dev::default_dir);
+    // Before the build: one that runs already keeps its binary.
+    let claim = kit::dev::Claim::of(&dir)?;
+    let svc = svc_or_built(svc)?;
+    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    runtime.block_on(kit::dev::run(claim, &svc))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {

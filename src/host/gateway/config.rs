@@ -12,6 +12,7 @@ use crate::host::config::{DatabaseUrl, Identity, environment, first_proof_keys};
 use crate::host::layout::Layout;
 use crate::http::jwt::Trust;
 use crate::http::proof::ProofKeys;
+use crate::machine::epoch::Epoch;
 
 /// The gateway's configuration, whole and checked.
 #[derive(Debug, Clone)]
@@ -25,6 +26,8 @@ pub struct Config {
     pub postgres: tokio_postgres::Config,
     /// The longest that one statement of an app may run.
     pub statement_timeout: Duration,
+    /// How long a change can be resumed from.
+    pub changes_keep: Duration,
 }
 
 /// Whose machine this is, as provisioning wrote it, or nobody's on a developer's own.
@@ -51,6 +54,10 @@ impl Config {
         if timeout == 0 {
             env.mistake("BRIDGE_STATEMENT_TIMEOUT_MS", "must be at least 1");
         }
+        let keep = env.or("BRIDGE_CHANGES_KEEP_SECONDS", 3600_u64);
+        if keep == 0 {
+            env.mistake("BRIDGE_CHANGES_KEEP_SECONDS", "must be at least 1");
+        }
         let database = DatabaseUrl::read(&mut env);
         let postgres = database.as_ref().and_then(|url| match url.config() {
             Ok(config) => Some(config),
@@ -68,9 +75,20 @@ impl Config {
                 issuer,
                 postgres: postgres?,
                 statement_timeout: Duration::from_millis(timeout),
+                changes_keep: Duration::from_secs(keep),
             })
         })();
         env.finish(built)
+    }
+}
+
+impl Config {
+    /// The machine's epoch; none on a developer's own.
+    pub fn epoch(&self) -> Epoch {
+        match &self.owner {
+            OwnerConfig::Provisioned { identity, .. } => identity.epoch,
+            OwnerConfig::DevDefault => Epoch::NONE,
+        }
     }
 }
 

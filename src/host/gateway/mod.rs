@@ -70,6 +70,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let gateway = Gateway::new(config)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
+    tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(lifetime::feed_watchdog(stop.clone()));
     let local = router::router(&gateway, Ingress::Trusted);

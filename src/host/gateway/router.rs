@@ -25,6 +25,7 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
     let bridge = Router::new()
         .route("/api/bridge/query", post(bridge::query))
         .route("/api/bridge/schemas", get(bridge::list_schemas))
+        .route("/api/bridge/changes", get(bridge::changes))
         .route_layer(middleware::from_fn(require_caller))
         .layer(middleware::from_fn(at_most::<BRIDGE_BODY>));
     let pages = Router::new()

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::apps::Registry;
 use super::auth::Seam;
+use super::bridge::Changes;
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
@@ -13,6 +14,7 @@ pub struct Gateway {
     pub seam: Seam,
     pub database: Arc<Database>,
     pub apps: Registry,
+    pub changes: Arc<Changes>,
     pub upstreams: Upstreams,
     pub config: Config,
 }
@@ -25,6 +27,7 @@ impl Gateway {
             seam: Seam::new(&config)?,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
+            changes: Arc::default(),
             upstreams: Upstreams::new(&config.layout.sockets()),
             config,
         }))

@@ -1,4 +1,4 @@
-//! The two calls that a machine makes with its registration token. The same text again is harmless at the platform, so
+//! The calls that a machine makes with its registration token. The same text again is harmless at the platform, so
 //! whatever left no answer is sent again until a deadline.
 
 use std::time::Duration;
@@ -77,6 +77,19 @@ impl<'a> Platform<'a> {
         deadline: Duration,
     ) -> Result<(), CallError> {
         self.post(self.link.url(&format!("/vps/{machine}/boot-failure")), body, deadline).await.map(|_| ())
+    }
+
+    /// Says that the boot has come to a stage.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn boot_stage(
+        &self,
+        machine: MachineId,
+        body: &str,
+        deadline: Duration,
+    ) -> Result<(), CallError> {
+        self.post(self.link.url(&format!("/vps/{machine}/boot-stage")), body, deadline).await.map(|_| ())
     }
 
     async fn post(&self, url: Url, body: &str, deadline: Duration) -> Result<bytes::Bytes, CallError> {

@@ -1,4 +1,4 @@
-//! `svc-register`: the one-time registration of this machine, or the report that its boot failed.
+//! `svc-register`: the one-time registration of this machine, or the report of how its boot gets on.
 //!
 //! Here: the command line, the configuration, and the order of steps. What is sent again after a lost reply or a
 //! restart is byte for byte what was sent first: `ledger` keeps it.
@@ -6,6 +6,7 @@
 mod call;
 mod failure;
 mod ledger;
+mod stage;
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -47,6 +48,11 @@ struct Args {
 enum Command {
     /// Wait for the gateway, then register (the default)
     Register,
+    /// Say that the boot has come to a stage; best effort, it never fails
+    Stage {
+        #[arg(value_enum)]
+        stage: failure::Stage,
+    },
     /// Report that the boot failed
     Failure {
         /// Where the boot failed
@@ -68,6 +74,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-register", async move {
         match args.command.unwrap_or(Command::Register) {
             Command::Register => register(&layout).await,
+            Command::Stage { stage } => {
+                stage::report(&layout, stage).await;
+                Ok(())
+            }
             Command::Failure { stage, message } => failure::report(&layout, stage, &message).await,
         }
     })

@@ -118,9 +118,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     })
 }
 
+/// How long the first beat waits for a host that starts.
+const SETTLING: Duration = Duration::from_secs(10);
+
 /// Beats until the platform says that this machine has been replaced. A beat that fails is not repeated before its
 /// time: the next one says the same.
 async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
+    settle(settings).await;
     let mut ticks = ticks(settings.heartbeat_each);
     loop {
         ticks.tick().await;
@@ -133,6 +137,17 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
             Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
         }
     }
+}
+
+/// A gateway that has only just started is not failing: what the first beat says stands until the second.
+async fn settle(settings: &Settings) {
+    let well = async {
+        while !vitals::health(settings).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    // How it is after that is how it is.
+    let _ = tokio::time::timeout(settings.heartbeat_each.min(SETTLING), well).await;
 }
 
 async fn tell_store(settings: &Settings) -> std::convert::Infallible {

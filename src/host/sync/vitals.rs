@@ -34,6 +34,12 @@ pub struct Health {
     pub database: State,
 }
 
+impl Health {
+    pub fn is_ok(&self) -> bool {
+        self.gateway == State::Ok && self.database == State::Ok
+    }
+}
+
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Disk {

@@ -73,6 +73,7 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => Just(Event::ServerGone),
         1 => Just(Event::BootFailureReported),
         1 => Just(Event::RegistrationExpired),
+        1 => Just(Event::OperationHung),
         1 => (0u32..6).prop_map(|epoch| Event::HealthyHeartbeat { epoch: Epoch(epoch), server_type: small() }),
         1 => Just(Event::Registered { server_type: small() }),
     ];
@@ -104,7 +105,10 @@ impl World {
             Action::Tell { machine, event } if !self.rows.is_empty() => {
                 let id = machine.index(self.rows.len());
                 self.rows[id].registered |= matches!(event, Event::Registered { .. });
-                self.apply(id, event);
+                match event {
+                    Event::HealthyHeartbeat { epoch, .. } => self.hear(id, *epoch),
+                    event => self.apply(id, event),
+                }
             }
             Action::Host { machine, does } if !self.rows.is_empty() => {
                 self.host(machine.index(self.rows.len()), *does);
@@ -137,6 +141,13 @@ impl World {
             .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
+    /// A heartbeat, however late. The caller of the transition asks the provider for the server before it believes it.
+    fn hear(&mut self, id: usize, epoch: Epoch) {
+        if let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) {
+            self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
+        }
+    }
+
     fn host(&mut self, id: usize, does: HostDoes) {
         self.rows[id].booted |= self.cloud.of(id).is_some();
         if !self.rows[id].booted {
@@ -148,11 +159,7 @@ impl World {
                 let server_type = server_type.unwrap_or_else(small);
                 self.apply(id, &Event::Registered { server_type });
             }
-            // The caller of the transition asks the provider for the type before it believes a heartbeat.
-            (HostDoes::Heartbeat, Some(server_type)) => {
-                let epoch = self.rows[id].machine.epoch;
-                self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
-            }
+            (HostDoes::Heartbeat, Some(_)) => self.hear(id, self.rows[id].machine.epoch),
             (HostDoes::Heartbeat, None) => self.apply(id, &Event::ServerGone),
             (HostDoes::BackUp, _) => self.back_up(id),
         }

@@ -5,6 +5,13 @@ use crate::machine::name::ServerType;
 pub struct Server {
     pub machine: usize,
     pub server_type: ServerType,
+    pub power: Power,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Power {
+    On,
+    Off,
 }
 
 pub struct Cloud {
@@ -30,7 +37,8 @@ impl Cloud {
 
     pub fn create(&mut self, machine: usize) {
         if self.by_name(machine).is_none() {
-            self.servers.push(Server { machine, server_type: super::action::small() });
+            let server_type = super::action::small();
+            self.servers.push(Server { machine, server_type, power: Power::On });
         }
     }
 
@@ -38,9 +46,18 @@ impl Cloud {
         self.servers.retain(|server| server.machine != machine);
     }
 
+    /// Changes what is switched off; the provider refuses the rest.
     pub fn change_type(&mut self, machine: usize, to: &ServerType) {
         for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
-            server.server_type = to.clone();
+            if server.power == Power::Off {
+                server.server_type = to.clone();
+            }
+        }
+    }
+
+    pub fn switch(&mut self, machine: usize, power: Power) {
+        for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
+            server.power = power;
         }
     }
 

@@ -13,6 +13,10 @@ pub enum Violation {
     RoutedWhileNotRunning,
     /// A machine runs whose host never registered.
     RunningUnregistered,
+    /// A machine runs, and its server is switched off.
+    RunsSwitchedOff,
+    /// A machine runs, and its server has another type than its row says.
+    WrongType,
     EpochDidNotGrow,
     /// An ended machine changed its state.
     CameBack,
@@ -50,6 +54,12 @@ pub fn always(world: &World) -> BTreeSet<Violation> {
         hold(running || row.connections == 0, Violation::RoutedWhileNotRunning);
         hold(!running || row.registered, Violation::RunningUnregistered);
         hold(!waits || under_way, Violation::Stuck);
+        if let State::Running { server_type } = state
+            && let Some(there) = world.server_type(id)
+        {
+            hold(world.is_on(id), Violation::RunsSwitchedOff);
+            hold(there == *server_type, Violation::WrongType);
+        }
     }
     for slot in 0..world.pointers.len() {
         let active =

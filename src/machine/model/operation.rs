@@ -1,6 +1,7 @@
 //! The step runner of the model: the steps of each kind of operation, with the provider's bad luck.
 
 use super::World;
+use super::cloud::Power;
 use crate::machine::event::Event;
 use crate::machine::name::ServerType;
 use crate::machine::state::State;
@@ -16,7 +17,7 @@ pub enum Ending {
 pub enum Kind {
     Boot,
     Delete,
-    ChangeType(ServerType),
+    Resize(ServerType),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +27,10 @@ enum Step {
     CreateServer,
     AwaitRegistration,
     DeleteServers,
+    PowerOff,
     ChangeType,
+    PowerOn,
+    AwaitHealth,
 }
 
 pub struct Operation {
@@ -44,7 +48,7 @@ pub enum Luck {
     LostReply,
     /// Not done within the deadline; it may still happen.
     Late,
-    /// Refused for good, or the host never registers.
+    /// Refused for good, or the host never registers, or never speaks again.
     Refused,
 }
 
@@ -53,7 +57,7 @@ impl Operation {
         let step = match kind {
             Kind::Boot => Step::Fence,
             Kind::Delete => Step::DeleteServers,
-            Kind::ChangeType(_) => Step::ChangeType,
+            Kind::Resize(_) => Step::PowerOff,
         };
         Self { machine, ending: None, kind, step }
     }
@@ -90,7 +94,9 @@ impl World {
                     self.end(index, Ending::Succeeded);
                 }
             }
-            Step::ChangeType => self.change_type(index, id, luck),
+            Step::PowerOff | Step::ChangeType | Step::PowerOn | Step::AwaitHealth => {
+                self.resize(index, id, luck);
+            }
         }
     }
 
@@ -113,23 +119,46 @@ impl World {
         }
     }
 
-    fn change_type(&mut self, index: usize, id: usize, luck: Luck) {
-        let (State::Resizing { .. }, Kind::ChangeType(to)) =
+    fn resize(&mut self, index: usize, id: usize, luck: Luck) {
+        let (State::Resizing { .. }, Kind::Resize(to)) =
             (&self.rows[id].machine.state, self.operations[index].kind.clone())
         else {
             return self.end(index, Ending::Succeeded);
         };
-        if self.cloud.of(id).is_none() {
+        let Some(server_type) = self.server_type(id) else {
             return self.apply(id, &Event::ServerGone);
-        }
-        match luck {
-            Luck::Fine => {
-                self.cloud.change_type(id, &to);
-                self.apply(id, &Event::ResizeSucceeded);
+        };
+        let happens = matches!(luck, Luck::Fine | Luck::LostReply);
+        match self.operations[index].step {
+            // Whatever goes wrong leads to the power.
+            Step::PowerOff | Step::ChangeType if luck == Luck::Refused => {
+                self.operations[index].step = Step::PowerOn;
             }
-            Luck::LostReply => self.cloud.change_type(id, &to),
-            Luck::Late => self.apply(id, &Event::ResizeFailed),
-            Luck::Refused => self.apply(id, &Event::ResizeReverted),
+            Step::PowerOff => {
+                if happens {
+                    self.cloud.switch(id, Power::Off);
+                }
+                self.advance(index, luck, Step::ChangeType);
+            }
+            Step::ChangeType => {
+                if happens {
+                    self.cloud.change_type(id, &to);
+                }
+                self.advance(index, luck, Step::PowerOn);
+            }
+            _ if luck == Luck::Refused => self.apply(id, &Event::ResizeFailed),
+            Step::PowerOn => {
+                if happens {
+                    self.cloud.switch(id, Power::On);
+                }
+                self.advance(index, luck, Step::AwaitHealth);
+            }
+            _ if luck == Luck::Fine && server_type == to => {
+                self.apply(id, &Event::ResizeSucceeded);
+                self.end(index, Ending::Succeeded);
+            }
+            _ if luck == Luck::Fine => self.apply(id, &Event::ResizeReverted),
+            _ => {}
         }
     }
 

@@ -143,6 +143,26 @@ fn a_machine_that_waits_for_nothing_is_noticed() {
 }
 
 #[test]
+fn a_reverted_resize_that_says_the_new_type_is_noticed() {
+    assert_notices(Violation::WrongType, |machine, event| match (event, &machine.state) {
+        (Event::ResizeReverted, State::Resizing { to, .. }) => {
+            Ok(Outcome::Moved { next: State::Running { server_type: to.clone() }, effects: vec![] })
+        }
+        _ => transition(machine, event),
+    });
+}
+
+#[test]
+fn a_failed_resize_that_says_it_runs_is_noticed() {
+    assert_notices(Violation::RunsSwitchedOff, |machine, event| match (event, &machine.state) {
+        (Event::ResizeFailed, State::Resizing { from, .. }) => {
+            Ok(Outcome::Moved { next: State::Running { server_type: from.clone() }, effects: vec![] })
+        }
+        _ => transition(machine, event),
+    });
+}
+
+#[test]
 fn an_operation_that_never_ends_is_noticed() {
     assert_notices(Violation::OperationNeverEnds, |machine, event| match event {
         Event::RegistrationExpired => Ok(Outcome::Unchanged),

@@ -53,7 +53,10 @@ async fn delete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         Change::Unchanged => {
             // Asked again: the operation that the first request filed.
             let operation = db::operations::newest(&tx, id, "delete").await?;
-            return Ok(Reply::new(StatusCode::ACCEPTED, body(&machine, operation.map(|o| o.id))));
+            let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, operation.map(|o| o.id)));
+            mutation.store(&tx, &reply).await?;
+            db::commit(tx).await?;
+            return Ok(reply);
         }
     };
     let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;

@@ -24,7 +24,7 @@ use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
-use crate::provider::ServerId;
+use crate::provider::{ServerId, ServerStatus};
 use axum::routing::post;
 use http::Method;
 
@@ -67,7 +67,11 @@ pub async fn handle(
     if is_well {
         heal(&platform, &machine, epoch).await;
     }
-    let keys = platform.keys.borrow().public.clone();
+    // From the database: an answer by what this process knew a moment ago could take a key away that another process
+    // has delivered, and that is signed with already.
+    let session = platform.db.session().await?;
+    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    drop(session);
     let answer = json!({
         "desiredImageVersion": beat.image_version,
         "epoch": machine.epoch,
@@ -99,6 +103,10 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
         platform.reconcile.notify_one();
         return Ok(false);
     };
+    // A word from before the power went.
+    if server.status != ServerStatus::Running {
+        return Ok(false);
+    }
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };

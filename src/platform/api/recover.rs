@@ -69,12 +69,16 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         return Ok(reply);
     }
     let machine = of_slot(db::machines::of_slot(&session, &asked.user, &asked.slot).await?, asked)?;
-    if machine.status == Status::Recovering {
-        return under_way(&session, &machine).await;
-    }
-    let restore = restore_mode(platform, asked).await?;
     let image_version = platform.config.provisioning.image_version.clone();
-    let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
+    // Under way, it needs nothing of the store.
+    let prepared = if machine.status == Status::Recovering {
+        None
+    } else {
+        Some((
+            restore_mode(platform, asked).await?,
+            provision::digest(&platform.bucket, &image_version).await?,
+        ))
+    };
 
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", asked.user)).await?;
@@ -82,6 +86,14 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         return Ok(reply);
     }
     let machine = of_slot(db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?, asked)?;
+    if machine.status == Status::Recovering {
+        // Kept for its key: once this recovery is over, the same request again must not begin another.
+        let reply = under_way(&tx, &machine).await?;
+        mutation.store(&tx, &reply).await?;
+        db::commit(tx).await?;
+        return Ok(reply);
+    }
+    let Some((restore, bundle_sha256)) = prepared else { return Err(changed_meanwhile()) };
     let wanted = Wanted {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
@@ -99,7 +111,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
-        Change::Moved { filed: None } | Change::Unchanged => return under_way(&tx, &machine).await,
+        Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
     };
     let new = db::machines::get(&tx, filed.machine).await?;
     let new = new.ok_or_else(|| fault::machine_not_found(&filed.machine.to_string()))?;
@@ -110,6 +122,10 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
+}
+
+fn changed_meanwhile() -> Problem {
+    Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1)
 }
 
 fn preview_life(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {

@@ -1,8 +1,11 @@
 //! Rows of `signing_keys`: sealed private keys that all platform processes share.
 
+use std::time::Duration;
+
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute, rows};
+use crate::http::proof::{ProofKey, ProofKeys};
 
 /// The purpose of keys that sign proofs.
 pub const PROOF: &str = "proof";
@@ -29,6 +32,85 @@ pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<St
         .iter()
         .map(|row| StoredKey { kid: row.get(0), public_key: row.get(1), sealed: row.get(2) })
         .collect())
+}
+
+/// The public halves of all keys that are not retired, as hosts get them.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn public(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
+    let found = active(client, purpose).await?;
+    Ok(ProofKeys {
+        keys: found.into_iter().map(|key| ProofKey { kid: key.kid, x: key.public_key }).collect(),
+    })
+}
+
+/// How long a key has been there, and how long all hosts that matter have had it.
+#[derive(Debug, Clone)]
+pub struct Standing {
+    pub kid: String,
+    pub age: Duration,
+    pub acknowledged_for: Option<Duration>,
+}
+
+/// The standing of each key that is not retired, the oldest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<Standing>, DbError> {
+    let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
+               extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
+               WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
+    let span = |seconds: f64| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default();
+    let found = rows(client, sql, &[&purpose]).await?;
+    Ok(found
+        .iter()
+        .map(|row| Standing {
+            kid: row.get(0),
+            age: span(row.get(1)),
+            acknowledged_for: row.get::<_, Option<f64>>(2).map(span),
+        })
+        .collect())
+}
+
+/// Machines that may be routed to, now or again, and whose hosts have not acknowledged this key.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn without(client: &impl GenericClient, kid: &str) -> Result<i64, DbError> {
+    let sql = "SELECT count(*) FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
+               AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))";
+    Ok(rows(client, sql, &[&kid]).await?.first().map_or(0, |row| row.get(0)))
+}
+
+/// Notes that from now on every host that matters has this key; or that this is not so any more.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn acknowledge(
+    client: &impl GenericClient,
+    kid: &str,
+    by_all: Acknowledged,
+) -> Result<(), DbError> {
+    let sql =
+        "UPDATE signing_keys SET acknowledged_at = CASE WHEN $2 THEN clock_timestamp() END WHERE kid = $1";
+    execute(client, sql, &[&kid, &(by_all == Acknowledged::ByAll)]).await.map(drop)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Acknowledged {
+    ByAll,
+    NotByAll,
+}
+
+/// Retires every key of the purpose but this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn retire_all_but(client: &impl GenericClient, purpose: &str, kid: &str) -> Result<u64, DbError> {
+    let sql = "UPDATE signing_keys SET retired_at = clock_timestamp() \
+               WHERE purpose = $1 AND kid <> $2 AND retired_at IS NULL";
+    execute(client, sql, &[&purpose, &kid]).await
 }
 
 /// # Errors

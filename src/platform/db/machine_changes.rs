@@ -203,12 +203,13 @@ pub async fn server_came_back(
     client: &impl GenericClient,
     id: MachineId,
     server: i64,
+    listed_at: Timestamp,
 ) -> Result<bool, DbError> {
-    // A listing can be older than the deletion: only what was deleted a while ago has come back.
+    // What was deleted while the servers were listed has not come back.
     let sql = "UPDATE user_machines SET provider_server_id = $2, server_deleted_at = NULL WHERE machine_id = $1 \
                AND (deleted_at IS NOT NULL OR retired_at IS NOT NULL) \
-               AND server_deleted_at < clock_timestamp() - interval '1 minute'";
-    Ok(execute(client, sql, &[&id.0, &server]).await? == 1)
+               AND server_deleted_at < $3::timestamptz - interval '5 seconds'";
+    Ok(execute(client, sql, &[&id.0, &server, &listed_at]).await? == 1)
 }
 
 /// What a host says of itself when it registers.

@@ -4,6 +4,7 @@
 //! says whether the database could not be reached or refused what was asked.
 
 pub mod audit;
+pub mod budget;
 pub mod fleet;
 pub mod idempotency;
 pub mod keys;
@@ -12,7 +13,9 @@ pub mod machine_row;
 pub mod machines;
 pub mod migrate;
 pub mod operations;
+pub mod servers;
 pub mod slots;
+pub mod tasks;
 
 use std::pin::Pin;
 use std::time::Duration;

@@ -162,6 +162,31 @@ pub async fn end_running(
     Ok(())
 }
 
+/// Operations under way that were filed longer ago than `deadline`, deletions apart.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn hanging(client: &impl GenericClient, deadline: Duration) -> Result<Vec<OperationRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind <> 'delete' \
+         AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
+    );
+    Ok(rows(client, &sql, &[&deadline.as_secs_f64()]).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// Ends an operation that hangs, if nothing else has.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn end_as_hung(tx: &Transaction<'_>, id: OperationId) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET state = 'failed', error_code = 'operation_hung', ended_at = now(), \
+               updated_at = now() WHERE operation_id = $1 AND state = 'running' RETURNING step";
+    if let Some(ended) = row(tx, sql, &[&id.0]).await? {
+        log(tx, id, ended.get(0), "failed", Some("operation_hung")).await?;
+    }
+    Ok(())
+}
+
 /// How long ago it was filed, by the database's clock.
 ///
 /// # Errors

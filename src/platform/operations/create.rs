@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use super::held::Held;
 use super::step::{Answer, Record, StepError};
 use super::{Place, Step};
+use crate::http::proof::ProofKeys;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db;
@@ -21,6 +22,9 @@ use crate::provider::{ErrorKind, ProviderError, Server, ServerOrder};
 
 /// The label that names a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";
+
+/// The label that names the platform that made a server.
+pub const INSTALLATION_LABEL: &str = "svc-installation";
 
 /// How often a server whose create is in doubt is looked for.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -41,7 +45,10 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
             return Ok(Answer::wait(left.min(LOOK_AGAIN)));
         }
     }
-    let order = order(platform, &machine).await?;
+    let session = platform.db.session().await?;
+    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    drop(session);
+    let order = order(platform, &machine, &keys).await?;
     held.order_sent().await?;
     held.pass(Step::CreateServer, Place::Ordered)?;
     let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
@@ -96,16 +103,20 @@ fn selector(machine: MachineId) -> String {
     format!("{MACHINE_LABEL}={machine}")
 }
 
-async fn order(platform: &Platform, machine: &MachineRow) -> Result<ServerOrder, StepError> {
+async fn order(
+    platform: &Platform,
+    machine: &MachineRow,
+    keys: &ProofKeys,
+) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
     let store = platform.host_store.access(machine, Life::Whole).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
-    let keys = platform.keys.borrow().public.clone();
-    let user_data = userdata::render(machine, &config.hosts, &store, &keys, &platform.mint)
+    let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
         .map_err(|error| StepError::permanent("the user-data is too large", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([
         (MACHINE_LABEL.to_owned(), machine.id.to_string()),
+        (INSTALLATION_LABEL.to_owned(), platform.installation.to_string()),
         ("svc-slot".to_owned(), hex::encode(&slot[..16])),
         ("svc-epoch".to_owned(), machine.epoch.to_string()),
     ]);

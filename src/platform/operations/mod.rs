@@ -4,6 +4,7 @@
 //! holds an operation; every accepted operation ends.
 
 pub mod ask_host;
+pub mod census;
 pub mod create;
 pub mod delete;
 pub mod held;

@@ -1,34 +1,49 @@
-//! The reconciler: sees to what no operation sees to — registrations and previews that ran out, servers that nobody
-//! is deleting, answers that nobody will ask for again.
+//! The reconciler: sees to what no operation sees to — registrations and previews that ran out, operations that hang,
+//! servers that are gone or that nobody is deleting, answers that nobody will ask for again.
 //!
-//! It takes no input and can run at any time, in any number of processes.
+//! It takes no input and can run at any time, in any number of processes: by its timer, or sooner when nudged.
 
-use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::OperationKind;
-use super::create::MACHINE_LABEL;
-use super::held;
+use super::{census, held};
 use crate::http::problem::chain;
 use crate::machine::event::Event;
-use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db;
-use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::db::operations::OperationRow;
+use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+
+/// A storm of nudges looks no more often.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// Runs every so often until `stop`.
 pub async fn run(platform: Arc<Platform>) {
+    let every = platform.config.timing.reconcile;
     loop {
+        // What the other processes have looked at a moment ago needs no second look.
+        let mut unless_within = every.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(platform.config.timing.reconcile) => {}
+            () = tokio::time::sleep(every) => {}
+            () = platform.reconcile.notified() => unless_within = SHORTEST_PAUSE,
         }
-        report("registrations", registrations(&platform).await);
-        report("previews", previews(&platform).await);
-        report("strays", strays(&platform).await);
-        report("leftovers", leftovers(&platform).await);
-        report("idempotency keys", idempotency(&platform).await);
+        pass(&platform, unless_within).await;
+        tokio::select! {
+            () = platform.stop.cancelled() => return,
+            () = tokio::time::sleep(SHORTEST_PAUSE) => {}
+        }
     }
+}
+
+async fn pass(platform: &Platform, unless_within: Duration) {
+    report("registrations", registrations(platform).await);
+    report("previews", previews(platform).await);
+    report("hanging operations", hanging(platform).await);
+    report("servers", servers(platform, unless_within).await);
+    report("leftovers", leftovers(platform).await);
+    report("idempotency keys", idempotency(platform).await);
 }
 
 fn report(what: &str, end: anyhow::Result<()>) {
@@ -71,20 +86,42 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Servers at the provider whose machines are thought to have none: they came up late.
-async fn strays(platform: &Platform) -> anyhow::Result<()> {
-    let servers = platform.provider.find_by_label(MACHINE_LABEL).await?;
-    let named: HashMap<MachineId, i64> = servers
-        .iter()
-        .filter_map(|server| Some((server.labels.get(MACHINE_LABEL)?.parse().ok()?, server.id.0)))
-        .collect();
+/// Ends operations that go on beyond every bound of their own, such as one whose step ends each process that runs it.
+/// A deletion is not among them: it goes on until the server is gone.
+async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    for (machine, server) in named {
-        if db::machine_changes::server_came_back(&session, machine, server).await? {
-            tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
-        }
+    let found = db::operations::hanging(&session, platform.config.timing.operation_deadline).await?;
+    drop(session);
+    for operation in found {
+        tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
+        end_hanging(platform, &operation).await?;
     }
     Ok(())
+}
+
+async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(row) = db::machines::locked(&tx, operation.machine).await? else { return Ok(()) };
+    let with = Circumstances {
+        failed_at: Some((&operation.step, "the operation did not end in time")),
+        successor: None,
+    };
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
+        Ok(_) | Err(LifecycleError::Refused(_)) => {}
+        Err(error) => return Err(error.into()),
+    }
+    // Where the machine does not wait for it, the operation ends all the same.
+    db::operations::end_as_hung(&tx, operation.id).await?;
+    Ok(db::commit(tx).await?)
+}
+
+/// One process at a time asks the provider for all servers.
+async fn servers(platform: &Platform, unless_within: Duration) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let ours = db::tasks::take_turn(&session, "servers", unless_within).await?;
+    drop(session);
+    if ours { census::take(platform).await } else { Ok(()) }
 }
 
 async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
@@ -92,12 +129,15 @@ async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;
     let kind = OperationKind::Delete;
-    for machine in db::machines::leftovers(&tx).await? {
+    let found = db::machines::leftovers(&tx).await?;
+    for machine in &found {
         db::operations::file(&tx, machine.id, kind.as_str(), kind.first_step().as_str()).await?;
         tracing::info!(machine = %machine.id, "its server is deleted");
     }
     db::commit(tx).await?;
-    platform.nudge.notify_one();
+    if !found.is_empty() {
+        platform.nudge.notify_one();
+    }
     Ok(())
 }
 

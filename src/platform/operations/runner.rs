@@ -66,7 +66,11 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         match one_step(platform, &operation, owner).await {
             Ok(Some(next)) if !platform.stop.is_cancelled() => operation = next,
             Ok(_) => break,
-            Err(StepError::Lost) => break,
+            Err(StepError::Lost) => {
+                // Ended under way: what it was about may stand at the provider all the same.
+                platform.reconcile.notify_one();
+                break;
+            }
             Err(error) => {
                 // Not even the failure could be stored: the lease runs out and somebody tries again.
                 tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");

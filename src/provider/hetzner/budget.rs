@@ -1,57 +1,119 @@
-//! The provider's rate limit as one budget of this process, shared by every clone of the adapter.
+//! The provider's rate limit: one budget for every clone of the adapter, and, where there is an [`Allowance`], for all
+//! processes that share it.
 //!
-//! Nobody sends while the provider has said that nothing is left. It bounds calls in flight as well.
+//! Nobody sends while the provider has said that nothing is left, or before the call was taken from the shared budget.
+//! While that is ample, one round trip takes several calls. It bounds calls in flight as well.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use http::HeaderMap;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
+use crate::provider::{Allowance, Seen};
+
 const CALLS_IN_FLIGHT: usize = 8;
+/// Calls that are taken from the shared budget at a time, and after which time unused ones are given back.
+const BATCH: u32 = 16;
+const KEPT_FOR: Duration = Duration::from_secs(10);
+/// Who does not hear of the shared budget in time goes by what this process knows alone.
+const SHARED_DEADLINE: Duration = Duration::from_secs(2);
+/// Fewer calls than these being gone do not tell how fast they come back.
+const TELLING: u64 = 5;
+
+/// No call came free within the longest wait.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Exhausted;
 
 /// Cloned with the adapter; all clones share one gate.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Budget {
     in_flight: Arc<Semaphore>,
-    closed_until: Arc<Mutex<Option<Instant>>>,
+    state: Arc<Mutex<State>>,
+    shared: Option<Arc<dyn Allowance>>,
     longest_wait: Duration,
 }
 
+#[derive(Default)]
+struct State {
+    closed_until: Option<Instant>,
+    /// Calls taken from the shared budget and not yet made, and until when they count.
+    taken: u32,
+    taken_until: Option<Instant>,
+    seen: Option<Seen>,
+}
+
 impl Budget {
-    pub(super) fn new(longest_wait: Duration) -> Self {
+    pub(super) fn new(longest_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
         Self {
             in_flight: Arc::new(Semaphore::new(CALLS_IN_FLIGHT)),
-            closed_until: Arc::default(),
+            state: Arc::default(),
+            shared,
             longest_wait,
         }
     }
 
-    /// Waits for a place and for the gate; the place is held until the permit is dropped.
-    pub(super) async fn enter(&self) -> OwnedSemaphorePermit {
+    /// Waits for a place, the gate, and a call of the budget; the place is held until the permit is dropped.
+    pub(super) async fn enter(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let place = Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Others may move the gate while we wait; nobody waits longer than the longest wait for it.
+        // Others may move the gate while we wait; nobody waits longer than the longest wait.
         let latest = Instant::now() + self.longest_wait;
-        while let Some(until) = self.gate().filter(|until| *until > Instant::now()) {
-            tokio::time::sleep_until(until.min(latest)).await;
+        loop {
+            let until = match self.gate() {
+                Some(until) => until,
+                None => match self.take().await {
+                    Ok(()) => return Ok(place),
+                    Err(wait) => Instant::now() + wait,
+                },
+            };
             if Instant::now() >= latest {
-                break;
+                // Alone, the gate is a guess about others; the shared budget is not.
+                return if self.shared.is_none() { Ok(place) } else { Err(Exhausted) };
             }
+            tokio::time::sleep_until(until.min(latest)).await;
         }
-        place
+    }
+
+    /// Takes one call; the error is the time after which to try again.
+    async fn take(&self) -> Result<(), Duration> {
+        let Some(shared) = &self.shared else { return Ok(()) };
+        let (back, seen) = {
+            let mut state = self.state();
+            if state.taken > 0 && state.taken_until.is_some_and(|until| until > Instant::now()) {
+                state.taken -= 1;
+                return Ok(());
+            }
+            (std::mem::take(&mut state.taken), state.seen.take())
+        };
+        let Ok(Some(grant)) = tokio::time::timeout(SHARED_DEADLINE, shared.reserve(BATCH, back, seen)).await
+        else {
+            return Ok(());
+        };
+        if grant.calls == 0 {
+            return Err(grant.wait.max(Duration::from_millis(20)).mul_f64(1.0 + spread() / 4.0));
+        }
+        let mut state = self.state();
+        state.taken += grant.calls - 1;
+        state.taken_until = Some(Instant::now() + KEPT_FOR);
+        Ok(())
     }
 
     /// Learns from any answer: when its budget is spent, the gate closes for the time in which one call comes back.
     pub(super) fn learn(&self, headers: &HeaderMap) {
-        let (Some(limit), Some(0), Some(reset)) =
+        let (Some(limit), Some(left), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
         else {
             return;
         };
-        // The provider refills evenly and names the time when all is back.
-        let one_call = reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX);
-        self.close_for(one_call);
+        let gone = limit.saturating_sub(left);
+        let per_second = (gone >= TELLING && !reset.is_zero()).then(|| gone as f64 / reset.as_secs_f64());
+        let at = std::time::Instant::now();
+        self.state().seen = Some(Seen { left: left as f64, capacity: limit as f64, per_second, at });
+        if left == 0 {
+            // The provider refills evenly and names the time when all is back.
+            self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
+        }
     }
 
     /// Closes the gate after a 429 until the provider's reset, or for `fallback` where it names none.
@@ -61,15 +123,34 @@ impl Budget {
         wait
     }
 
-    fn close_for(&self, wait: Duration) {
-        let until = Instant::now() + wait.min(self.longest_wait);
-        let mut gate = self.closed_until.lock().unwrap_or_else(PoisonError::into_inner);
-        *gate = Some(gate.map_or(until, |before| before.max(until)));
+    /// Lets the others know of a refusal.
+    pub(super) async fn tell(&self, wait: Duration) {
+        if let Some(shared) = &self.shared {
+            // Whom it does not reach learns it by a refusal of their own.
+            let _ = tokio::time::timeout(SHARED_DEADLINE, shared.close(wait)).await;
+        }
     }
 
-    fn gate(&self) -> Option<Instant> {
-        *self.closed_until.lock().unwrap_or_else(PoisonError::into_inner)
+    fn close_for(&self, wait: Duration) {
+        let until = Instant::now() + wait.min(self.longest_wait);
+        let mut state = self.state();
+        state.closed_until = Some(state.closed_until.map_or(until, |before| before.max(until)));
+        state.taken = 0;
     }
+
+    /// Until when nobody sends, if that lies ahead.
+    fn gate(&self) -> Option<Instant> {
+        self.state().closed_until.filter(|until| *until > Instant::now())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Of 0 to 1, so that those who wait for the same call do not ask at once.
+fn spread() -> f64 {
+    f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }
 
 fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
@@ -84,7 +165,12 @@ fn reset_in(headers: &HeaderMap) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use async_trait::async_trait;
+
     use super::*;
+    use crate::provider::Grant;
 
     fn headers(remaining: u64, reset_in_seconds: u64) -> HeaderMap {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
@@ -98,7 +184,7 @@ mod tests {
     #[tokio::test]
     async fn a_spent_budget_waits_for_one_call_and_a_refusal_for_the_reset_within_bounds() {
         let longest = Duration::from_millis(400);
-        let budget = Budget::new(longest);
+        let budget = Budget::new(longest, None);
         let clone = budget.clone();
 
         budget.learn(&headers(1, 3600));
@@ -106,12 +192,12 @@ mod tests {
 
         let start = Instant::now();
         budget.learn(&headers(0, 360));
-        drop(clone.enter().await);
+        drop(clone.enter().await.unwrap());
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
         let start = Instant::now();
         assert_eq!(budget.refused(&headers(0, 3600), Duration::ZERO), longest);
-        drop(clone.enter().await);
+        drop(clone.enter().await.unwrap());
         assert!(start.elapsed() >= longest, "{:?}", start.elapsed());
     }
 
@@ -122,5 +208,47 @@ mod tests {
         assert_eq!(reset_in(&past), Some(Duration::ZERO));
         past.insert("ratelimit-reset", "soon".parse().unwrap());
         assert_eq!(reset_in(&past), None);
+    }
+
+    /// Grants what is in it, whole, and counts how often it is asked.
+    struct Purse {
+        left: AtomicU32,
+        asked: AtomicU32,
+    }
+
+    #[async_trait]
+    impl Allowance for Purse {
+        async fn reserve(&self, want: u32, back: u32, _seen: Option<Seen>) -> Option<Grant> {
+            self.asked.fetch_add(1, Ordering::SeqCst);
+            self.left.fetch_add(back, Ordering::SeqCst);
+            let calls = self.left.load(Ordering::SeqCst).min(want);
+            self.left.fetch_sub(calls, Ordering::SeqCst);
+            Some(Grant { calls, wait: Duration::from_millis(30) })
+        }
+
+        async fn close(&self, _wait: Duration) {}
+    }
+
+    #[tokio::test]
+    async fn an_ample_budget_is_asked_for_many_calls_at_a_time_and_an_empty_one_lets_nobody_through() {
+        let purse = Arc::new(Purse { left: (2 * BATCH).into(), asked: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(purse.clone()));
+        for _ in 0..2 * BATCH {
+            drop(budget.enter().await.unwrap());
+        }
+        assert_eq!(purse.asked.load(Ordering::SeqCst), 2);
+        assert!(budget.enter().await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_kept_for_too_long_goes_back() {
+        let purse = Arc::new(Purse { left: 100.into(), asked: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(purse.clone()));
+        for _ in 0..10 {
+            drop(budget.enter().await.unwrap());
+            tokio::time::sleep(2 * KEPT_FOR).await;
+        }
+        assert_eq!(purse.asked.load(Ordering::SeqCst), 10);
+        assert_eq!(purse.left.load(Ordering::SeqCst), 100 - 10 - (BATCH - 1), "but for those it has now");
     }
 }

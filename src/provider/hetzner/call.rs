@@ -131,7 +131,11 @@ impl Line {
     }
 
     async fn exchange(&self, call: &Call<'_>) -> Result<Answer, Failed> {
-        let _place = self.budget.enter().await;
+        let Ok(_place) = self.budget.enter().await else {
+            let cause = Cause::Exhausted { after: self.limits.longest_rate_wait };
+            let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
+            return Err(Failed { error, again: Again::Never });
+        };
         let after = self.limits.deadline;
         let answer = match tokio::time::timeout(after, self.send(call)).await {
             Ok(Ok(answer)) => answer,
@@ -152,7 +156,14 @@ impl Line {
             }
         };
         self.budget.learn(&answer.headers);
-        if answer.status.is_success() { Ok(answer) } else { Err(self.refusal(call, &answer)) }
+        if answer.status.is_success() {
+            return Ok(answer);
+        }
+        let failed = self.refusal(call, &answer);
+        if let Again::After(wait) = failed.again {
+            self.budget.tell(wait).await;
+        }
+        Err(failed)
     }
 
     async fn send(&self, call: &Call<'_>) -> Result<Answer, Cause> {

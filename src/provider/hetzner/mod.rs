@@ -6,6 +6,8 @@ mod budget;
 mod call;
 mod wire;
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 use http::HeaderValue;
 use secrecy::{ExposeSecret, SecretString};
@@ -17,7 +19,7 @@ pub use self::call::Limits;
 use self::call::{Call, Line, Repeat};
 use self::wire::{ChangeType, CreateServer, ManyServerTypes, ManyServers, OneAction, OneServer};
 use super::{
-    Action, ActionId, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId, ServerOrder,
+    Action, ActionId, Allowance, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId, ServerOrder,
     ServerTypeInfo,
 };
 use crate::machine::name::ServerType;
@@ -44,16 +46,36 @@ impl Hetzner {
         Self::with_limits(client, base, token, Limits::default())
     }
 
+    /// Shares its rate budget with everybody who uses the same allowance.
+    pub fn sharing(
+        client: reqwest::Client,
+        base: Url,
+        token: &SecretString,
+        allowance: Arc<dyn Allowance>,
+    ) -> Result<Self, BadToken> {
+        Self::with(client, base, token, Limits::default(), Some(allowance))
+    }
+
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
         limits: Limits,
     ) -> Result<Self, BadToken> {
+        Self::with(client, base, token, limits, None)
+    }
+
+    fn with(
+        client: reqwest::Client,
+        base: Url,
+        token: &SecretString,
+        limits: Limits,
+        allowance: Option<Arc<dyn Allowance>>,
+    ) -> Result<Self, BadToken> {
         let mut authorization =
             HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| BadToken)?;
         authorization.set_sensitive(true);
-        let budget = Budget::new(limits.longest_rate_wait);
+        let budget = Budget::new(limits.longest_rate_wait, allowance);
         Ok(Self { line: Line { client, base, authorization, budget, limits } })
     }
 

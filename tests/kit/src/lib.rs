@@ -11,12 +11,14 @@
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
+//! | [`dev`] | the story's parts, kept running for a developer |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
 
 pub mod ca;
 pub mod child;
+pub mod dev;
 pub mod fetch;
 pub mod idp;
 pub mod moto;

@@ -75,6 +75,9 @@ pub async fn register(
             }
         }
     }
+    if database::outbox::watched(&transaction, &schema).await? {
+        database::outbox::watch(&transaction, &schema).await?;
+    }
     keep(&transaction, manifest, &planned.not_done).await?;
     transaction.commit().await?;
     Ok(Registered { tables: planned.tables, not_done: planned.not_done })

@@ -170,7 +170,7 @@ impl Supervisor {
 
     /// Makes the database ready and takes up every app that it keeps, folder or not.
     async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
-        database::prepare(client).await?;
+        database::prepare(client, self.gateway.config.epoch()).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;
             self.budget = Some(Budget::new(connections));

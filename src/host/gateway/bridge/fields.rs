@@ -6,6 +6,9 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
+/// More than any object that we look into has; it bounds the search for a name that comes twice.
+const MOST: usize = 256;
+
 /// The fields of an object in their order; a name that comes twice is an error.
 #[derive(Debug, Default)]
 pub struct Fields<'a>(pub Vec<(Cow<'a, str>, &'a RawValue)>);
@@ -17,7 +20,8 @@ impl<'a> Fields<'a> {
         if !raw.get().starts_with('{') {
             return Err("must be an object");
         }
-        serde_json::from_str(raw.get()).map_err(|_| "must be an object in which no name comes twice")
+        serde_json::from_str(raw.get())
+            .map_err(|_| "must be an object of at most 256 fields, none of them twice")
     }
 }
 
@@ -39,8 +43,8 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
         let mut fields: Vec<(Cow<'de, str>, &'de RawValue)> = Vec::with_capacity(8);
         while let Some(name) = map.next_key_seed(Name)? {
-            if fields.iter().any(|(known, _)| *known == name) {
-                return Err(serde::de::Error::custom("a name comes twice"));
+            if fields.len() == MOST || fields.iter().any(|(known, _)| *known == name) {
+                return Err(serde::de::Error::custom("a name comes twice, or too many names"));
             }
             fields.push((name, map.next_value()?));
         }
@@ -143,6 +147,12 @@ mod tests {
     fn a_name_that_comes_twice_is_refused() {
         assert!(Fields::of(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
         assert!(Fields::of(raw("[]")).is_err());
+        let many = |count: usize| {
+            let fields: Vec<String> = (0..count).map(|n| format!("\"f{n}\":0")).collect();
+            format!("{{{}}}", fields.join(","))
+        };
+        assert!(Fields::of(raw(&many(256))).is_ok());
+        assert!(Fields::of(raw(&many(257))).is_err());
     }
 
     #[test]

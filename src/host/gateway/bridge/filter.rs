@@ -1,20 +1,22 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
 //! NULL follows SQL: a comparison with a column that is NULL holds for nobody, so `ne` and `not` leave such rows out;
-//! `isNull` asks for them. A value `null` is short for `isNull`.
+//! `isNull` asks for them. A value `null` is short for `isNull`. `in []` holds for no row. `contains` asks a text for a
+//! part of it, letter by letter, and a jsonb for what it contains (`@>`).
 
 use serde_json::value::RawValue;
 
 use super::fields::{Fields, elements, is_null, is_object};
 use super::param::Param;
 use super::sql::Sql;
-use super::value::bind;
+use super::value::{bind, bind_bound};
 use crate::host::gateway::apps::{Column, ColumnType, Table};
 use crate::http::problem::FieldError;
 
 const DEEPEST: usize = 5;
 const MOST_TERMS: usize = 50;
 const MOST_IN: usize = 1000;
+const NOT_NULL: &str = "must not be null; ask with isNull";
 
 /// A checked filter: its columns are the table's, its values have their types.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +31,7 @@ pub enum Filter<'t> {
 pub enum Test {
     /// One of ` = `, ` <> `, ` > `, ` >= `, ` < `, ` <= `, ` LIKE `, ` ILIKE `, ` @> `.
     Operator(&'static str, Param),
-    In(Vec<String>),
+    In(Vec<Param>),
     /// A text that holds another.
     Holds(String),
     IsNull,
@@ -43,6 +45,12 @@ impl<'t> Filter<'t> {
         Parser { table, terms: 0 }.object(raw, place, 1)
     }
 
+    /// That `column` has exactly this value, which is not null.
+    pub fn equals(column: &'t Column, value: Param) -> Self {
+        Self::Term(column, Test::Operator(" = ", value))
+    }
+
+    /// Only the filter as a whole can be empty: no part of one is.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::All(parts) if parts.is_empty())
     }
@@ -76,8 +84,8 @@ impl Test {
             Self::Operator(operator, param) => {
                 sql.column(column).push(operator).bind(column.kind, param.clone());
             }
-            Self::In(texts) => {
-                sql.column(column).push(" = ANY (").bind_texts(column.kind, texts.clone()).push(")");
+            Self::In(values) => {
+                sql.column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
             }
             Self::Holds(part) => {
                 sql.push("strpos(").column(column).push(", ").placeholder(Param::Text(part.clone()));
@@ -110,13 +118,7 @@ impl<'t> Parser<'t> {
             match name.as_ref() {
                 "and" => parts.push(Filter::All(self.group(value, &place, depth)?)),
                 "or" => parts.push(Filter::Any(self.group(value, &place, depth)?)),
-                "not" => {
-                    let inner = self.object(value, &place, depth + 1)?;
-                    if inner.is_empty() {
-                        return Err(wrong(&place, "must not be empty"));
-                    }
-                    parts.push(Filter::Not(Box::new(inner)));
-                }
+                "not" => parts.push(Filter::Not(Box::new(self.part(value, &place, depth + 1)?))),
                 name => self.column(name, value, &place, &mut parts)?,
             }
         }
@@ -129,8 +131,14 @@ impl<'t> Parser<'t> {
         parts
             .into_iter()
             .enumerate()
-            .map(|(index, part)| self.object(part, &format!("{place}/{index}"), depth + 1))
+            .map(|(index, part)| self.part(part, &format!("{place}/{index}"), depth + 1))
             .collect()
+    }
+
+    /// An empty part would hold for every row: in an `or` it would undo the others without a word.
+    fn part(&mut self, raw: &RawValue, place: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
+        let part = self.object(raw, place, depth)?;
+        if part.is_empty() { Err(wrong(place, "must not be empty")) } else { Ok(part) }
     }
 
     fn column(
@@ -200,7 +208,7 @@ fn test(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Test, &'stat
 
 /// A value that is not null.
 fn present(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
-    if is_null(raw) { Err("must not be null; ask with isNull") } else { bind(kind, raw) }
+    if is_null(raw) { Err(NOT_NULL) } else { bind(kind, raw) }
 }
 
 fn compare(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
@@ -211,7 +219,10 @@ fn ordered(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<T
     if !kind.is_ordered() {
         return Err("is not for columns of type jsonb");
     }
-    compare(operator, kind, raw)
+    if is_null(raw) {
+        return Err(NOT_NULL);
+    }
+    Ok(Test::Operator(operator, bind_bound(kind, operator.trim(), raw)?))
 }
 
 fn pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
@@ -230,9 +241,7 @@ fn pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<T
 fn list(kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
     let values = elements(raw).filter(|values| values.len() <= MOST_IN);
     let values = values.ok_or("must be an array of at most 1000 values")?;
-    let as_text =
-        |value: &RawValue| present(kind, value)?.into_text().ok_or("is not for columns of type jsonb");
-    Ok(Test::In(values.into_iter().map(as_text).collect::<Result<_, _>>()?))
+    Ok(Test::In(values.into_iter().map(|value| present(kind, value)).collect::<Result<_, _>>()?))
 }
 
 fn wrong(place: &str, why: impl Into<String>) -> FieldError {

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Extension, Request, State};
+use axum::extract::{Extension, Request as HttpRequest, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use serde_json::json;
 
-use super::request::{self, Action};
-use super::{plan, refusal, run, schemas};
+use super::answer::{self, Answer};
+use super::plan::{self, Plan};
+use super::request::{Action, Call, Request};
+use super::{refusal, run, schemas};
 use crate::host::gateway::apps::App;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::body;
@@ -22,7 +24,7 @@ use crate::http::problem::{Code, Problem};
 pub async fn query(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
-    request: Request,
+    request: HttpRequest,
 ) -> Response {
     let (head, body) = request.into_parts();
     answer(&gateway, &caller.0, &head.headers, body).await.unwrap_or_else(IntoResponse::into_response)
@@ -44,21 +46,46 @@ async fn answer(
 ) -> Result<Response, Problem> {
     require_json(headers)?;
     let body = body::read(body, BRIDGE_BODY).await?;
-    let request = request::Request::parse(&body)?;
-    let app = request.app.as_deref();
-    match request.action {
-        Action::Schemas => schemas_of(gateway, principal, app),
-        Action::Table { table, operation } => {
-            let app = app.unwrap_or_default();
-            allow(principal, app)?;
-            let app = find_app(gateway, app)?;
-            let table = app.tables.get(&*table);
-            let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
-            let planned =
-                plan::plan(&app.schema, table, &operation).map_err(|wrong| Problem::invalid(&wrong))?;
-            run::run(&app.pool, planned, gateway.config.statement_timeout).await
-        }
+    let Request { app, action } = Request::parse(&body)?;
+    let app = app.as_deref();
+    let calls = match &action {
+        Action::Schemas => return schemas_of(gateway, principal, app),
+        Action::Table(call) => std::slice::from_ref(call),
+        Action::Transaction(calls) => calls,
+    };
+    let slug = app.unwrap_or_default();
+    allow(principal, slug)?;
+    let app = find_app(gateway, slug)?;
+    let is_transaction = matches!(action, Action::Transaction(_));
+    let place = |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };
+    let mut plans = Vec::with_capacity(calls.len());
+    for (index, call) in calls.iter().enumerate() {
+        plans.push(planned(&app, call).map_err(|problem| place(problem, index))?);
     }
+    let is_write = plans.iter().any(Plan::is_write);
+    let limit = gateway.config.statement_timeout;
+    let answer = if is_transaction {
+        let ran = run::run_together(&app.pool, plans, limit).await;
+        ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| match failed
+            .index
+        {
+            Some(index) => refusal::at_operation(*failed.problem, index),
+            None => *failed.problem,
+        })
+    } else {
+        let plan = plans.pop().ok_or_else(refusal::lost)?;
+        run::run(&app.pool, plan, limit).await.map(|answer| answer::json(answer.status, answer.body))
+    };
+    if is_write && answer.is_ok() {
+        gateway.changes.wake();
+    }
+    answer
+}
+
+fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {
+    let table = app.tables.get(&*call.table);
+    let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
+    plan::plan(&app.schema, table, &call.operation).map_err(|wrong| Problem::invalid(&wrong))
 }
 
 fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
@@ -71,7 +98,7 @@ fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
 }
 
 /// An app speaks for itself alone.
-fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
+pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
     match principal {
         Principal::App { slug } if slug != app => {
             Err(Problem::new(Code::Forbidden, "An app may use its own tables alone."))
@@ -81,7 +108,7 @@ fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
     }
 }
 
-fn find_app(gateway: &Gateway, slug: &str) -> Result<Arc<App>, Problem> {
+pub(super) fn find_app(gateway: &Gateway, slug: &str) -> Result<Arc<App>, Problem> {
     let known = gateway.apps.known();
     match known.apps.get(slug) {
         Some(app) => Ok(app.clone()),
@@ -109,5 +136,5 @@ fn schemas_of(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Re
             known.apps.values().map(|app| schemas::schema(app)).collect()
         }
     };
-    Ok(run::json(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
+    Ok(answer::json(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
 }

@@ -1,8 +1,11 @@
 //! The bridge: an app's tables over HTTP, without SQL.
 //!
 //! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and run through
-//! the app's own role ([`run`]). No value ever stands in SQL text, no row value in an error or a log line.
+//! the app's own role ([`run`]). No value ever stands in SQL text, no row value in an error or a log line. What changed,
+//! and by whomever, is told by [`changes`].
 
+mod answer;
+mod changes;
 mod cursor;
 mod fields;
 mod filter;
@@ -17,5 +20,6 @@ mod schemas;
 mod sql;
 mod value;
 
+pub use answer::json;
+pub use changes::{Changes, changes, tend};
 pub use handler::{list_schemas, query};
-pub use run::json;

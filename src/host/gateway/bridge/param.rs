@@ -1,13 +1,16 @@
 //! A value on its way to PostgreSQL, in the type that its column fixes.
+//!
+//! Invariant: its `Debug` never shows the value, because the driver logs parameters at level debug.
 
 use std::error::Error;
+use std::fmt;
 
 use bytes::{BufMut, BytesMut};
 use tokio_postgres::types::{IsNull, ToSql, Type, to_sql_checked};
 
 use crate::host::gateway::apps::ColumnType;
 
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Clone, PartialEq)]
 pub enum Param {
     Null(ColumnType),
     /// Also numbers of type numeric, which travel as text and are cast.
@@ -22,7 +25,18 @@ pub enum Param {
     Jsonb(String),
     Uuid(uuid::Uuid),
     Bytea(Vec<u8>),
-    Texts(Vec<String>),
+    /// Values of one column, as an array.
+    Many(ColumnType, Vec<Param>),
+}
+
+impl fmt::Debug for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null(_) => f.write_str("null"),
+            Self::Many(_, values) => write!(f, "{} values", values.len()),
+            _ => write!(f, "a {}", self.sql_type()),
+        }
+    }
 }
 
 /// The type in which values of a column travel.
@@ -41,6 +55,21 @@ fn wire_type(kind: ColumnType) -> Type {
     }
 }
 
+fn array_type(kind: ColumnType) -> Type {
+    match kind {
+        ColumnType::Text | ColumnType::Numeric => Type::TEXT_ARRAY,
+        ColumnType::Boolean => Type::BOOL_ARRAY,
+        ColumnType::Integer => Type::INT4_ARRAY,
+        ColumnType::Bigint => Type::INT8_ARRAY,
+        ColumnType::Double => Type::FLOAT8_ARRAY,
+        ColumnType::Date => Type::DATE_ARRAY,
+        ColumnType::Timestamptz => Type::TIMESTAMPTZ_ARRAY,
+        ColumnType::Jsonb => Type::JSONB_ARRAY,
+        ColumnType::Uuid => Type::UUID_ARRAY,
+        ColumnType::Bytea => Type::BYTEA_ARRAY,
+    }
+}
+
 impl Param {
     /// The type of the placeholder that takes this; it depends on the column alone, never on the value.
     pub fn sql_type(&self) -> Type {
@@ -56,31 +85,8 @@ impl Param {
             Self::Jsonb(_) => Type::JSONB,
             Self::Uuid(_) => Type::UUID,
             Self::Bytea(_) => Type::BYTEA,
-            Self::Texts(_) => Type::TEXT_ARRAY,
+            Self::Many(kind, _) => array_type(*kind),
         }
-    }
-
-    /// As PostgreSQL reads it from text; `None` for what has no such single form here.
-    pub fn into_text(self) -> Option<String> {
-        Some(match self {
-            Self::Text(text) => text,
-            Self::Bool(value) => value.to_string(),
-            Self::Int4(value) => value.to_string(),
-            Self::Int8(value) => value.to_string(),
-            Self::Double(value) if value.is_infinite() => {
-                if value > 0.0 {
-                    "Infinity".to_owned()
-                } else {
-                    "-Infinity".to_owned()
-                }
-            }
-            Self::Double(value) => format!("{value:?}"),
-            Self::Date(value) => value.to_string(),
-            Self::Timestamp(value) => value.to_string(),
-            Self::Uuid(value) => value.to_string(),
-            Self::Bytea(value) => format!("\\x{}", hex::encode(value)),
-            Self::Null(_) | Self::Jsonb(_) | Self::Texts(_) => return None,
-        })
     }
 }
 
@@ -103,7 +109,7 @@ impl ToSql for Param {
             }
             Self::Uuid(value) => value.to_sql(ty, out),
             Self::Bytea(value) => value.to_sql(ty, out),
-            Self::Texts(value) => value.to_sql(ty, out),
+            Self::Many(_, values) => values.to_sql(ty, out),
         }
     }
 
@@ -112,4 +118,16 @@ impl ToSql for Param {
     }
 
     to_sql_checked!();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_parameter_does_not_show_its_value() {
+        let text = Param::Text("s3cret".to_owned());
+        let shown = format!("{text:?} {:?}", Param::Many(ColumnType::Text, vec![text.clone()]));
+        assert_eq!(shown, "a text 1 values");
+    }
 }

@@ -1,13 +1,15 @@
 //! From a request and a table to SQL with typed parameters. Pure; the one place where statements are made.
 
+mod write;
+
 use serde_json::value::RawValue;
 
-use super::cursor::Cursor;
-use super::fields::{Fields, elements, text};
-use super::filter::{Filter, escaped};
+use super::cursor::{self, Cursor};
+use super::fields::{elements, text};
+use super::filter::Filter;
 use super::order::Order;
 use super::param::Param;
-use super::request::{Count, Find, Operation};
+use super::request::{Count, Find, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
 use crate::host::gateway::apps::{Column, ColumnType, Name, Table};
@@ -21,11 +23,26 @@ const LARGEST_LIMIT: i64 = 1000;
 pub enum Plan<'t> {
     /// One row was made.
     Made(Sql),
+    /// Rows were made: a statement for each set of columns that they name.
+    ManyMade(Vec<Group>),
+    /// A row was made, or was there: then `otherwise` reads it where it was to be left as it is.
+    Upserted {
+        write: Sql,
+        otherwise: Option<Sql>,
+    },
     /// One row, or none.
     One(Sql),
     /// A number.
     Number(Sql),
     Page(Page<'t>),
+    Changed(Changed),
+}
+
+/// Rows that one statement makes, and which of the request's rows they are.
+#[derive(Debug, PartialEq)]
+pub struct Group {
+    pub sql: Sql,
+    pub rows: Vec<usize>,
 }
 
 /// A page of rows: each row of the answer is its JSON, then the order's columns as text. One row more than `limit` is
@@ -36,6 +53,55 @@ pub struct Page<'t> {
     pub count: Option<Sql>,
     pub limit: usize,
     pub order: Order<'t>,
+    /// [`cursor::fingerprint`].
+    pub filter: String,
+}
+
+/// An update or a delete.
+#[derive(Debug, PartialEq)]
+pub struct Changed {
+    pub sql: Sql,
+    pub target: Target,
+    pub returning: Returning,
+    /// With a bound, each row of the answer begins with the number of rows that matched, and above the bound nothing was
+    /// changed.
+    pub at_most: Option<i64>,
+}
+
+/// What a change of no row means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// The row is absent.
+    Id,
+    /// Nothing matched.
+    Filter,
+}
+
+impl Plan<'_> {
+    /// In the order in which they are run.
+    pub fn statements(&self) -> Vec<&Sql> {
+        match self {
+            Self::Made(sql) | Self::One(sql) | Self::Number(sql) => vec![sql],
+            Self::ManyMade(groups) => groups.iter().map(|group| &group.sql).collect(),
+            Self::Upserted { write, otherwise } => std::iter::once(write).chain(otherwise).collect(),
+            Self::Page(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
+            Self::Changed(changed) => vec![&changed.sql],
+        }
+    }
+
+    pub fn is_write(&self) -> bool {
+        !matches!(self, Self::One(_) | Self::Number(_) | Self::Page(_))
+    }
+
+    /// Whether one statement does all of it: PostgreSQL then makes all of it true or nothing.
+    pub fn is_one_statement(&self) -> bool {
+        !matches!(self, Self::ManyMade(groups) if groups.len() > 1)
+    }
+
+    /// Where in the request the values stand that this writes.
+    pub fn data(&self) -> &'static str {
+        if matches!(self, Self::ManyMade(_)) { "/rows" } else { "/data" }
+    }
 }
 
 type Wrong = Vec<FieldError>;
@@ -46,14 +112,19 @@ type Wrong = Vec<FieldError>;
 /// The fields that do not fit the table.
 pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> Result<Plan<'t>, Wrong> {
     let place = Place { schema, table };
+    let one = |wrong| vec![wrong];
     match operation {
         Operation::Insert { data } => place.insert(data),
-        Operation::Get { id } => place.get(id).map_err(|wrong| vec![wrong]),
+        Operation::InsertMany { rows } => place.insert_many(rows),
+        Operation::Upsert { data, on_conflict, resolution } => place.upsert(data, on_conflict, *resolution),
+        Operation::Update { change, data } => place.update(change, data),
+        Operation::Delete { change } => place.delete(change).map_err(one),
+        Operation::Get { id } => place.get(id).map_err(one),
         Operation::Count { filter } => {
-            let filter = place.filter(*filter).map_err(|wrong| vec![wrong])?;
+            let filter = place.filter(*filter).map_err(one)?;
             Ok(Plan::Number(place.count(&filter)))
         }
-        Operation::Find(find) => place.find(find).map_err(|wrong| vec![wrong]),
+        Operation::Find(find) => place.find(find).map_err(one),
     }
 }
 
@@ -67,67 +138,22 @@ impl<'t> Place<'_, 't> {
         sql.name(self.schema).push(".").name(&self.table.name).push(" AS \"t\"");
     }
 
-    /// The id comes from here unless the client chose one: in time order, so that the index grows at one end.
-    fn insert(&self, data: &RawValue) -> Result<Plan<'t>, Wrong> {
-        let mut values = self.values(data)?;
-        if let Some(id) = self.table.column("id").filter(|id| values.iter().all(|(c, _)| c != id)) {
-            values.insert(0, (id, Param::Uuid(uuid::Uuid::now_v7())));
-        }
-        let mut sql = Sql::new("INSERT INTO ");
-        self.name(&mut sql);
-        sql.push(" (").list(&values, ", ", |sql, (column, _)| {
-            sql.name(&column.name);
-        });
-        sql.push(") VALUES (").list(values, ", ", |sql, (column, param)| {
-            sql.bind(column.kind, param);
-        });
-        sql.push(") RETURNING ").row_object(&self.table.columns);
-        Ok(Plan::Made(sql))
-    }
-
-    /// Data's fields in the table's order, so that the order in which a client writes them makes no new statement.
-    fn values(&self, data: &RawValue) -> Result<Vec<(&'t Column, Param)>, Wrong> {
-        let wrong = |pointer: String, detail: &str| FieldError { pointer, detail: detail.to_owned() };
-        let fields = Fields::of(data).map_err(|why| vec![wrong("/data".to_owned(), why)])?;
-        let mut mistakes = Vec::new();
-        let mut given: Vec<Option<Param>> = vec![None; self.table.columns.len()];
-        for (name, raw) in &fields.0 {
-            let pointer = format!("/data/{}", escaped(name));
-            let found = self.table.columns.iter().position(|column| column.name.as_str() == name);
-            let Some(index) = found else {
-                mistakes.push(wrong(pointer, "is not a column of this table"));
-                continue;
-            };
-            let column = &self.table.columns[index];
-            if !column.is_insertable() {
-                mistakes.push(wrong(pointer, "is set by the database"));
-                continue;
-            }
-            match bind(column.kind, raw) {
-                Ok(Param::Null(_)) if !column.is_nullable() => {
-                    mistakes.push(wrong(pointer, "must not be null"));
-                }
-                Ok(param) => given[index] = Some(param),
-                Err(why) => mistakes.push(wrong(pointer, why)),
-            }
-        }
-        if !mistakes.is_empty() {
-            return Err(mistakes);
-        }
-        Ok(self.table.columns.iter().zip(given).filter_map(|(column, p)| Some((column, p?))).collect())
-    }
-
     fn get(&self, id: &RawValue) -> Result<Plan<'t>, FieldError> {
-        let wrong = |why: &str| FieldError { pointer: "/id".to_owned(), detail: why.to_owned() };
-        let id = match bind(ColumnType::Uuid, id).map_err(wrong)? {
-            Param::Null(_) => return Err(wrong("must be a UUID")),
-            id => id,
-        };
+        let filter = self.by_id(id)?;
         let mut sql = Sql::new("SELECT ");
         sql.row_object(&self.table.columns).push(" FROM ");
         self.name(&mut sql);
-        sql.push(" WHERE \"t\".\"id\" = ").bind(ColumnType::Uuid, id);
+        sql.push(" WHERE ");
+        filter.write(&mut sql);
         Ok(Plan::One(sql))
+    }
+
+    fn by_id(&self, id: &RawValue) -> Result<Filter<'t>, FieldError> {
+        let column = self.table.column("id").ok_or_else(|| wrong("/id", "is not a column of this table"))?;
+        match bind(ColumnType::Uuid, id).map_err(|why| wrong("/id", why))? {
+            Param::Null(_) => Err(wrong("/id", "must be a UUID")),
+            id => Ok(Filter::equals(column, id)),
+        }
     }
 
     fn filter(&self, raw: Option<&RawValue>) -> Result<Filter<'t>, FieldError> {
@@ -145,17 +171,17 @@ impl<'t> Place<'_, 't> {
     }
 
     fn find(&self, find: &Find<'_>) -> Result<Plan<'t>, FieldError> {
-        let wrong = |pointer: &str, why: &str| FieldError { pointer: pointer.into(), detail: why.into() };
         let filter = self.filter(find.filter)?;
         let order = Order::parse(self.table, find.order_by)?;
         let columns = self.columns(find.columns)?;
         let limit = limit(find.limit).map_err(|why| wrong("/limit", why))?;
-        let after = find.after.as_deref().map(|text| Cursor::decode(text, &order)).transpose();
+        let fingerprint = cursor::fingerprint(&filter);
+        let after = find.after.as_deref().map(|text| Cursor::decode(text, &order, &fingerprint)).transpose();
         let after = after.map_err(|why| wrong("/after", why))?;
         let count = (find.count == Count::Exact).then(|| self.count(&filter));
         let rows = self.rows(&columns, &filter, &order, after.as_ref(), limit);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-        Ok(Plan::Page(Page { rows, count, limit, order }))
+        Ok(Plan::Page(Page { rows, count, limit, order, filter: fingerprint }))
     }
 
     /// The page is cut out first, and only its rows are made into JSON.
@@ -202,21 +228,31 @@ impl<'t> Place<'_, 't> {
     }
 
     fn columns(&self, raw: Option<&RawValue>) -> Result<Vec<&'t Column>, FieldError> {
-        let wrong = |pointer: String, detail: &str| FieldError { pointer, detail: detail.to_owned() };
-        let Some(raw) = raw else { return Ok(self.table.columns.iter().collect()) };
+        match raw {
+            None => Ok(self.table.columns.iter().collect()),
+            Some(raw) => self.named(raw, "/columns"),
+        }
+    }
+
+    /// The columns that an array names, each once.
+    fn named(&self, raw: &RawValue, place: &str) -> Result<Vec<&'t Column>, FieldError> {
         let names = elements(raw).filter(|names| !names.is_empty() && names.len() <= 256);
-        let names = names.ok_or_else(|| wrong("/columns".to_owned(), "must be an array of columns"))?;
+        let names = names.ok_or_else(|| wrong(place, "must be an array of columns"))?;
         let mut columns: Vec<&Column> = Vec::with_capacity(names.len());
         for (index, name) in names.into_iter().enumerate() {
             let column = text(name).and_then(|name| self.table.column(&name));
             let column =
-                column.ok_or_else(|| wrong(format!("/columns/{index}"), "is not a column of this table"))?;
+                column.ok_or_else(|| wrong(format!("{place}/{index}"), "is not a column of this table"))?;
             if !columns.contains(&column) {
                 columns.push(column);
             }
         }
         Ok(columns)
     }
+}
+
+fn wrong(pointer: impl Into<String>, detail: &str) -> FieldError {
+    FieldError { pointer: pointer.into(), detail: detail.to_owned() }
 }
 
 fn limit(raw: Option<&RawValue>) -> Result<i64, &'static str> {

@@ -5,9 +5,11 @@ use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, text};
+use super::fields::{Fields, elements, text};
 use super::filter::escaped;
 use crate::http::problem::{FieldError, Problem};
+
+const MOST_OPERATIONS: usize = 50;
 
 /// A request to the bridge.
 #[derive(Debug)]
@@ -19,17 +21,40 @@ pub struct Request<'a> {
 
 #[derive(Debug)]
 pub enum Action<'a> {
-    Table { table: Cow<'a, str>, operation: Operation<'a> },
+    Table(Call<'a>),
+    /// All of them, or nothing.
+    Transaction(Vec<Call<'a>>),
     Schemas,
+}
+
+/// One operation and the table that it is on.
+#[derive(Debug)]
+pub struct Call<'a> {
+    pub table: Cow<'a, str>,
+    pub operation: Operation<'a>,
 }
 
 /// What to do with one table.
 #[derive(Debug)]
 pub enum Operation<'a> {
     Insert { data: &'a RawValue },
+    InsertMany { rows: &'a RawValue },
+    Upsert { data: &'a RawValue, on_conflict: &'a RawValue, resolution: Resolution },
     Find(Find<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
+    Update { change: Change<'a>, data: &'a RawValue },
+    Delete { change: Change<'a> },
+}
+
+/// What an upsert does with a row that is there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Resolution {
+    /// It takes the values of `data`, and keeps those that `data` does not name.
+    #[default]
+    Merge,
+    /// It stays as it is.
+    Ignore,
 }
 
 #[derive(Debug, Default)]
@@ -50,13 +75,55 @@ pub enum Count {
     Exact,
 }
 
-/// The fields that each action takes beside `action`.
-const ACTIONS: [(&str, &[&str]); 5] = [
-    ("insert", &["app", "table", "data"]),
-    ("find", &["app", "table", "filter", "columns", "orderBy", "limit", "after", "count"]),
-    ("get", &["app", "table", "id"]),
-    ("count", &["app", "table", "filter"]),
-    ("schemas", &["app"]),
+/// Which rows an `update` or `delete` is about, and within which bound.
+#[derive(Debug)]
+pub struct Change<'a> {
+    pub which: Which<'a>,
+    pub max_affected: Option<&'a RawValue>,
+    /// Whether the rows are asked for, and not only their number.
+    pub returning: Returning,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Which<'a> {
+    Id(&'a RawValue),
+    Filter(&'a RawValue),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Returning {
+    Number,
+    Rows,
+}
+
+/// An action and the fields that it takes beside `action`, `app` and, but for `transaction` and `schemas`, `table`.
+/// Inside a transaction an operation takes the same without `app`.
+pub struct Shape {
+    pub action: &'static str,
+    pub required: &'static [&'static str],
+    pub optional: &'static [&'static str],
+}
+
+const fn shape(
+    action: &'static str,
+    required: &'static [&'static str],
+    optional: &'static [&'static str],
+) -> Shape {
+    Shape { action, required, optional }
+}
+
+/// Every action of the bridge.
+pub const ACTIONS: [Shape; 10] = [
+    shape("insert", &["data"], &[]),
+    shape("insertMany", &["rows"], &[]),
+    shape("upsert", &["data", "onConflict"], &["resolution"]),
+    shape("find", &[], &["filter", "columns", "orderBy", "limit", "after", "count"]),
+    shape("get", &["id"], &[]),
+    shape("count", &[], &["filter"]),
+    shape("update", &["data"], &["id", "filter", "maxAffected", "returning"]),
+    shape("delete", &[], &["id", "filter", "maxAffected", "returning"]),
+    shape("transaction", &["operations"], &[]),
+    shape("schemas", &[], &[]),
 ];
 
 impl<'a> Request<'a> {
@@ -66,48 +133,135 @@ impl<'a> Request<'a> {
         let raw: &RawValue = serde_json::from_slice(body).map_err(|error| {
             Problem::field("", format!("is not JSON: line {} column {}", error.line(), error.column()))
         })?;
-        let fields = Fields::of(raw).map_err(|why| Problem::field("", why))?;
-        let mut reader = Reader { fields, wrong: Vec::new() };
-        let request = reader.request();
+        let mut wrong = Vec::new();
+        let request = Reader::open(raw, String::new(), &mut wrong).and_then(|mut reader| reader.request());
         match request {
-            Some(request) if reader.wrong.is_empty() => Ok(request),
-            _ => Err(Problem::invalid(&reader.wrong)),
+            Some(request) if wrong.is_empty() => Ok(request),
+            _ => Err(Problem::invalid(&wrong)),
         }
     }
 }
 
-struct Reader<'a> {
+/// Reads one object; mistakes of all objects of a request gather in one list.
+struct Reader<'a, 'w> {
     fields: Fields<'a>,
-    wrong: Vec<FieldError>,
+    place: String,
+    wrong: &'w mut Vec<FieldError>,
 }
 
-impl<'a> Reader<'a> {
-    fn request(&mut self) -> Option<Request<'a>> {
-        let action = self.required_text("action")?;
-        let Some((name, known)) = ACTIONS.iter().find(|(name, _)| *name == action) else {
-            let names = ACTIONS.map(|(name, _)| name).join(", ");
-            return self.say("/action", format!("is not an action; known are {names}"));
-        };
-        self.refuse_others(known);
-        if *name == "schemas" {
-            return Some(Request { app: self.optional_text("app"), action: Action::Schemas });
+impl<'a, 'w> Reader<'a, 'w> {
+    fn open(raw: &'a RawValue, place: String, wrong: &'w mut Vec<FieldError>) -> Option<Self> {
+        match Fields::of(raw) {
+            Ok(fields) => Some(Self { fields, place, wrong }),
+            Err(why) => {
+                wrong.push(FieldError { pointer: place, detail: why.to_owned() });
+                None
+            }
         }
-        let app = self.required_text("app");
+    }
+
+    fn request(&mut self) -> Option<Request<'a>> {
+        let shape = self.shape(|_| true)?;
+        match shape.action {
+            "schemas" => {
+                self.refuse_others(shape, &["app"]);
+                Some(Request { app: self.optional_text("app"), action: Action::Schemas })
+            }
+            "transaction" => {
+                self.refuse_others(shape, &["app"]);
+                let app = self.required_text("app");
+                let operations = self.operations()?;
+                Some(Request { app: Some(app?), action: Action::Transaction(operations) })
+            }
+            _ => {
+                self.refuse_others(shape, &["app", "table"]);
+                let app = self.required_text("app");
+                let call = self.call(shape);
+                Some(Request { app: Some(app?), action: Action::Table(call?) })
+            }
+        }
+    }
+
+    /// The shape of the action that is named, if it is `allowed` here.
+    fn shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static Shape> {
+        let action = self.required_text("action")?;
+        let mut known = ACTIONS.iter().filter(|shape| allowed(shape.action));
+        if let Some(shape) = known.clone().find(|shape| shape.action == action) {
+            return Some(shape);
+        }
+        let first = known.next().map_or("", |shape| shape.action);
+        let names = known.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
+        self.say("action", format!("is not an action; known here are {names}"))
+    }
+
+    fn operations(&mut self) -> Option<Vec<Call<'a>>> {
+        let raw = self.required("operations")?;
+        let Some(all) = elements(raw).filter(|all| (1..=MOST_OPERATIONS).contains(&all.len())) else {
+            return self.say("operations", format!("must be an array of 1 to {MOST_OPERATIONS} operations"));
+        };
+        let place = format!("{}/operations", self.place);
+        let mut calls = Vec::with_capacity(all.len());
+        for (index, raw) in all.into_iter().enumerate() {
+            let Some(mut reader) = Reader::open(raw, format!("{place}/{index}"), self.wrong) else {
+                continue;
+            };
+            let Some(shape) = reader.shape(|action| !matches!(action, "transaction" | "schemas")) else {
+                continue;
+            };
+            reader.refuse_others(shape, &["table"]);
+            calls.extend(reader.call(shape));
+        }
+        Some(calls)
+    }
+
+    fn call(&mut self, shape: &Shape) -> Option<Call<'a>> {
         let table = self.required_text("table");
-        let operation = match *name {
+        let operation = match shape.action {
             "insert" => self.required("data").map(|data| Operation::Insert { data }),
+            "insertMany" => self.required("rows").map(|rows| Operation::InsertMany { rows }),
+            "upsert" => self.upsert(),
             "get" => self.required("id").map(|id| Operation::Get { id }),
             "count" => Some(Operation::Count { filter: self.field("filter") }),
+            "update" => {
+                let (data, change) = (self.required("data"), self.change());
+                Some(Operation::Update { data: data?, change: change? })
+            }
+            "delete" => Some(Operation::Delete { change: self.change()? }),
             _ => Some(Operation::Find(self.find())),
         };
-        Some(Request { app: Some(app?), action: Action::Table { table: table?, operation: operation? } })
+        Some(Call { table: table?, operation: operation? })
+    }
+
+    fn upsert(&mut self) -> Option<Operation<'a>> {
+        let (data, on_conflict) = (self.required("data"), self.required("onConflict"));
+        let resolution = match self.optional_text("resolution").as_deref() {
+            None | Some("merge") => Resolution::Merge,
+            Some("ignore") => Resolution::Ignore,
+            Some(_) => self.say("resolution", "must be \"merge\" or \"ignore\"").unwrap_or_default(),
+        };
+        Some(Operation::Upsert { data: data?, on_conflict: on_conflict?, resolution })
+    }
+
+    fn change(&mut self) -> Option<Change<'a>> {
+        let which = match (self.field("id"), self.field("filter")) {
+            (Some(id), None) => Some(Which::Id(id)),
+            (None, Some(filter)) => Some(Which::Filter(filter)),
+            (None, None) => self.say("filter", "is required, or else id"),
+            (Some(_), Some(_)) => self.say("filter", "must not stand beside id"),
+        };
+        let returning = match self.field("returning").map(RawValue::get) {
+            None | Some("false") => Some(Returning::Number),
+            Some("true") => Some(Returning::Rows),
+            Some(_) => self.say("returning", "must be true or false"),
+        };
+        Some(Change { which: which?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
     fn find(&mut self) -> Find<'a> {
         let count = match self.optional_text("count").as_deref() {
             None => Count::No,
             Some("exact") => Count::Exact,
-            Some(_) => self.say("/count", "must be \"exact\"").unwrap_or_default(),
+            Some(_) => self.say("count", "must be \"exact\"").unwrap_or_default(),
         };
         Find {
             filter: self.field("filter"),
@@ -119,8 +273,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn say<T>(&mut self, pointer: &str, detail: impl Into<String>) -> Option<T> {
-        self.wrong.push(FieldError { pointer: pointer.to_owned(), detail: detail.into() });
+    fn say<T>(&mut self, field: &str, detail: impl Into<String>) -> Option<T> {
+        self.wrong.push(FieldError { pointer: format!("{}/{field}", self.place), detail: detail.into() });
         None
     }
 
@@ -129,28 +283,28 @@ impl<'a> Reader<'a> {
     }
 
     fn required(&mut self, name: &str) -> Option<&'a RawValue> {
-        self.field(name).or_else(|| self.say(&format!("/{name}"), "is required"))
+        self.field(name).or_else(|| self.say(name, "is required"))
     }
 
     fn required_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
         let raw = self.required(name)?;
-        text(raw).or_else(|| self.say(&format!("/{name}"), "must be a string"))
+        text(raw).or_else(|| self.say(name, "must be a string"))
     }
 
     fn optional_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
         let raw = self.field(name)?;
-        text(raw).or_else(|| self.say(&format!("/{name}"), "must be a string"))
+        text(raw).or_else(|| self.say(name, "must be a string"))
     }
 
-    fn refuse_others(&mut self, known: &[&str]) {
-        let unknown = self.fields.0.iter().filter(|(name, _)| name != "action" && !known.contains(&&**name));
-        let wrong: Vec<FieldError> = unknown
-            .map(|(name, _)| FieldError {
-                pointer: format!("/{}", escaped(name)),
-                detail: "is not a field of this action".to_owned(),
-            })
-            .collect();
-        self.wrong.extend(wrong);
+    fn refuse_others(&mut self, shape: &Shape, always: &[&str]) {
+        let known = |name: &str| {
+            name == "action"
+                || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
+        };
+        for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
+            let pointer = format!("{}/{}", self.place, escaped(name));
+            self.wrong.push(FieldError { pointer, detail: "is not a field of this action".to_owned() });
+        }
     }
 }
 
@@ -167,7 +321,7 @@ mod tests {
         let body = br#"{"action":"insert","app":"notes","table":"notes","data":{"title":"x"}}"#;
         let request = Request::parse(body).unwrap();
         assert_eq!(request.app.as_deref(), Some("notes"));
-        assert!(matches!(request.action, Action::Table { operation: Operation::Insert { .. }, .. }));
+        assert!(matches!(request.action, Action::Table(Call { operation: Operation::Insert { .. }, .. })));
     }
 
     #[test]
@@ -180,6 +334,33 @@ mod tests {
         assert!(mistakes("{").contains("not JSON"));
         assert!(mistakes("[]").contains("object"));
         assert!(mistakes(r#"{"action":"get","action":"find"}"#).contains("twice"));
+    }
+
+    #[test]
+    fn a_change_is_by_id_or_by_filter() {
+        let of = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
+        assert!(mistakes(&of("")).contains("/filter is required") || mistakes(&of("")).contains("/filter:"));
+        assert!(mistakes(&of(r#","id":"x","filter":{}"#)).contains("beside id"));
+        assert!(mistakes(&of(r#","id":"x","returning":1"#)).contains("/returning"));
+        assert!(mistakes(&of(r#","id":"x","data":{}"#)).contains("/data"));
+        assert!(Request::parse(of(r#","id":"x","maxAffected":1"#).as_bytes()).is_ok());
+    }
+
+    #[test]
+    fn a_transaction_s_mistakes_are_named_at_their_operation() {
+        let text = mistakes(
+            r#"{"action":"transaction","app":"a","operations":[
+                {"action":"get","table":"t","id":1}, {"action":"get","table":"t"}, 5,
+                {"action":"transaction","operations":[]}, {"action":"insert","app":"b","table":"t","data":{}}]}"#,
+        );
+        for part in ["/operations/1/id", "/operations/2:", "/operations/3/action", "/operations/4/app"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        let many = vec![r#"{"action":"count","table":"t"}"#; 51].join(",");
+        let of =
+            |operations: &str| format!(r#"{{"action":"transaction","app":"a","operations":[{operations}]}}"#);
+        assert!(mistakes(&of(&many)).contains("1 to 50"));
+        assert!(mistakes(&of("")).contains("1 to 50"));
     }
 
     #[test]

@@ -1,176 +1,168 @@
-//! Runs a plan through the app's role and puts PostgreSQL's JSON into the answer, byte for byte.
+//! Runs plans through the app's role: one statement in one round trip, on a connection that others use too; several as
+//! one transaction, on a connection of its own, in two round trips.
 
-use std::error::Error;
-use std::pin::pin;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::Poll;
+use std::time::{Duration, Instant};
 
-use axum::response::{IntoResponse, Response};
-use bytes::{BufMut, Bytes, BytesMut};
-use futures_util::TryStreamExt;
-use http::{HeaderValue, StatusCode, header};
-use tokio_postgres::types::{FromSql, Type};
-use tokio_postgres::{Row, RowStream};
+use futures_util::FutureExt;
 
-use super::cursor::Cursor;
-use super::order::Order;
-use super::param::Param;
-use super::plan::{Page, Plan};
-use super::refusal;
-use super::sql::Sql;
-use crate::host::gateway::database::{Connection, Pool};
+use super::answer::{Answer, Ready, Room, Way, execute};
+use super::plan::Plan;
+use super::refusal::{self, Asked};
+use crate::host::gateway::database::{Connection, Lease, Pool};
 use crate::http::problem::{Code, Problem};
 
 /// How long after its own time limit a statement may still be silent before its connection is given up.
 const GRACE: Duration = Duration::from_secs(5);
-/// A page ends early when it has this many bytes, so that no answer can fill the memory.
-const LARGEST_PAGE: usize = 8 * 1024 * 1024;
 
-/// Runs `plan`; `statement_timeout` is the role's.
+/// Why nothing was done, and at which of the plans that showed.
+#[derive(Debug)]
+pub struct Failed {
+    pub index: Option<usize>,
+    pub problem: Box<Problem>,
+}
+
+impl Failed {
+    fn new(index: Option<usize>, problem: Problem) -> Self {
+        Self { index, problem: Box::new(problem) }
+    }
+}
+
+/// Runs one plan; `statement_timeout` is the role's.
 ///
 /// # Errors
 /// The refusal as the caller may know it.
-pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) -> Result<Response, Problem> {
-    let lease = pool.lease().await.map_err(|error| refusal::of_pool(&error))?;
-    let ran = tokio::time::timeout(statement_timeout + GRACE, answer(&lease, plan)).await;
-    ran.unwrap_or_else(|_| {
-        lease.give_up();
-        Err(refusal::too_slow())
+pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) -> Result<Answer, Problem> {
+    if !plan.is_one_statement() {
+        let answers = run_together(pool, vec![plan], statement_timeout).await;
+        let mut answers = answers.map_err(|failed| *failed.problem)?;
+        return answers.pop().ok_or_else(refusal::lost);
+    }
+    let began = Instant::now();
+    loop {
+        match attempt(pool, &plan, statement_timeout).await {
+            Attempt::Ended(answer) => return answer,
+            Attempt::CutOff if began.elapsed() < statement_timeout => {}
+            Attempt::CutOff => return Err(refusal::too_slow()),
+        }
+    }
+}
+
+enum Attempt {
+    Ended(Result<Answer, Problem>),
+    /// Cancelled with another's statement on the same connection, and so without effect.
+    CutOff,
+}
+
+async fn attempt(pool: &Arc<Pool>, plan: &Plan<'_>, statement_timeout: Duration) -> Attempt {
+    let mut lease = match pool.lease().await {
+        Ok(lease) => lease,
+        Err(error) => return Attempt::Ended(Err(refusal::of_pool(&error))),
+    };
+    lease.begin();
+    let alone = async {
+        let ready = Ready::prepare(&lease, plan).await?;
+        execute(&lease, ready, Way::ByItself, &Room::default()).await
+    };
+    // What is dropped unsettled, here or by a client that goes away, is cancelled.
+    let Ok(answer) = tokio::time::timeout(statement_timeout + GRACE, alone).await else {
+        return Attempt::Ended(Err(refusal::too_slow()));
+    };
+    if answer.as_ref().map_or(true, |answer| answer.is_whole) {
+        lease.settle();
+    }
+    match answer {
+        Err(problem) if problem.code == Code::DeadlineExceeded && lease.is_given_up() => Attempt::CutOff,
+        answer => Attempt::Ended(answer),
+    }
+}
+
+/// Runs plans in their order, all or nothing, within the time that one statement has.
+///
+/// # Errors
+/// [`Failed`]; then nothing was changed.
+pub async fn run_together(
+    pool: &Arc<Pool>,
+    plans: Vec<Plan<'_>>,
+    statement_timeout: Duration,
+) -> Result<Vec<Answer>, Failed> {
+    let of_all = |problem| Failed::new(None, problem);
+    let mut lease = pool.lease_alone().await.map_err(|error| of_all(refusal::of_pool(&error)))?;
+    let all = together(&mut lease, &plans);
+    let ran = tokio::time::timeout(statement_timeout + GRACE, all).await;
+    ran.unwrap_or_else(|_| Err(of_all(refusal::too_slow())))
+}
+
+async fn together(lease: &mut Lease, plans: &[Plan<'_>]) -> Result<Vec<Answer>, Failed> {
+    lease.begin();
+    let ready = match prepare_all(lease, plans).await {
+        Ok(ready) => ready,
+        Err(failed) => {
+            // No transaction was begun.
+            lease.settle();
+            return Err(failed);
+        }
+    };
+    let ran = pipelined(lease, ready).await;
+    let end = if ran.is_ok() { "COMMIT" } else { "ROLLBACK" };
+    // A failed transaction answers a COMMIT like a good one, so what counts is each statement's own answer.
+    let ended = lease.client.batch_execute(end).await;
+    if ended.is_ok() || ended.as_ref().is_err_and(|error| error.as_db_error().is_some()) {
+        lease.settle();
+    }
+    let answers = ran?;
+    let refused = |error| Failed::new(None, refusal::of_error(&error, Asked::commit()));
+    ended.map_err(refused)?;
+    Ok(answers)
+}
+
+async fn prepare_all<'p, 't>(
+    connection: &Connection,
+    plans: &'p [Plan<'t>],
+) -> Result<Vec<Ready<'p, 't>>, Failed> {
+    let mut all = Vec::with_capacity(plans.len());
+    for (index, plan) in plans.iter().enumerate() {
+        let ready = Ready::prepare(connection, plan).await;
+        all.push(ready.map_err(|problem| Failed::new(Some(index), problem))?);
+    }
+    Ok(all)
+}
+
+/// Sends `BEGIN` and all statements before the first answer is read.
+async fn pipelined(connection: &Connection, all: Vec<Ready<'_, '_>>) -> Result<Vec<Answer>, Failed> {
+    let room = Room::default();
+    let begin = async {
+        let begun = connection.client.batch_execute("BEGIN").await;
+        begun.map(|()| None).map_err(|error| refusal::of_error(&error, Asked::commit()))
+    };
+    let steps = all.into_iter().map(|ready| {
+        let step = execute(connection, ready, Way::InTransaction, &room);
+        step.map(|answer| answer.map(Some)).boxed()
+    });
+    let ran = in_order(std::iter::once(begin.boxed()).chain(steps).collect()).await;
+    let mut answers = Vec::with_capacity(ran.len());
+    for (index, result) in ran.into_iter().enumerate() {
+        let answer = result.map_err(|problem| Failed::new(index.checked_sub(1), problem))?;
+        answers.extend(answer);
+    }
+    Ok(answers)
+}
+
+/// Polls the futures in their order: each sends when it is polled first, so that is the order on the wire.
+async fn in_order<T>(futures: Vec<Pin<Box<dyn Future<Output = T> + Send + '_>>>) -> Vec<T> {
+    let mut all: Vec<_> = futures.into_iter().map(|future| (future, None)).collect();
+    std::future::poll_fn(|cx| {
+        let mut is_ready = true;
+        for (future, result) in all.iter_mut().filter(|(_, result)| result.is_none()) {
+            match future.as_mut().poll(cx) {
+                Poll::Ready(value) => *result = Some(value),
+                Poll::Pending => is_ready = false,
+            }
+        }
+        if is_ready { Poll::Ready(()) } else { Poll::Pending }
     })
-}
-
-async fn answer(connection: &Connection, plan: Plan<'_>) -> Result<Response, Problem> {
-    match plan {
-        Plan::Made(sql) => {
-            let rows = rows(connection, sql).await?;
-            let row = rows.first().ok_or_else(lost)?;
-            Ok(json(StatusCode::CREATED, wrapped(json_of(row)?)))
-        }
-        Plan::One(sql) => match rows(connection, sql).await?.first() {
-            Some(row) => Ok(json(StatusCode::OK, wrapped(json_of(row)?))),
-            None => Err(Problem::new(Code::NotFound, "There is no row with this id.")),
-        },
-        Plan::Number(sql) => {
-            let count = number(connection, sql).await?;
-            Ok(json(StatusCode::OK, wrapped(format!("{{\"count\":{count}}}").as_bytes())))
-        }
-        Plan::Page(page) => page_of(connection, page).await,
-    }
-}
-
-async fn page_of(connection: &Connection, page: Page<'_>) -> Result<Response, Problem> {
-    let Page { rows, count, limit, order } = page;
-    // Both questions go out before the first answer is read.
-    let (mut filled, count) = tokio::try_join!(fill(connection, rows, limit, &order), async {
-        match count {
-            Some(sql) => number(connection, sql).await.map(Some),
-            None => Ok(None),
-        }
-    })?;
-    let body = &mut filled.body;
-    body.put_slice(b"],\"nextCursor\":");
-    match filled.last.filter(|_| filled.more) {
-        Some(keys) => {
-            body.put_u8(b'"');
-            body.put_slice(Cursor::new(&order, keys).encode().as_bytes());
-            body.put_u8(b'"');
-        }
-        None => body.put_slice(b"null"),
-    }
-    if let Some(count) = count {
-        body.put_slice(format!(",\"count\":{count}").as_bytes());
-    }
-    body.put_u8(b'}');
-    Ok(json(StatusCode::OK, filled.body.freeze()))
-}
-
-/// The rows of a page, as far as it goes.
-struct Filled {
-    body: BytesMut,
-    /// The order's values of the last row.
-    last: Option<Vec<Option<String>>>,
-    /// Whether rows come after it.
-    more: bool,
-}
-
-/// Takes rows until the page has its number of them or is large enough; the cursor leads on from either.
-async fn fill(connection: &Connection, sql: Sql, limit: usize, order: &Order<'_>) -> Result<Filled, Problem> {
-    let refused = |error: tokio_postgres::Error| refusal::of_error(&error);
-    let mut rows = pin!(start(connection, sql).await.map_err(refused)?);
-    let mut body = BytesMut::with_capacity(4096);
-    body.put_slice(b"{\"data\":[");
-    let (mut shown, mut last_row) = (0, None::<Row>);
-    let mut more = false;
-    while let Some(row) = rows.try_next().await.map_err(refused)? {
-        if shown == limit || body.len() >= LARGEST_PAGE {
-            more = true;
-            break;
-        }
-        if shown > 0 {
-            body.put_u8(b',');
-        }
-        body.put_slice(json_of(&row)?);
-        shown += 1;
-        last_row = Some(row);
-    }
-    let keys = |row: Row| (1..=order.keys.len()).map(|index| row.try_get(index)).collect::<Result<_, _>>();
-    let last = last_row.filter(|_| more).map(keys).transpose().map_err(refused)?;
-    Ok(Filled { body, last, more })
-}
-
-async fn rows(connection: &Connection, sql: Sql) -> Result<Vec<Row>, Problem> {
-    let ran = async { start(connection, sql).await?.try_collect().await };
-    ran.await.map_err(|error| refusal::of_error(&error))
-}
-
-async fn start(connection: &Connection, sql: Sql) -> Result<RowStream, tokio_postgres::Error> {
-    let types: Vec<Type> = sql.params.iter().map(Param::sql_type).collect();
-    let statement = connection.statement(&sql.text, &types).await?;
-    connection.client.query_raw(&statement, &sql.params).await
-}
-
-async fn number(connection: &Connection, sql: Sql) -> Result<i64, Problem> {
-    let rows = rows(connection, sql).await?;
-    let row = rows.first().ok_or_else(lost)?;
-    row.try_get(0).map_err(|error| refusal::of_error(&error))
-}
-
-/// A statement that always answers with a row did not.
-fn lost() -> Problem {
-    tracing::error!("a statement gave no row");
-    Problem::new(Code::Internal, "The failure is logged under this request id.")
-}
-
-/// The bytes of a `json` value, unparsed.
-struct Raw<'a>(&'a [u8]);
-
-impl<'a> FromSql<'a> for Raw<'a> {
-    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
-        Ok(Self(raw))
-    }
-
-    fn accepts(ty: &Type) -> bool {
-        *ty == Type::JSON
-    }
-}
-
-fn json_of(row: &Row) -> Result<&[u8], Problem> {
-    let raw: Raw<'_> = row.try_get(0).map_err(|error| refusal::of_error(&error))?;
-    Ok(raw.0)
-}
-
-fn wrapped(data: &[u8]) -> Bytes {
-    let mut body = BytesMut::with_capacity(data.len() + 10);
-    body.put_slice(b"{\"data\":");
-    body.put_slice(data);
-    body.put_u8(b'}');
-    body.freeze()
-}
-
-pub fn json(status: StatusCode, body: Bytes) -> Response {
-    let mut response = (status, body).into_response();
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+    .await;
+    all.into_iter().filter_map(|(_, result)| result).collect()
 }

@@ -32,8 +32,9 @@ impl Sql {
         self.push("\"t\".").name(&column.name)
     }
 
-    pub fn type_name(&mut self, kind: ColumnType) -> &mut Self {
-        self.push(kind.sql())
+    /// The type without its precision: a cast never rounds what a column holds.
+    fn type_name(&mut self, kind: ColumnType) -> &mut Self {
+        self.push(if kind == ColumnType::Timestamptz { "timestamptz" } else { kind.sql() })
     }
 
     /// A placeholder for a value of a column's type.
@@ -50,11 +51,11 @@ impl Sql {
         self.placeholder(Param::Text(text)).push("::text::").type_name(kind)
     }
 
-    /// A placeholder for a list of values that travel as text.
-    pub fn bind_texts(&mut self, kind: ColumnType, texts: Vec<String>) -> &mut Self {
-        self.placeholder(Param::Texts(texts)).push("::text[]");
-        if kind != ColumnType::Text {
-            self.push("::").type_name(kind).push("[]");
+    /// A placeholder for an array of values of a column's type.
+    pub fn bind_many(&mut self, kind: ColumnType, values: Vec<Param>) -> &mut Self {
+        self.placeholder(Param::Many(kind, values));
+        if kind == ColumnType::Numeric {
+            self.push("::text[]::numeric[]");
         }
         self
     }
@@ -95,8 +96,10 @@ impl Sql {
                 self.push("translate(encode(").column(column).push(", 'base64'), E'\\n', '')")
             }
             ColumnType::Timestamptz => {
-                self.push("to_char(").column(column);
-                self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')")
+                // Infinity has no such form: it travels as PostgreSQL prints it.
+                self.push("coalesce(to_char(").column(column);
+                self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"'), ");
+                self.column(column).push("::text)")
             }
             _ => self.column(column),
         };

@@ -11,6 +11,8 @@ use crate::host::gateway::apps::ColumnType;
 
 /// The longest text of a numeric value; PostgreSQL's own limit lies far beyond any use.
 const LONGEST_NUMERIC: usize = 1000;
+/// 0001-01-01T00:00:00Z, in seconds: PostgreSQL prints what is earlier as "BC".
+const YEAR_ONE: i64 = -62_135_596_800;
 
 /// The parameter for a column of type `kind`.
 ///
@@ -36,10 +38,12 @@ pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
         ColumnType::Double => double(raw),
         ColumnType::Date => {
             let why = "must be a date, YYYY-MM-DD";
-            let text = text(raw).filter(|text| text.len() == 10).ok_or(why)?;
-            parsed(&text, Param::Date, why)
+            let text = text(raw).ok_or(why)?;
+            let day: jiff::civil::Date = text.parse().map_err(|_| why)?;
+            // One form alone, and no year before 1: PostgreSQL would print that one as "BC".
+            if day.to_string() == text && day.year() >= 1 { Ok(Param::Date(day)) } else { Err(why) }
         }
-        ColumnType::Timestamptz => timestamp(raw),
+        ColumnType::Timestamptz => timestamp(raw, Unit::Millisecond, RoundMode::HalfExpand),
         ColumnType::Jsonb => Ok(Param::Jsonb(raw.get().to_owned())),
         ColumnType::Uuid => parsed(&text(raw).ok_or("must be a UUID")?, Param::Uuid, "must be a UUID"),
         ColumnType::Bytea => {
@@ -93,12 +97,26 @@ fn double(raw: &RawValue) -> Result<Param, &'static str> {
     if value.is_finite() { Ok(Param::Double(value)) } else { Err("is out of range for a double") }
 }
 
-/// To the millisecond, as the column keeps it: what was written can be sought by the same text.
-fn timestamp(raw: &RawValue) -> Result<Param, &'static str> {
-    let why = "must be a time, RFC 3339 with an offset";
+/// The parameter that a column is compared with by `operator`, one of `<`, `<=`, `>`, `>=`. A time keeps the digits that
+/// a column would round away: nothing that lies before it is taken for equal to it.
+///
+/// # Errors
+/// What the value must be.
+pub fn bind_bound(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Param, &'static str> {
+    if kind != ColumnType::Timestamptz || is_null(raw) {
+        return bind(kind, raw);
+    }
+    // For times of whole microseconds, `x < t` holds where `x < ceil(t)` does, and `x > t` where `x > floor(t)` does.
+    let mode = if matches!(operator, "<" | ">=") { RoundMode::Ceil } else { RoundMode::Floor };
+    timestamp(raw, Unit::Microsecond, mode)
+}
+
+/// To the millisecond, where a column keeps it: what was written can be sought by the same text.
+fn timestamp(raw: &RawValue, unit: Unit, mode: RoundMode) -> Result<Param, &'static str> {
+    let why = "must be a time, RFC 3339 with an offset, in the years 1 to 9999";
     let at: Timestamp = text(raw).ok_or(why)?.parse().map_err(|_| why)?;
-    let to_ms = TimestampRound::new().smallest(Unit::Millisecond).mode(RoundMode::HalfExpand);
-    at.round(to_ms).map(Param::Timestamp).map_err(|_| why)
+    let at = at.round(TimestampRound::new().smallest(unit).mode(mode)).map_err(|_| why)?;
+    if at.as_second() >= YEAR_ONE { Ok(Param::Timestamp(at)) } else { Err(why) }
 }
 
 #[cfg(test)]
@@ -122,9 +140,14 @@ mod tests {
         assert_eq!(one(C::Double, r#""Infinity""#), Ok(Param::Double(f64::INFINITY)));
         assert_eq!(one(C::Jsonb, r#"{"a": 1.10}"#), Ok(Param::Jsonb(r#"{"a": 1.10}"#.into())));
         assert_eq!(one(C::Bytea, r#""AAE=""#), Ok(Param::Bytea(vec![0, 1])));
-        assert_eq!(one(C::Date, r#""2026-02-28""#).unwrap().into_text().unwrap(), "2026-02-28");
-        let at = one(C::Timestamptz, r#""2026-01-02T03:04:05.6789+01:00""#).unwrap();
-        assert_eq!(at.into_text().unwrap(), "2026-01-02T02:04:05.679Z");
+        let day = jiff::civil::date(2026, 2, 28);
+        assert_eq!(one(C::Date, r#""2026-02-28""#), Ok(Param::Date(day)));
+        let at = |text: &str| Ok(Param::Timestamp(text.parse().unwrap()));
+        let given = r#""2026-01-02T03:04:05.6789004+01:00""#;
+        assert_eq!(one(C::Timestamptz, given), at("2026-01-02T02:04:05.679Z"));
+        let raw = || serde_json::from_str(given).unwrap();
+        assert_eq!(bind_bound(C::Timestamptz, "<", raw()), at("2026-01-02T02:04:05.678901Z"));
+        assert_eq!(bind_bound(C::Timestamptz, "<=", raw()), at("2026-01-02T02:04:05.678900Z"));
         assert_eq!(one(C::Jsonb, "null"), Ok(Param::Null(C::Jsonb)));
     }
 
@@ -134,6 +157,7 @@ mod tests {
         let cases = [
             (C::Text, "1"),
             (C::Text, r#""a\u0000""#),
+            (C::Text, r#""\ud800""#),
             (C::Boolean, r#""true""#),
             (C::Integer, "2147483648"),
             (C::Integer, "1.5"),
@@ -145,6 +169,11 @@ mod tests {
             (C::Double, "1e999"),
             (C::Date, r#""2026-02-30""#),
             (C::Date, r#""2026-02-28T00:00:00""#),
+            (C::Date, r#""20260228""#),
+            (C::Date, r#""0000-12-31""#),
+            (C::Date, r#""-000044-03-15""#),
+            (C::Timestamptz, r#""0000-12-31T23:59:59Z""#),
+            (C::Timestamptz, r#""9999-12-31T23:59:59.9999Z""#),
             (C::Timestamptz, r#""2026-01-02T03:04:05""#),
             (C::Uuid, r#""x""#),
             (C::Bytea, r#""a""#),

@@ -54,10 +54,11 @@ impl Budget {
             let mut pools = self.pools();
             pools.retain(|pool| pool.strong_count() > 0);
             // Among equals the one that was used longest ago.
-            pools.iter().filter_map(Weak::upgrade).max_by_key(|pool| {
-                let holding = pool.holding();
-                (holding.connections, std::cmp::Reverse(holding.last_used))
-            })
+            let holding = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.holding(), pool));
+            holding
+                .filter(|(holding, _)| holding.spare > 0)
+                .max_by_key(|(holding, _)| (holding.spare, std::cmp::Reverse(holding.last_used)))
+                .map(|(_, pool)| pool)
         };
         if let Some(pool) = richest {
             pool.retire_one();

@@ -5,6 +5,8 @@
 use tokio_postgres::Client;
 
 use super::connect::DatabaseError;
+use super::outbox;
+use crate::machine::epoch::Epoch;
 
 /// Left for the owner's tools, backups and the gateway itself.
 const HEADROOM: usize = 16;
@@ -43,14 +45,16 @@ const REVOCATIONS: &str = "
        AND has_function_privilege('public', oid, 'EXECUTE')
 ";
 
-/// Makes the database ready for apps.
+/// Makes the database ready for apps, and the outbox this machine's.
 ///
 /// # Errors
 /// When the database is away or refuses.
-pub async fn prepare(client: &mut Client) -> Result<(), DatabaseError> {
+pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     lock(&transaction).await?;
     transaction.batch_execute(OURS).await?;
+    transaction.batch_execute(outbox::OBJECTS).await?;
+    outbox::adopt(&transaction, epoch).await?;
     for row in transaction.query(REVOCATIONS, &[]).await? {
         transaction.batch_execute(row.get(0)).await?;
     }

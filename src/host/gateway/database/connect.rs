@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::{Mutex, Notify};
 use tokio_postgres::config::Host;
-use tokio_postgres::{Client, NoTls};
+use tokio_postgres::{AsyncMessage, Client, NoTls};
 
 use crate::host::gateway::config::Config;
 use crate::http::resolve;
@@ -29,7 +29,7 @@ pub enum DatabaseError {
 /// How the database is reached as its administrator.
 pub struct Database {
     config: tokio_postgres::Config,
-    /// The connection that health questions share.
+    /// For health questions and the feed of changes: short statements, several under way at once.
     shared: Mutex<Option<Arc<Client>>>,
     /// Told when a role's login was refused: the supervisor sets it up again.
     pub login_refused: Notify,
@@ -55,6 +55,27 @@ impl Database {
         connect(&self.config).await
     }
 
+    /// A connection that tells `woken` of each notification on `channel`, until it is closed; the client has to be kept.
+    ///
+    /// # Errors
+    /// See [`DatabaseError`].
+    pub async fn listen(&self, channel: &'static str, woken: Arc<Notify>) -> Result<Client, DatabaseError> {
+        let config = resolved(&self.config).await?;
+        let connecting = tokio::time::timeout(CONNECT, config.connect(NoTls));
+        let (client, mut connection) =
+            connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
+        tokio::spawn(async move {
+            while let Some(Ok(message)) = std::future::poll_fn(|cx| connection.poll_message(cx)).await {
+                if matches!(message, AsyncMessage::Notification(_)) {
+                    woken.notify_one();
+                }
+            }
+            woken.notify_one();
+        });
+        client.batch_execute(&format!("LISTEN {channel}")).await?;
+        Ok(client)
+    }
+
     /// Whether the database answers.
     ///
     /// # Errors
@@ -68,7 +89,11 @@ impl Database {
         asked.await.unwrap_or(Err(DatabaseError::Deadline))
     }
 
-    async fn shared(&self) -> Result<Arc<Client>, DatabaseError> {
+    /// The connection that everything short shares.
+    ///
+    /// # Errors
+    /// See [`DatabaseError`].
+    pub async fn shared(&self) -> Result<Arc<Client>, DatabaseError> {
         let mut shared = self.shared.lock().await;
         if let Some(client) = shared.as_ref().filter(|client| !client.is_closed()) {
             return Ok(client.clone());

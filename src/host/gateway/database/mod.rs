@@ -3,11 +3,16 @@
 mod budget;
 mod cluster;
 mod connect;
+mod connection;
+mod lease;
+pub mod outbox;
 mod pool;
 mod role;
 
 pub use budget::Budget;
 pub use cluster::{connection_budget, lock, prepare};
 pub use connect::{Database, DatabaseError};
-pub use pool::{Connection, Pool, PoolError};
+pub use connection::Connection;
+pub use lease::Lease;
+pub use pool::{Pool, PoolError};
 pub use role::{fresh_password, open_login};

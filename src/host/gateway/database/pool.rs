@@ -1,29 +1,29 @@
-//! An app's connections. Requests share them: PostgreSQL's protocol lets several statements be under way on one, so a
-//! connection that waits for an answer already carries the next question.
+//! An app's connections. When all are busy, requests share them: PostgreSQL's protocol lets several statements be under
+//! way on one, so a connection that waits for an answer already carries the next question. A transaction has one to itself.
 //!
-//! Invariant: all pools together never hold more connections than the budget they share.
+//! Invariants: all pools together never hold more connections than the budget they share; a connection whose work was
+//! left unfinished is never given to anybody again.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, Semaphore};
 use tokio_postgres::error::SqlState;
-use tokio_postgres::types::Type;
-use tokio_postgres::{Client, Statement};
 
 use super::budget::{Budget, Place};
 use super::connect::{Database, DatabaseError, connect};
+use super::connection::{Connection, now_ms};
+use super::lease::Lease;
 
 /// The most connections of one app.
 const MOST: usize = 16;
-/// Statements that may be under way on one connection before requests wait.
+/// Statements that may be under way on a connection before requests wait, when there are as many as may be.
 const DEPTH: usize = 8;
 const WAIT: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_secs(60);
-/// Prepared statements kept on a connection, by their text.
-const STATEMENTS: usize = 200;
+/// A connection on which nothing moved for so long has a long statement under way: the next does not stand behind it.
+const SLOW: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -38,9 +38,33 @@ pub struct Pool {
     config: tokio_postgres::Config,
     budget: Arc<Budget>,
     places: Arc<Semaphore>,
-    connections: Mutex<Vec<Arc<Connection>>>,
-    opening: tokio::sync::Mutex<()>,
-    growing: AtomicBool,
+    open: Mutex<Open>,
+    /// Told when a connection may have come free for those that found none.
+    freed: Notify,
+}
+
+#[derive(Default)]
+struct Open {
+    connections: Vec<Arc<Connection>>,
+    /// How many are being opened.
+    coming: usize,
+}
+
+/// What the connections of now offer a request.
+enum Choice {
+    Take(Arc<Connection>),
+    /// Another may be opened; counted as coming.
+    Open(Need),
+    Wait,
+}
+
+/// How much another connection is needed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Need {
+    /// There is none: some other app may have to give one up.
+    First,
+    /// All are busy.
+    Further,
 }
 
 impl std::fmt::Debug for Pool {
@@ -49,84 +73,11 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// A connection and the statements prepared on it.
-pub struct Connection {
-    pub client: Client,
-    statements: Mutex<Statements>,
-    under_way: AtomicUsize,
-    /// Given up by a request that waited too long: nobody takes it any more.
-    stuck: AtomicBool,
-    used_ms: AtomicU64,
-    _place: Place,
-}
-
-#[derive(Default)]
-struct Statements {
-    by_text: HashMap<String, Statement>,
-    oldest_first: VecDeque<String>,
-}
-
 /// What a pool has.
 pub(super) struct Holding {
-    pub connections: usize,
+    /// Connections that it could give up.
+    pub spare: usize,
     pub last_used: u64,
-}
-
-/// A place on a connection, given back when dropped.
-pub struct Lease {
-    connection: Arc<Connection>,
-    _place: OwnedSemaphorePermit,
-}
-
-impl std::ops::Deref for Lease {
-    type Target = Connection;
-
-    fn deref(&self) -> &Connection {
-        &self.connection
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.connection.under_way.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Connection {
-    /// The statement of this text, prepared at its first use.
-    ///
-    /// # Errors
-    /// When PostgreSQL refuses the text.
-    pub async fn statement(&self, sql: &str, types: &[Type]) -> Result<Statement, tokio_postgres::Error> {
-        let kept = self.kept().by_text.get(sql).cloned();
-        if let Some(statement) = kept {
-            return Ok(statement);
-        }
-        let statement = self.client.prepare_typed(sql, types).await?;
-        let mut kept = self.kept();
-        if kept.by_text.len() >= STATEMENTS
-            && let Some(oldest) = kept.oldest_first.pop_front()
-        {
-            kept.by_text.remove(&oldest);
-        }
-        if kept.by_text.insert(sql.to_owned(), statement.clone()).is_none() {
-            kept.oldest_first.push_back(sql.to_owned());
-        }
-        Ok(statement)
-    }
-
-    /// Gives the connection up: something on it does not end.
-    pub fn give_up(&self) {
-        self.stuck.store(true, Ordering::Relaxed);
-    }
-
-    fn kept(&self) -> std::sync::MutexGuard<'_, Statements> {
-        self.statements.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_usable(&self) -> bool {
-        !self.client.is_closed() && !self.stuck.load(Ordering::Relaxed)
-    }
 }
 
 impl Pool {
@@ -137,26 +88,45 @@ impl Pool {
             config,
             budget,
             places: Arc::new(Semaphore::new(MOST * DEPTH)),
-            connections: Mutex::default(),
-            opening: tokio::sync::Mutex::default(),
-            growing: AtomicBool::new(false),
+            open: Mutex::default(),
+            freed: Notify::new(),
         });
         pool.budget.join(&pool);
         pool
     }
 
-    /// A place on the connection with the fewest statements under way.
+    /// A place on an idle connection, else on a new one; when there may be no more, on one that others use, too.
     ///
     /// # Errors
     /// When none came free within five seconds, or the database is away.
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
         let waited = tokio::time::timeout(WAIT, async {
             let place = self.places.clone().acquire_owned().await.map_err(|_| PoolError::Wait)?;
-            let connection = match self.least_busy() {
-                Some(connection) => connection,
-                None => self.first().await?,
-            };
-            Ok(Lease { connection, _place: place })
+            Ok(Lease::new(self.clone(), self.connection().await?, place))
+        });
+        waited.await.unwrap_or(Err(PoolError::Wait))
+    }
+
+    /// A connection that nobody else uses until the lease ends: for a transaction.
+    ///
+    /// # Errors
+    /// As [`Self::lease`].
+    pub async fn lease_alone(self: &Arc<Self>) -> Result<Lease, PoolError> {
+        let waited = tokio::time::timeout(WAIT, async {
+            loop {
+                let mut lease = self.lease().await?;
+                // Others stay away from now on; those that are there end first.
+                if lease.reserve() {
+                    loop {
+                        let mut freed = pin!(self.freed.notified());
+                        freed.as_mut().enable();
+                        if lease.is_alone() {
+                            return Ok(lease);
+                        }
+                        freed.await;
+                    }
+                }
+            }
         });
         waited.await.unwrap_or(Err(PoolError::Wait))
     }
@@ -165,75 +135,125 @@ impl Pool {
     pub fn close_idle(&self) {
         let now = now_ms();
         let idle = u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
-        self.open().retain(|connection| {
-            let used = connection.used_ms.load(Ordering::Relaxed);
-            connection.under_way.load(Ordering::Relaxed) > 0 || now.saturating_sub(used) < idle
+        self.open().connections.retain(|connection| {
+            connection.under_way() > 0 || now.saturating_sub(connection.moved_ms()) < idle
         });
     }
 
     pub(super) fn holding(&self) -> Holding {
-        let open = self.open();
-        let used = open.iter().map(|connection| connection.used_ms.load(Ordering::Relaxed));
-        Holding { connections: open.len(), last_used: used.max().unwrap_or(0) }
+        let open = &self.open().connections;
+        let used = open.iter().map(|connection| connection.moved_ms());
+        let spare = open.iter().filter(|connection| connection.has_served());
+        Holding { spare: spare.count(), last_used: used.max().unwrap_or(0) }
     }
 
     /// Lets go of the least busy connection; it closes when the statements under way on it have ended.
     pub(super) fn retire_one(&self) {
-        let mut open = self.open();
-        let least = (0..open.len()).min_by_key(|&index| open[index].under_way.load(Ordering::Relaxed));
-        if let Some(index) = least {
+        let open = &mut self.open().connections;
+        let spare = (0..open.len()).filter(|&index| open[index].has_served());
+        if let Some(index) = spare.min_by_key(|&index| open[index].under_way()) {
             open.swap_remove(index);
         }
     }
 
-    fn least_busy(self: &Arc<Self>) -> Option<Arc<Connection>> {
-        let (chosen, room) = {
-            let mut open = self.open();
-            open.retain(|connection| connection.is_usable());
-            let chosen = open.iter().min_by_key(|c| c.under_way.load(Ordering::Relaxed))?.clone();
-            // Counted under the lock, so that two requests do not take the same idle connection.
-            let busy = chosen.under_way.fetch_add(1, Ordering::Relaxed) > 0;
-            (chosen, busy && open.len() < MOST)
-        };
-        chosen.used_ms.store(now_ms(), Ordering::Relaxed);
-        if room && !self.growing.swap(true, Ordering::Relaxed) {
-            let pool = self.clone();
-            tokio::spawn(async move {
-                pool.grow().await;
-                pool.growing.store(false, Ordering::Relaxed);
-            });
-        }
-        Some(chosen)
+    /// Takes a connection out, so that nobody new comes upon it; whether nobody did before.
+    pub(super) fn give_up(&self, connection: &Arc<Connection>) -> bool {
+        let mut open = self.open();
+        open.connections.retain(|known| !Arc::ptr_eq(known, connection));
+        connection.give_up()
     }
 
-    async fn first(self: &Arc<Self>) -> Result<Arc<Connection>, PoolError> {
-        let _opening = self.opening.lock().await;
-        if let Some(connection) = self.least_busy() {
-            return Ok(connection);
-        }
-        let place = self.budget.place().await.ok_or(PoolError::Wait)?;
-        Ok(self.add(place, 1).await?)
+    /// Ends a backend of this pool's role with all that it has still to do.
+    ///
+    /// # Errors
+    /// When the database is away.
+    pub(super) async fn terminate(&self, backend: i32) -> Result<(), DatabaseError> {
+        let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = $1 AND usename = $2";
+        let role = self.config.get_user().unwrap_or_default();
+        self.database.shared().await?.query(sql, &[&backend, &role]).await?;
+        Ok(())
     }
 
-    /// One more connection, if the budget has room; the requests of now do not wait for it.
-    async fn grow(&self) {
-        let Some(place) = self.budget.spare() else { return };
-        if let Err(error) = self.add(place, 0).await {
-            tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
+    /// Tells those that wait for a connection.
+    pub(super) fn tell_freed(&self) {
+        self.freed.notify_waiters();
+    }
+
+    async fn connection(&self) -> Result<Arc<Connection>, PoolError> {
+        let mut may_open = true;
+        loop {
+            let mut freed = pin!(self.freed.notified());
+            freed.as_mut().enable();
+            match self.choose(may_open) {
+                Choice::Take(connection) => return Ok(connection),
+                Choice::Open(need) => match self.another(need).await? {
+                    Some(connection) => return Ok(connection),
+                    None => may_open = false,
+                },
+                Choice::Wait => {
+                    freed.await;
+                    may_open = true;
+                }
+            }
         }
     }
 
-    async fn add(&self, place: Place, under_way: usize) -> Result<Arc<Connection>, DatabaseError> {
-        let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
-        let connection = Arc::new(Connection {
-            client,
-            statements: Mutex::default(),
-            under_way: AtomicUsize::new(under_way),
-            stuck: AtomicBool::new(false),
-            used_ms: AtomicU64::new(now_ms()),
-            _place: place,
+    /// A request stands behind another's statement only where there may be no more connections, and not behind one that
+    /// takes long.
+    fn choose(&self, may_open: bool) -> Choice {
+        let mut open = self.open();
+        open.connections.retain(|connection| connection.is_usable());
+        let now = now_ms();
+        let slow = u64::try_from(SLOW.as_millis()).unwrap_or(u64::MAX);
+        // The fewer there may be, the more each takes.
+        let depth = MOST * DEPTH / open.connections.len().max(1);
+        let is_only = open.connections.len() + open.coming == 1;
+        let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.moved_ms()) > slow;
+        let is_full = |c: &Connection| c.under_way() >= depth || is_slow(c);
+        let least = open.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
+            let under_way = c.under_way();
+            (under_way > 0 && is_full(c), under_way)
         });
-        self.open().push(connection.clone());
+        let is_idle = least.is_some_and(|c| c.under_way() == 0);
+        if !is_idle && may_open && open.connections.len() + open.coming < MOST {
+            let is_first = open.connections.is_empty() && open.coming == 0;
+            open.coming += 1;
+            return Choice::Open(if is_first { Need::First } else { Need::Further });
+        }
+        match least {
+            Some(least) if is_idle || !is_full(least) => {
+                // Counted under the lock, so that two requests do not take the same idle connection.
+                least.enter();
+                Choice::Take(least.clone())
+            }
+            _ => Choice::Wait,
+        }
+    }
+
+    /// One more connection, with a place on it taken; none where the budget has no room for it.
+    async fn another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
+        let _coming = Coming(self);
+        let place = match need {
+            Need::First => Some(self.budget.place().await.ok_or(PoolError::Wait)?),
+            Need::Further => self.budget.spare(),
+        };
+        let Some(place) = place else { return Ok(None) };
+        match self.add(place).await {
+            Ok(connection) => Ok(Some(connection)),
+            Err(error) if need == Need::First => Err(error.into()),
+            Err(error) => {
+                tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
+                Ok(None)
+            }
+        }
+    }
+
+    async fn add(&self, place: Place) -> Result<Arc<Connection>, DatabaseError> {
+        let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
+        let asked = client.query_one("SELECT pg_backend_pid()", &[]);
+        let row = tokio::time::timeout(WAIT, asked).await.map_err(|_| DatabaseError::Deadline)??;
+        let connection = Arc::new(Connection::new(client, row.try_get(0)?, place));
+        self.open().connections.push(connection.clone());
         Ok(connection)
     }
 
@@ -246,13 +266,17 @@ impl Pool {
         }
     }
 
-    fn open(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Connection>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    fn open(&self) -> std::sync::MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Milliseconds on one clock for all pools.
-fn now_ms() -> u64 {
-    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-    u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)
+/// Counts as coming until this is dropped, as it is when the request goes away.
+struct Coming<'p>(&'p Pool);
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        self.0.open().coming -= 1;
+        self.0.tell_freed();
+    }
 }

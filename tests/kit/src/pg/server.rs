@@ -3,6 +3,7 @@
 //! Passwords are asked for on every way in, as on a customer's host; nothing is `trust`.
 
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -214,7 +215,8 @@ impl PgServer {
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
         }
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        // Ctrl-C on a terminal is for us alone: it would shut PostgreSQL down below whoever still needs it.
+        command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start postgres")?;
         child::end_with_us(child.id(), AtExit::Quit);
         *process = Some(child);

@@ -252,6 +252,14 @@ impl Simulator {
     }
 }
 
+impl Simulator {
+    /// Cuts the power of every host and waits until nothing of them runs.
+    pub async fn stop(self) {
+        let Ok(hosts) = self.cloud.guests.hosts() else { return };
+        hosts.stop().await;
+    }
+}
+
 impl Drop for Simulator {
     fn drop(&mut self) {
         self.listener.abort();

@@ -1,13 +1,17 @@
 //! HTTP before the S3 service: serves connections, keeps a log of requests, and lets faults happen.
 
+use std::future::ready;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use http::{Request, Response};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, BodyStream, Full, StreamBody};
-use hyper::body::{Frame, Incoming};
+use hyper::body::{Frame, Incoming, SizeHint};
 use hyper_util::rt::TokioIo;
 use s3s::service::S3Service;
 use s3s::{HttpError, StdError};
@@ -16,6 +20,7 @@ use tokio::net::TcpStream;
 use super::fault::{Fault, Faults};
 use super::service::StaleRead;
 
+const DISCARD_DEADLINE: Duration = Duration::from_secs(5);
 const LOG_LENGTH: usize = 100_000;
 
 type Body = UnsyncBoxBody<Bytes, StdError>;
@@ -75,7 +80,16 @@ impl Wire {
             }
             _ => {}
         }
-        let response = self.service.call(request.map(s3s::Body::from)).await?;
+        let (parts, body) = request.into_parts();
+        let body = Lent(Arc::new(Mutex::new(body)));
+        let rest = BodyStream::new(body.clone());
+        let request = Request::from_parts(parts, s3s::Body::http_body(body));
+        let response = self.service.call(request).await?;
+        if response.status().is_client_error() {
+            // A connection that is closed on unread bytes can lose the answer.
+            let discarded = rest.take_while(|frame| ready(frame.is_ok())).for_each(|_| ready(()));
+            tokio::time::timeout(DISCARD_DEADLINE, discarded).await.ok();
+        }
         match fault {
             Some(Fault::LostReply) => Err(cut("the reply was lost")),
             Some(Fault::StatusAfterCommit(status)) => trouble(status),
@@ -87,6 +101,30 @@ impl Wire {
             }
             _ => Ok(response.map(BodyExt::boxed_unsync)),
         }
+    }
+}
+
+/// A request's body that can be read to its end by us where the service did not.
+#[derive(Clone)]
+struct Lent(Arc<Mutex<Incoming>>);
+
+impl hyper::body::Body for Lent {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner)).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).size_hint()
     }
 }
 

@@ -18,6 +18,8 @@ use crate::child;
 
 /// The rows before the backup, in the order of their titles.
 pub const TITLES: [&str; 3] = ["first", "second", "third"];
+/// Of the plan `builder`.
+const RESIZED: &str = "cpx32";
 pub const LATER: &str = "zz after the backup";
 
 /// What the platform's record says, as far as the story looks at it.
@@ -135,18 +137,14 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
 
 /// Gives the snapshot's key.
 pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)> {
-    let run = stack.provider.run_unit(&machine.server, "svc-db-backup", &["run"]).await?;
-    ensure!(
-        run.status.success(),
-        "svc-db-backup: {}: {}",
-        run.status,
-        String::from_utf8_lossy(&run.stderr).trim()
-    );
+    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.good()?;
+    let told: serde_json::Value = run.json()?;
     let pointer = stack.slot.pointer(&stack.store)?;
     let named = &pointer["snapshot"];
     ensure!(pointer["fenceEpoch"] == 1 && named["epoch"] == 1, "the pointer is {pointer}");
     ensure!(named["machineId"] == machine.id.as_str(), "the pointer is of machine {}", named["machineId"]);
     let key = named["key"].as_str().context("the pointer names no key")?.to_owned();
+    ensure!(told["key"] == key.as_str() && told["latest"] == true, "the operator was told of {told}");
     let dump = stack.slot.read(&stack.store, &key)?;
     let sha256 = hex::encode(Sha256::digest(&dump));
     ensure!(
@@ -166,6 +164,30 @@ pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)
     let detail =
         format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
     Ok((key, detail))
+}
+
+/// Another server type: the same server on the same disk, with the same rows, and no restore.
+pub async fn resize(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.good()?;
+    let before = stack.provider.server_by_name(&machine.server).context("no server")?;
+    let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
+    let restored = std::fs::metadata(&marker)?.modified()?;
+    let run = stack.svcctl(&["--json", "resize", HANDLE, RESIZED, "--yes", "--wait=200"]).await?.good()?;
+    let record: serde_json::Value = run.json()?;
+    ensure!(record["status"] == "running" && record["serverType"] == RESIZED, "the record is {record}");
+    ensure!(record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch, "it is {record}");
+    let after = stack.provider.server_by_name(&machine.server).context("no server any more")?;
+    ensure!(after.server_type == RESIZED && after.id == before.id, "at the provider: {after:?}");
+    ensure!(after.disk_gb == before.disk_gb, "its disk went from {} to {}", before.disk_gb, after.disk_gb);
+    ensure!(std::fs::metadata(&marker)?.modified()? == restored, "it was restored again");
+    let owner = stack.owner();
+    let found = eventually("find the rows", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
+    ensure!(found == TITLES, "found {found:?}");
+    let from = before.server_type;
+    Ok((
+        (),
+        format!("{from} to {RESIZED} on the same disk; {} rows are there, nothing was restored", found.len()),
+    ))
 }
 
 /// The dump as PostgreSQL's own tool sees it.

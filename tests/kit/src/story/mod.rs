@@ -7,13 +7,13 @@
 pub mod bundle;
 
 mod breakage;
-mod first_life;
+pub(crate) mod first_life;
 mod platform;
 mod program;
 mod report;
 mod second_life;
-mod slot;
-mod stack;
+pub(crate) mod slot;
+pub(crate) mod stack;
 mod web;
 
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use tokio::signal::unix::{SignalKind, signal};
 pub use self::breakage::Breakage;
 use self::report::Stopped;
 pub use self::report::{Report, Step};
-use self::stack::Stack;
+pub use self::stack::{Front, Stack};
 use crate::child;
 
 #[derive(Debug, Clone)]
@@ -80,7 +80,7 @@ fn kept(dir: TempDir) -> Result<PathBuf> {
 }
 
 async fn whole(report: &mut Report, options: &Options, dir: &Path) -> Result<(), Stopped> {
-    let mut stack = report.step("stack", Stack::up(&options.svc, dir)).await?;
+    let mut stack = report.step("stack", Stack::up(&options.svc, dir, Front::Tls)).await?;
     let end = acts(report, options.breakage, &mut stack).await;
     if end.is_err() {
         stack.print_logs();
@@ -102,6 +102,7 @@ async fn acts(report: &mut Report, breakage: Option<Breakage>, stack: &mut Stack
         breakage::fail_snapshot_puts(stack);
     }
     let backup = report.step("backup", first_life::backup(stack, &first)).await?;
+    report.step("resize", first_life::resize(stack, &first)).await?;
     report.step("later-row", first_life::insert_later(stack)).await?;
     report.step("loss", second_life::lose(stack, &first)).await?;
     if broken(Breakage::Restore) {

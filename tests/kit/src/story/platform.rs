@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -20,6 +21,8 @@ pub struct Platform {
     process: Child,
     pid: u32,
     pub router: SocketAddr,
+    /// `https`, or `http` where the router has no certificate.
+    pub scheme: String,
 }
 
 impl Platform {
@@ -27,7 +30,8 @@ impl Platform {
     pub async fn start(program: &Program, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         let mut command = program.command("svc-platform");
-        command.stdout(out.try_clone()?).stderr(out);
+        // Ctrl-C on a terminal is for us alone, who end the platform in order.
+        command.process_group(0).stdout(out.try_clone()?).stderr(out);
         let mut process = command.spawn().context("start svc-platform")?;
         let pid = process.id().context("svc-platform has ended already")?;
         child::end_with_us(pid, AtExit::Kill);
@@ -35,11 +39,13 @@ impl Platform {
         loop {
             let said = std::fs::read_to_string(log)?;
             let api = said.lines().any(|line| line.starts_with("listening api "));
-            let router = said.lines().find_map(|line| line.strip_prefix("listening router https://"));
-            if let (true, Some(router)) = (api, router) {
+            let router =
+                said.lines().find_map(|line| line.strip_prefix("listening router ")?.split_once("://"));
+            if let (true, Some((scheme, router))) = (api, router) {
+                let scheme = scheme.to_owned();
                 let router =
                     router.trim().parse().with_context(|| format!("the router's address {router}"))?;
-                return Ok(Self { process, pid, router });
+                return Ok(Self { process, pid, router, scheme });
             }
             if let Some(status) = process.try_wait()? {
                 child::ended(pid);
@@ -48,6 +54,11 @@ impl Platform {
             ensure!(Instant::now() < deadline, "svc-platform does not listen after {START:?}:\n{said}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// Waits until it ends by itself, which it should not.
+    pub async fn ended(&mut self) -> Result<ExitStatus> {
+        Ok(self.process.wait().await?)
     }
 
     /// SIGTERM; what is under way is finished first.

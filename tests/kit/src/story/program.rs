@@ -32,6 +32,10 @@ impl Program {
         Self { path: path.to_owned(), env }
     }
 
+    pub fn env(&self) -> &[(String, String)] {
+        &self.env
+    }
+
     /// A command of this program, not yet started.
     pub fn command(&self, applet: &str) -> Command {
         let mut command = Command::new(&self.path);

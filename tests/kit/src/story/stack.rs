@@ -1,7 +1,6 @@
 //! All real parts of one story, on ports and in a directory of its own.
 
 use std::fs;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use super::platform::Platform;
 use super::program::{Program, Run};
 use super::slot::{BUCKET, Slot};
-use super::web::{APP_HOST, CODE_HOST, Web};
+use super::web::Web;
 use crate::ca::Ca;
 use crate::fetch::target_dir;
 use crate::idp::{Idp, MintOptions};
@@ -25,6 +24,31 @@ pub const IMAGE_VERSION: &str = "story-1";
 
 const LOG_LINES: usize = 25;
 
+/// How the router is reached from outside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Front {
+    /// As in production: TLS, here with a certificate of our own CA.
+    Tls,
+    /// For people: names that browsers and curl find on loopback by themselves, without a certificate.
+    Plain,
+}
+
+impl Front {
+    pub fn app_host(self) -> &'static str {
+        match self {
+            Self::Tls => "app.svc-demo.test",
+            Self::Plain => "app.localhost",
+        }
+    }
+
+    pub fn code_host(self) -> &'static str {
+        match self {
+            Self::Tls => "code.svc-demo.test",
+            Self::Plain => "code.localhost",
+        }
+    }
+}
+
 pub struct Stack {
     pub dir: PathBuf,
     pub svc: PathBuf,
@@ -36,14 +60,17 @@ pub struct Stack {
     pub ca: Ca,
     pub web: Web,
     pub api: String,
+    pub front: Front,
+    /// The operators' bearer token.
+    pub secret: String,
     operator: Program,
     platform: Platform,
-    _database: PgServer,
+    database: PgServer,
 }
 
 impl Stack {
     /// Starts everything; gives a line that says what runs.
-    pub async fn up(svc: &Path, dir: &Path) -> Result<(Self, String)> {
+    pub async fn up(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
         // Installed once per process; a second story finds it there.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
@@ -52,7 +79,9 @@ impl Stack {
         let store = S3Server::start(dir)?;
         store.create_bucket(BUCKET);
         let idp = Idp::start()?;
-        let hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
+        let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
+        // Nobody here wants to wait half a minute for a host's word.
+        hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
         let provider = Simulator::start(SimulatorOptions::process(hosts)).await?;
         let ca = Ca::new()?;
         let secret = uuid::Uuid::new_v4().simple().to_string();
@@ -76,19 +105,20 @@ impl Stack {
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
         set("LAST_BACKUP_DEADLINE_SECONDS", "5");
-        set("APP_HOST", APP_HOST);
-        set("CODE_HOST", CODE_HOST);
+        set("APP_HOST", front.app_host());
+        set("CODE_HOST", front.code_host());
         set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
         set("ROUTER_LISTEN", "127.0.0.1:0");
-        let (cert, key) = ca.issue(&[APP_HOST, CODE_HOST])?;
-        set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
-        set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
+        if front == Front::Tls {
+            let (cert, key) = ca.issue(&[front.app_host(), front.code_host()])?;
+            set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
+            set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
+        }
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
-        let router: SocketAddr = platform.router;
-        let web = Web::new(&ca.root_pem(), router)?;
+        let router = format!("{}://{}", platform.scheme, platform.router);
+        let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
 
-        let said =
-            format!("platform {api}, router https://{router}, provider, store, database, identity provider");
+        let said = format!("platform {api}, router {router}, provider, store, database, identity provider");
         let stack = Self {
             dir: dir.to_owned(),
             svc: svc.to_owned(),
@@ -100,9 +130,11 @@ impl Stack {
             ca,
             web,
             api,
+            front,
+            secret,
             operator,
             platform,
-            _database: database,
+            database,
         };
         Ok((stack, said))
     }
@@ -110,6 +142,29 @@ impl Stack {
     /// `svcctl` as the operator calls it.
     pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
         self.operator.run("svcctl", args, Duration::from_secs(230)).await
+    }
+
+    /// The environment that `svcctl` has here.
+    pub fn operator_env(&self) -> &[(String, String)] {
+        self.operator.env()
+    }
+
+    pub fn router_url(&self) -> String {
+        format!("{}://{}", self.platform.scheme, self.platform.router)
+    }
+
+    pub fn issuer(&self) -> String {
+        self.idp.issuer()
+    }
+
+    pub fn platform_database_url(&self) -> String {
+        self.database.url("platform")
+    }
+
+    /// Waits until the platform ends without having been asked to.
+    pub async fn platform_ended(&mut self) -> Result<()> {
+        let status = self.platform.ended().await?;
+        bail!("the platform ended by itself: {status}");
     }
 
     /// A session token of the owner.
@@ -142,13 +197,13 @@ impl Stack {
         }
     }
 
-    /// Ends the platform in order; the rest goes with the values.
+    /// Ends the platform in order, then the servers; the rest goes with the values.
     pub async fn down(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {
             println!("      (the platform did not drain: {error:#})");
         }
-        drop(provider);
+        provider.stop().await;
     }
 }
 

@@ -7,12 +7,9 @@ use anyhow::{Context, Result, ensure};
 use reqwest::{Certificate, Client, StatusCode};
 use serde_json::{Value, json};
 
-pub const APP_HOST: &str = "app.svc-demo.test";
-pub const CODE_HOST: &str = "code.svc-demo.test";
-
 const CALL: Duration = Duration::from_secs(20);
 
-/// A client that finds the public names at the router, and trusts the CA that issued their certificate.
+/// A client that finds the app host at the router, and trusts the CA that issued their certificate.
 pub struct Web {
     client: Client,
     app: String,
@@ -28,17 +25,16 @@ pub struct Answer {
 }
 
 impl Web {
-    pub fn new(root_pem: &str, router: SocketAddr) -> Result<Self> {
+    pub fn new(root_pem: &str, scheme: &str, app_host: &str, router: SocketAddr) -> Result<Self> {
         let root = Certificate::from_pem(root_pem.as_bytes())?;
         let client = Client::builder()
             .tls_certs_only([root])
-            .resolve(APP_HOST, router)
-            .resolve(CODE_HOST, router)
+            .resolve(app_host, router)
             .redirect(reqwest::redirect::Policy::none())
             .timeout(CALL)
             .no_proxy()
             .build()?;
-        Ok(Self { client, app: format!("https://{APP_HOST}:{}", router.port()) })
+        Ok(Self { client, app: format!("{scheme}://{app_host}:{}", router.port()) })
     }
 
     /// GET on the app host.

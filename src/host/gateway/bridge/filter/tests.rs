@@ -30,8 +30,10 @@ fn every_operator_has_its_sql() {
         (r#"{"c_text":{"ne":null}}"#, r#""t"."c_text" IS NOT NULL"#),
         (r#"{"c_integer":{"gt":1,"lte":5}}"#, r#"("t"."c_integer" > $1 AND "t"."c_integer" <= $2)"#),
         (r#"{"c_numeric":{"gte":"1.5"}}"#, r#""t"."c_numeric" >= $1::text::numeric"#),
-        (r#"{"c_uuid":{"in":[]}}"#, r#""t"."c_uuid" = ANY ($1::text[]::uuid[])"#),
-        (r#"{"c_text":{"in":["a","b"]}}"#, r#""t"."c_text" = ANY ($1::text[])"#),
+        (r#"{"c_uuid":{"in":[]}}"#, r#""t"."c_uuid" = ANY ($1)"#),
+        (r#"{"c_numeric":{"in":[1,"2.5"]}}"#, r#""t"."c_numeric" = ANY ($1::text[]::numeric[])"#),
+        (r#"{"c_jsonb":{"in":[{"a":1}]}}"#, r#""t"."c_jsonb" = ANY ($1)"#),
+        (r#"{"c_text":{"in":["a","b"]}}"#, r#""t"."c_text" = ANY ($1)"#),
         (r#"{"c_text":{"ilike":"%a"}}"#, r#""t"."c_text" ILIKE $1"#),
         (r#"{"c_text":{"contains":"a"}}"#, r#"strpos("t"."c_text", $1) > 0"#),
         (r#"{"c_jsonb":{"contains":{"a":1}}}"#, r#""t"."c_jsonb" @> $1"#),
@@ -63,6 +65,8 @@ fn what_is_no_filter_is_refused_at_its_place() {
         (r#"{"c_integer":{"contains":1}}"#, "type text and jsonb"),
         (r#"{"and":[]}"#, "/filter/and must be"),
         (r#"{"not":{}}"#, "/filter/not must not be empty"),
+        (r#"{"or":[{"c_integer":1},{}]}"#, "/filter/or/1 must not be empty"),
+        (r#"{"and":[{}]}"#, "/filter/and/0 must not be empty"),
         (r#"{"or":[{"c_integer":"s3cret"}]}"#, "/filter/or/0/c_integer must be"),
     ];
     for (filter, part) in cases {

@@ -18,19 +18,25 @@ fn table() -> Table {
 fn planned(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     let body = request.to_string();
     let request = Request::parse(body.as_bytes()).map_err(|problem| problem.detail)?;
-    let Action::Table { operation, .. } = request.action else { return Err("not on a table".into()) };
+    let calls = match request.action {
+        Action::Table(call) => vec![call],
+        Action::Transaction(calls) => calls,
+        Action::Schemas => return Err("not on a table".into()),
+    };
     let wrong = |wrong: Vec<FieldError>| {
         wrong.iter().map(|w| format!("{} {}", w.pointer, w.detail)).collect::<Vec<_>>().join("; ")
     };
     let schema: Name = "app_n".parse().unwrap();
-    Ok(match plan(&schema, table, &operation).map_err(wrong)? {
-        Plan::Made(sql) | Plan::One(sql) | Plan::Number(sql) => vec![sql],
-        Plan::Page(page) => std::iter::once(page.rows).chain(page.count).collect(),
-    })
+    let mut statements = Vec::new();
+    for call in calls {
+        let planned = plan(&schema, table, &call.operation).map_err(wrong)?;
+        statements.extend(planned.statements().into_iter().cloned());
+    }
+    Ok(statements)
 }
 
 /// Text that cannot be mistaken for a part of our own SQL, between parts that try to leave their quotes.
-fn hostile() -> impl Strategy<Value = String> {
+fn hostile() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
         Just("\" OR 1=1 --"),
@@ -41,9 +47,10 @@ fn hostile() -> impl Strategy<Value = String> {
     ];
     (attack, "[qzQZ]{6,12}", "[^\\x00]{0,12}")
         .prop_map(|(attack, mark, rest)| format!("{attack}{mark}{rest}"))
+        .boxed()
 }
 
-fn value() -> impl Strategy<Value = Value> {
+fn value() -> BoxedStrategy<Value> {
     prop_oneof![
         hostile().prop_map(Value::from),
         (7_654_321_i64..i64::MAX).prop_map(Value::from),
@@ -54,18 +61,20 @@ fn value() -> impl Strategy<Value = Value> {
         Just(json!("0192d1f0-0000-7000-8000-0000deadbeef")),
         Just(json!("2026-03-04T05:06:07Z")),
     ]
+    .boxed()
 }
 
-fn name() -> impl Strategy<Value = String> {
+fn name() -> BoxedStrategy<String> {
     prop_oneof![
         4 => proptest::sample::select(ColumnType::ALL.to_vec()).prop_map(|kind| format!("c_{}", kind.name())),
         1 => Just("id".to_owned()),
         1 => Just("created_at".to_owned()),
         1 => hostile(),
     ]
+    .boxed()
 }
 
-fn filter() -> impl Strategy<Value = Value> {
+fn filter() -> BoxedStrategy<Value> {
     let operator = prop_oneof![
         12 => proptest::sample::select(vec!["eq", "ne", "gt", "gte", "lt", "lte", "in", "like", "ilike", "isNull", "contains"])
             .prop_map(str::to_owned),
@@ -81,9 +90,63 @@ fn filter() -> impl Strategy<Value = Value> {
             inner.prop_map(|part| json!({ "not": part })),
         ]
     })
+    .boxed()
 }
 
-fn request() -> impl Strategy<Value = Value> {
+/// Where the place of a change or of an upsert is named, and whether its rows are asked for.
+fn change() -> BoxedStrategy<Value> {
+    let which = prop_oneof![
+        filter().prop_map(|filter| json!({ "filter": filter })),
+        Just(json!({ "id": "0192d1f0-0000-7000-8000-0000deadbeef" })),
+        value().prop_map(|id| json!({ "id": id })),
+    ];
+    (which, proptest::option::of(0..2000_u32), any::<bool>())
+        .prop_map(|(mut change, most, rows)| {
+            if let Some(most) = most {
+                change["maxAffected"] = most.into();
+            }
+            change["returning"] = rows.into();
+            change
+        })
+        .boxed()
+}
+
+/// Data that mostly fits, for a look at statements and not only at refusals.
+fn data() -> BoxedStrategy<Value> {
+    let fitting = (hostile(), any::<i32>(), hostile()).prop_map(|(text, number, deep)| {
+        json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
+    });
+    let any = proptest::collection::btree_map(name(), value(), 0..6).prop_map(|data| json!(data));
+    prop_oneof![fitting, any].boxed()
+}
+
+fn write() -> BoxedStrategy<Value> {
+    let on = |action: &str, more: Value| {
+        let mut request = json!({ "action": action, "app": "n", "table": "things" });
+        if let (Some(request), Value::Object(more)) = (request.as_object_mut(), more) {
+            request.extend(more);
+        }
+        request
+    };
+    prop_oneof![
+        proptest::collection::vec(data(), 1..5)
+            .prop_map(move |rows| on("insertMany", json!({ "rows": rows }))),
+        (data(), proptest::collection::vec(name(), 1..3), any::<bool>()).prop_map(
+            move |(data, key, merge)| {
+                let resolution = if merge { "merge" } else { "ignore" };
+                on("upsert", json!({ "data": data, "onConflict": key, "resolution": resolution }))
+            }
+        ),
+        (data(), change()).prop_map(move |(data, mut change)| {
+            change["data"] = data;
+            on("update", change)
+        }),
+        change().prop_map(move |change| on("delete", change)),
+    ]
+    .boxed()
+}
+
+fn request() -> BoxedStrategy<Value> {
     let data = proptest::collection::btree_map(name(), value(), 0..6);
     let order = proptest::collection::vec((name(), any::<bool>()), 0..3);
     prop_oneof![
@@ -104,7 +167,20 @@ fn request() -> impl Strategy<Value = Value> {
                 find
             }
         ),
+        write(),
+        write(),
+        proptest::collection::vec(write(), 1..4).prop_map(|operations| {
+            let operations: Vec<Value> = operations
+                .into_iter()
+                .map(|mut operation| {
+                    operation.as_object_mut().unwrap().remove("app");
+                    operation
+                })
+                .collect();
+            json!({ "action": "transaction", "app": "n", "operations": operations })
+        }),
     ]
+    .boxed()
 }
 
 /// Everything that the planner may write: its own words, the manifest's names in quotes, placeholders.
@@ -115,7 +191,8 @@ fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
         outside.push_str(&rest[..start]);
         let end = rest[start + 1..].find('"').ok_or("an open quote")? + start + 1;
         let name = &rest[start + 1..end];
-        let known = ["t", "#", "app_n", "things"].contains(&name) || table.column(name).is_some();
+        let ours = ["t", "#", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
+        let known = ours.contains(&name) || table.column(name).is_some();
         // The quotes inside of to_char's pattern.
         if !known && !["T", "Z"].contains(&name) {
             return Err(format!("an unknown name {name:?}"));
@@ -151,6 +228,34 @@ fn regex_like_numbers(text: &str) -> Vec<String> {
     found
 }
 
+/// Any JSON, with our words in it more often than chance has them.
+fn json_of_any_shape() -> BoxedStrategy<Value> {
+    let word = || {
+        prop_oneof![
+            name(),
+            proptest::sample::select(vec![
+                "and", "or", "not", "eq", "in", "action", "table", "filter", "things", "delete"
+            ])
+            .prop_map(str::to_owned),
+            any::<String>(),
+        ]
+    };
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        word().prop_map(Value::from),
+    ];
+    leaf.prop_recursive(7, 40, 5, move |inner| {
+        prop_oneof![
+            proptest::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+            proptest::collection::btree_map(word(), inner, 0..5).prop_map(|map| json!(map)),
+        ]
+    })
+    .boxed()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -165,6 +270,21 @@ proptest! {
                 prop_assert_eq!(placeholders, sql.params.len(), "{}", &sql.text);
             }
         }
+    }
+
+    #[test]
+    fn no_json_makes_the_planner_panic(text in "[\\[\\]{}\",:a-z0-9\\\\ -]{0,60}", filter in json_of_any_shape()) {
+        let table = table();
+        let _ = Request::parse(text.as_bytes());
+        for action in ["find", "count", "delete"] {
+            let _ = planned(&table, &json!({ "action": action, "app": "n", "table": "things", "filter": filter }));
+        }
+        let rows = json!({ "action": "insertMany", "app": "n", "table": "things", "rows": filter });
+        let _ = planned(&table, &rows);
+        let order = json!({ "action": "find", "app": "n", "table": "things", "orderBy": filter, "columns": filter });
+        let _ = planned(&table, &order);
+        let together = json!({ "action": "transaction", "app": "n", "operations": filter });
+        let _ = planned(&table, &together);
     }
 
     #[test]
@@ -222,7 +342,7 @@ fn pages_follow_the_order_and_its_cursor() {
                 .keys
                 .iter()
                 .map(|(column, _)| column.is_nullable().then(String::new).or(Some("1".into())));
-            Cursor::new(&order, keys.collect()).encode()
+            Cursor::new(&order, "", keys.collect()).encode().unwrap()
         })
     };
     let sql = find(newest.clone(), None).unwrap();
@@ -233,10 +353,13 @@ fn pages_follow_the_order_and_its_cursor() {
     let cursor = parsed(&newest).unwrap();
     let sql = find(newest, Some(cursor.clone())).unwrap();
     assert!(
-        sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz(3), $2::text::uuid)"#),
+        sql.contains(r#"("t"."created_at", "t"."id") < ($1::text::timestamptz, $2::text::uuid)"#),
         "{sql}"
     );
-    assert!(find(json!(["id"]), Some(cursor)).unwrap_err().contains("another orderBy"));
+    assert!(find(json!(["id"]), Some(cursor.clone())).unwrap_err().contains("another orderBy"));
+    let filtered = json!({ "action": "find", "app": "n", "table": "things", "after": cursor,
+        "orderBy": [{ "column": "created_at", "direction": "desc" }], "filter": { "c_text": "a" } });
+    assert!(planned(&table, &filtered).unwrap_err().contains("another filter"));
     assert!(find(json!(["id"]), Some("x".into())).unwrap_err().contains("/after"));
     assert!(find(json!(["c_jsonb"]), None).unwrap_err().contains("jsonb"));
     assert!(find(json!([{ "column": "id", "direction": "up" }]), None).is_err());
@@ -252,5 +375,89 @@ fn limits_are_bounded() {
     assert_eq!(with(json!(1000)).unwrap()[0].params, [Param::Int8(1001)]);
     for bad in [json!(0), json!(1001), json!(-1), json!("5"), json!(1.5), json!(null)] {
         assert!(with(bad.clone()).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn a_filter_is_known_again_by_its_values_and_not_by_how_it_is_written() {
+    let table = table();
+    let of = |text: &str| {
+        let raw: &RawValue = serde_json::from_str(text).unwrap();
+        cursor::fingerprint(&Filter::parse(&table, raw, "").unwrap())
+    };
+    assert_eq!(of(r#"{"c_text":"a"}"#), of(r#" { "c_text" : { "eq" : "\u0061" } }"#));
+    assert_ne!(of(r#"{"c_text":"a"}"#), of(r#"{"c_text":"b"}"#));
+    assert_ne!(of(r#"{"c_text":"a"}"#), of(r#"{"c_text":{"like":"a"}}"#));
+    assert_ne!(of(r#"{"c_text":{"in":["ab"]}}"#), of(r#"{"c_text":{"in":["a","b"]}}"#));
+    assert_eq!(of("{}"), "");
+}
+
+#[test]
+fn rows_of_the_same_columns_are_one_statement() {
+    let table = table();
+    let request = json!({ "action": "insertMany", "app": "n", "table": "things", "rows": [
+        { "c_text": "a", "c_numeric": 1 }, { "c_numeric": 2, "c_text": null }, { "c_text": "c" }] });
+    let sql = planned(&table, &request).unwrap();
+    assert_eq!(sql.len(), 2);
+    let head = r#"INSERT INTO "app_n"."things" AS "t" ("id", "c_text", "c_numeric") SELECT * FROM unnest($1, $2, $3::text[]::numeric[]) RETURNING "#;
+    assert!(sql[0].text.starts_with(head), "{}", sql[0].text);
+    assert_eq!(sql[0].params.len(), 3);
+    let many = |count: usize| {
+        let rows = vec![json!({ "c_text": "a" }); count];
+        planned(&table, &json!({ "action": "insertMany", "app": "n", "table": "things", "rows": rows }))
+    };
+    assert!(many(1000).is_ok() && many(1001).is_err() && many(0).is_err());
+}
+
+#[test]
+fn a_change_never_has_an_empty_filter_and_keeps_its_bound() {
+    let table = table();
+    let with = |action: &str, more: Value| {
+        let mut request = json!({ "action": action, "app": "n", "table": "things" });
+        request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        planned(&table, &request).map(|sql| sql[0].text.clone())
+    };
+    for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "c_text": "a" }, {}] })] {
+        let why = with("delete", json!({ "filter": filter })).unwrap_err();
+        assert!(why.contains("must not be empty"), "{why}");
+    }
+    let id = "0192d1f0-0000-7000-8000-0000deadbeef";
+    assert_eq!(
+        with("delete", json!({ "id": id })).unwrap(),
+        r#"DELETE FROM "app_n"."things" AS "t" WHERE "t"."id" = $1"#
+    );
+    insta::assert_snapshot!(
+        with("update", json!({ "filter": { "c_integer": 5 }, "data": { "c_text": "x" }, "maxAffected": 3 })).unwrap(),
+        @r#"WITH "hit" AS MATERIALIZED (SELECT "t"."id" FROM "app_n"."things" AS "t" WHERE "t"."c_integer" = $1 LIMIT $2 FOR UPDATE), "done" AS (UPDATE "app_n"."things" AS "t" SET "c_text" = $3, "updated_at" = now() FROM "hit" WHERE "t"."id" = "hit"."id" AND (SELECT count(*) FROM "hit") <= $4 RETURNING TRUE) SELECT (SELECT count(*) FROM "hit"), (SELECT count(*) FROM "done")"#
+    );
+    let all = json!({ "filter": { "c_integer": 5 }, "returning": true, "maxAffected": 1001 });
+    assert!(with("delete", all).unwrap_err().contains("/maxAffected"));
+    assert!(with("update", json!({ "id": id, "data": {} })).unwrap_err().contains("/data"));
+    assert!(with("update", json!({ "id": id, "data": { "id": id } })).unwrap_err().contains("never changes"));
+    for bad in [json!(-1), json!("1"), json!(1.5), json!(null)] {
+        assert!(with("delete", json!({ "id": id, "maxAffected": bad })).is_err());
+    }
+}
+
+#[test]
+fn an_upsert_s_key_is_in_its_data() {
+    let table = table();
+    let with = |key: Value, data: Value| {
+        let request =
+            json!({ "action": "upsert", "app": "n", "table": "things", "data": data, "onConflict": key });
+        planned(&table, &request).map(|sql| sql[0].text.clone())
+    };
+    let sql = with(json!(["c_text"]), json!({ "c_text": "a", "c_integer": 1 })).unwrap();
+    let tail = r#" ON CONFLICT ("c_text") DO UPDATE SET "updated_at" = now(), "c_integer" = excluded."c_integer" RETURNING "#;
+    assert!(sql.contains(tail), "{sql}");
+    for (key, data) in [
+        (json!(["c_text"]), json!({ "c_integer": 1 })),
+        (json!(["c_text"]), json!({ "c_text": null })),
+        (json!(["id"]), json!({ "c_text": "a" })),
+    ] {
+        assert!(with(key, data).unwrap_err().contains("onConflict names it"));
+    }
+    for key in [json!([]), json!("c_text"), json!(["nope"]), json!(["c_text\") DO NOTHING --"])] {
+        assert!(with(key.clone(), json!({ "c_text": "a" })).is_err(), "{key}");
     }
 }

@@ -53,15 +53,20 @@ pub(super) async fn boot(
 }
 
 async fn units(session: &Arc<Session>, settings: &HostSettings) -> Result<(), BootFailure> {
+    comes_to(session, settings, "database").await;
     tokio::select! {
         started = database(session, settings) => started.map_err(at("database"))?,
         () = session.off.cancelled() => return Err(at("database")(anyhow!("the power was cut"))),
     }
     if !session.disk.has_release() {
+        comes_to(session, settings, "bundle").await;
         run(session, settings, "svc-update", &["boot"]).await.map_err(at("bundle"))?;
     }
+    comes_to(session, settings, "restore").await;
     run(session, settings, "svc-restore", &[]).await.map_err(at("restore"))?;
+    comes_to(session, settings, "gateway").await;
     service(session, settings, GATEWAY).ready().await.map_err(at("gateway"))?;
+    comes_to(session, settings, "register").await;
     register(session, settings).await.map_err(at("register"))?;
     service(session, settings, SYNC_AGENT).ready().await.map_err(at("register"))
 }
@@ -140,12 +145,24 @@ async fn register(session: &Session, settings: &HostSettings) -> Result<()> {
     }
 }
 
-async fn report(session: &Session, settings: &HostSettings, failure: &BootFailure) {
+/// The release's `svc`, else the image's.
+fn svc_register(session: &Session, settings: &HostSettings) -> [PathBuf; 2] {
     let current = session.disk.opt("current/bin/svc");
     let svc = if current.exists() { current } else { settings.svc_binary.clone() };
+    [svc, "svc-register".into()]
+}
+
+/// Tells the platform how far the boot is; the boot goes on whatever becomes of it.
+async fn comes_to(session: &Session, settings: &HostSettings, stage: &str) {
+    let args = ["stage", stage].map(str::to_owned);
+    let program = svc_register(session, settings);
+    session.run_oneshot("svc-register", &program, &args, &[], settings.unit_deadline).await.ok();
+}
+
+async fn report(session: &Session, settings: &HostSettings, failure: &BootFailure) {
     let message: String = format!("{:#}", failure.error).chars().take(1000).collect();
     let args = ["failure", "--stage", failure.stage, "--message", &message].map(str::to_owned);
-    let program = [svc, "svc-register".into()];
+    let program = svc_register(session, settings);
     let told = session.run_oneshot("svc-register", &program, &args, &[], settings.unit_deadline).await;
     if let Err(error) = told.context("report the boot failure") {
         session.disk.append_log("init", format!("{error:#}\n").as_bytes()).ok();

@@ -127,6 +127,12 @@ impl Hosts {
         }
     }
 
+    /// The same, and waits for their ends.
+    pub(super) async fn stop(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        futures_util::future::join_all(self.machines().iter().map(|machine| machine.cut())).await;
+    }
+
     pub(super) fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
         machines.get(name).cloned().with_context(|| format!("no server {name} was ever made"))

@@ -11,6 +11,8 @@ async fn the_units_start_in_order_with_their_environment_and_nothing_else() -> R
         stage.order("a")?,
         ["svc-update boot", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"]
     );
+    let stages = fs::read_to_string(stage.file("a", "stages")?)?;
+    assert_eq!(stages, "database\nbundle\nrestore\ngateway\nregister\n");
 
     let host = stage.simulator.hosts()?.remove(0);
     for call in stage.calls("a")? {

@@ -1,0 +1,143 @@
+//! The arguments of the commands that are about one machine, or all.
+
+use std::fmt;
+use std::str::FromStr;
+
+use clap::Args as ClapArgs;
+
+use super::Wait;
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::state::Status;
+
+/// A machine as a person names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Target {
+    Id(MachineId),
+    /// The one machine that is active under it.
+    Handle(Handle),
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(id) = text.parse() {
+            return Ok(Self::Id(id));
+        }
+        text.parse().map(Self::Handle).map_err(|_| "must be a machine's id, or a handle".to_owned())
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Id(id) => id.fmt(f),
+            Self::Handle(handle) => f.write_str(handle.as_str()),
+        }
+    }
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Provision {
+    /// The user's id at the identity provider
+    #[arg(value_name = "IDP_USER_ID")]
+    pub user: IdpUserId,
+    /// The public name of the user's machines
+    #[arg(long)]
+    pub handle: Handle,
+    #[arg(long, default_value_t)]
+    pub slot: Slot,
+    /// A type of the slot's plan; else the platform's default
+    #[arg(long)]
+    pub server_type: Option<ServerType>,
+    #[arg(long)]
+    pub location: Option<Location>,
+    /// A published bundle; else the platform's default
+    #[arg(long)]
+    pub image_version: Option<ImageVersion>,
+    /// An operator's preview machine, outside of billing
+    #[arg(long)]
+    pub preview: bool,
+    #[command(flatten)]
+    pub wait: Wait,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct List {
+    /// provisioning, running, recovering, resizing or failed
+    #[arg(long)]
+    pub status: Option<Status>,
+    #[arg(long, value_name = "IDP_USER_ID")]
+    pub user: Option<IdpUserId>,
+    #[arg(long)]
+    pub slot: Option<Slot>,
+    #[arg(long)]
+    pub handle: Option<Handle>,
+    /// The deleted ones instead
+    #[arg(long)]
+    pub deleted: bool,
+    /// Machines of one page
+    #[arg(long)]
+    pub limit: Option<u32>,
+    /// Where an earlier page ended
+    #[arg(long)]
+    pub cursor: Option<String>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Recover {
+    /// The user's id at the identity provider
+    #[arg(value_name = "IDP_USER_ID")]
+    pub user: IdpUserId,
+    #[arg(long, default_value_t)]
+    pub slot: Slot,
+    /// Start empty when there is no snapshot; only for a new or intentionally empty user
+    #[arg(long)]
+    pub allow_empty: bool,
+    /// Go on only if this is the latest snapshot, e.g. one that was looked at before
+    #[arg(long, value_name = "KEY")]
+    pub snapshot: Option<String>,
+    /// Do not ask
+    #[arg(long)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub wait: Wait,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Resize {
+    /// A machine's id, or the handle of its user
+    pub machine: Target,
+    /// Contained in the slot's plan, with a disk that is no smaller
+    #[arg(value_name = "SERVER_TYPE")]
+    pub server_type: ServerType,
+    /// Do not ask
+    #[arg(long)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub wait: Wait,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Fail {
+    /// A machine's id, or the handle of its user
+    pub machine: Target,
+    /// Why, for whoever looks at it later
+    #[arg(long, value_name = "TEXT")]
+    pub reason: String,
+    /// Do not ask
+    #[arg(long)]
+    pub yes: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Delete {
+    /// A machine's id, or the handle of its user
+    pub machine: Target,
+    /// Do not ask
+    #[arg(long)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub wait: Wait,
+}

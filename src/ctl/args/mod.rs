@@ -1,0 +1,198 @@
+//! The command line of `svcctl`. Secrets have no place here: a process's arguments are visible to everyone.
+//!
+//! Here: what all commands share, and their names; the commands of one noun are in a file of their own.
+
+mod machine;
+mod noun;
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Parser, Subcommand};
+use clap_complete::Shell;
+use url::Url;
+
+pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
+pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
+use crate::applet;
+use crate::machine::id::OperationId;
+
+/// How long `--wait` without a number waits: a registration token's life, and what comes around it.
+const WAIT_SECONDS: &str = "2400";
+
+const ENVIRONMENT: &str = "The platform comes from PLATFORM_PUBLIC_URL or --platform-url, its secret from PLATFORM_SECRET or \
+--secret-file. `bundle` takes the object store from OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*. Colours are for \
+terminals, and not where NO_COLOR is set.
+
+Exit codes: 0 done, 64 usage, 65 refused, 69 unavailable or operation failed, 70 internal, 75 try again, 77 permission, \
+78 configuration.
+
+A first machine:
+  svcctl bundle publish DIR --image-version V
+  svcctl slot set user_1 --plan starter
+  svcctl provision user_1 --handle ada --wait
+  svcctl status ada";
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "svcctl",
+    version = applet::VERSION,
+    about = "Operates the platform: slots, machines, recovery, backups, bundles",
+    after_help = ENVIRONMENT,
+    max_term_width = 110
+)]
+pub struct Args {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Global {
+    /// Base URL of the platform; else PLATFORM_PUBLIC_URL
+    #[arg(long, global = true, value_name = "URL", help_heading = "Everywhere")]
+    pub platform_url: Option<Url>,
+    /// File with the platform's secret; else PLATFORM_SECRET
+    #[arg(long, global = true, value_name = "FILE", help_heading = "Everywhere")]
+    pub secret_file: Option<PathBuf>,
+    /// Print the API's JSON instead of text; a failure is JSON on stderr
+    #[arg(long, global = true, help_heading = "Everywhere")]
+    pub json: bool,
+    /// Seconds that one call to the platform may take
+    #[arg(long, global = true, value_name = "SECONDS", default_value = "30", help_heading = "Everywhere",
+          value_parser = clap::value_parser!(u64).range(1..=600))]
+    pub timeout: u64,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Subscriptions of runtime slots
+    #[command(subcommand)]
+    Slot(SlotCommand),
+    /// Create the machine of a slot
+    #[command(after_help = "Example: svcctl provision user_1 --handle ada --wait")]
+    Provision(Provision),
+    /// List machines
+    #[command(after_help = "Example: svcctl list --status failed")]
+    List(List),
+    /// Show one machine, how it boots, and its operations
+    #[command(after_help = "Example: svcctl status ada")]
+    Status {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+    },
+    /// Totals, the age of backups, and which machines need somebody
+    #[command(after_help = "Example: svcctl fleet --json | jq -r '.attention[].handle'")]
+    Fleet,
+    /// Replace the machine of a slot, restoring its latest snapshot
+    #[command(
+        after_help = "What was written after the latest backup is lost: `svcctl backup now` first, where the \
+machine still can.\n\nExample: svcctl recover user_1 --wait"
+    )]
+    Recover(Recover),
+    /// Give a running machine another server type; it is away for some minutes and keeps its disk
+    #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
+    Resize(Resize),
+    /// Take a machine out of service; its server stays until it is recovered, provisioned again or deleted
+    #[command(after_help = "Example: svcctl fail ada --reason 'disk errors'")]
+    Fail(Fail),
+    /// Delete a machine and its server; its objects in the store stay
+    #[command(after_help = "Example: svcctl delete ada --wait")]
+    Delete(Delete),
+    /// Backups of a machine's slot
+    #[command(subcommand)]
+    Backup(BackupCommand),
+    /// Host bundles
+    #[command(subcommand)]
+    Bundle(BundleCommand),
+    /// Show one operation, step by step
+    #[command(after_help = "Example: svcctl operation 019a0000-0000-7000-8000-000000000002 --wait")]
+    Operation {
+        #[arg(value_name = "OPERATION_ID")]
+        operation: OperationId,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Print a script that completes `svcctl` in a shell
+    #[command(
+        after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"
+    )]
+    Completions { shell: Shell },
+}
+
+/// Waiting for the end of what was started.
+#[derive(Debug, Clone, Copy, ClapArgs)]
+pub struct Wait {
+    /// Wait until it has ended, at most so many seconds (40 minutes); steps go to stderr
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = WAIT_SECONDS,
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub wait: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::machine::id::MachineId;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn wait_takes_a_number_only_with_an_equals_sign() {
+        let parse = |words: &[&str]| Args::try_parse_from(words).map(|args| args.command);
+        let id = MachineId::new().to_string();
+        for (word, expected) in [("--wait", Some(2400)), ("--wait=5", Some(5)), ("--yes", None)] {
+            let Ok(Command::Delete(delete)) = parse(&["svcctl", "delete", &id, word]) else {
+                panic!("{word} parses")
+            };
+            assert_eq!(delete.wait.wait, expected);
+        }
+        assert!(parse(&["svcctl", "delete", &id, "--wait", "5"]).is_err());
+    }
+
+    #[test]
+    fn a_machine_is_named_by_id_or_handle() {
+        let id = MachineId::new();
+        assert_eq!(id.to_string().parse::<Target>().unwrap(), Target::Id(id));
+        assert!(matches!("ada".parse::<Target>().unwrap(), Target::Handle(_)));
+        assert!("no such thing".parse::<Target>().is_err());
+    }
+
+    /// Every help text as it is read, by command.
+    #[test]
+    fn help() {
+        let mut texts = String::new();
+        let mut all = Args::command();
+        all.build();
+        all_help(&all, &mut texts);
+        insta::assert_snapshot!(texts);
+    }
+
+    fn all_help(command: &clap::Command, texts: &mut String) {
+        let mut shown = command.clone().term_width(110);
+        // The version changes with each commit, and stands in none of the texts.
+        texts.push_str(&format!(
+            "$ {} --help\n{}\n",
+            command.get_bin_name().unwrap_or("svcctl"),
+            shown.render_long_help()
+        ));
+        for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
+            all_help(sub, texts);
+        }
+    }
+
+    #[test]
+    fn every_command_that_does_something_has_an_example() {
+        fn look(command: &clap::Command) {
+            let subs: Vec<_> = command.get_subcommands().filter(|sub| sub.get_name() != "help").collect();
+            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(!subs.is_empty() || after.contains("Example: svcctl "), "{}", command.get_name());
+            subs.into_iter().for_each(look);
+        }
+        look(&Args::command());
+    }
+}

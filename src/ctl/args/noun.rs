@@ -1,0 +1,95 @@
+//! The commands below `slot`, `backup` and `bundle`.
+
+use std::path::PathBuf;
+
+use clap::{Subcommand, ValueEnum};
+use jiff::Timestamp;
+
+use super::{Target, Wait};
+use crate::machine::name::{IdpUserId, ImageVersion, Slot};
+use crate::machine::plan::Plan;
+
+#[derive(Debug, Subcommand)]
+pub enum SlotCommand {
+    /// Set the subscription of a slot
+    #[command(
+        after_help = "Example: svcctl slot set user_1 --plan builder --period-end 2027-01-31T00:00:00Z"
+    )]
+    Set {
+        /// The user's id at the identity provider
+        #[arg(value_name = "IDP_USER_ID")]
+        user: IdpUserId,
+        #[arg(long, default_value_t)]
+        slot: Slot,
+        #[arg(long, value_name = "starter|builder|max")]
+        plan: Plan,
+        #[arg(long, value_enum, default_value = "active")]
+        status: Subscription,
+        /// End of the paid period, RFC 3339
+        #[arg(long, value_name = "TIME")]
+        period_end: Option<Timestamp>,
+    },
+    /// List the slots of a user
+    #[command(after_help = "Example: svcctl slot list user_1")]
+    List {
+        /// The user's id at the identity provider
+        #[arg(value_name = "IDP_USER_ID")]
+        user: IdpUserId,
+    },
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Subscription {
+    Active,
+    Inactive,
+}
+
+impl Subscription {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Inactive => "inactive",
+        }
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub enum BackupCommand {
+    /// Ask a running machine for a backup now
+    #[command(after_help = "With --wait it ends when a new snapshot is verified and is the latest.\n\n\
+Example: svcctl backup now ada --wait")]
+    Now {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// List the verified snapshots of a machine's slot, the newest first
+    #[command(after_help = "Example: svcctl backup list ada --limit 5")]
+    List {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Snapshots of one page
+        #[arg(long)]
+        limit: Option<u32>,
+        /// Where an earlier page ended
+        #[arg(long)]
+        cursor: Option<String>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum BundleCommand {
+    /// Publish a built bundle to the object store
+    #[command(after_help = "A published version never changes.\n\n\
+Example: svcctl bundle publish ./out --image-version 2026.11.1")]
+    Publish {
+        /// Directory with svc-host-bundle.tar.gz and its .sha256
+        dir: PathBuf,
+        #[arg(long)]
+        image_version: ImageVersion,
+    },
+    /// List what is published, the newest first
+    #[command(after_help = "Example: svcctl bundle list")]
+    List,
+}

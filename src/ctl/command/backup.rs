@@ -1,0 +1,115 @@
+//! `svcctl backup`: a backup now, and what there is.
+
+use std::time::Duration;
+
+use anyhow::anyhow;
+use http::Method;
+use serde_json::{Value, json};
+
+use super::machine::find;
+use crate::applet::{Exit, Failure};
+use crate::ctl::api::{Answer, Api};
+use crate::ctl::args::BackupCommand;
+use crate::ctl::out::{Out, print};
+use crate::ctl::progress::Progress;
+use crate::ctl::show::backup::{Backup, Backups, list, one};
+use crate::ctl::show::{View, compact};
+use crate::ctl::wait::{self, Clock};
+
+pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
+    match command {
+        BackupCommand::List { machine, limit, cursor } => {
+            let machine = find(api, &machine).await?;
+            let asked = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
+            let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+            let answer = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
+            out.answer(&answer, |view| Ok(list(view, &answer.read::<Backups>()?)))
+        }
+        BackupCommand::Now { machine, wait } => {
+            let machine = find(api, &machine).await?;
+            let id = machine.machine_id.as_str();
+            // What there was before is what tells the new one: no clock is asked.
+            let before = if wait.wait.is_some() { latest(api, id).await?.latest } else { None };
+            let answer = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
+            match wait.wait {
+                None => {
+                    let next = format!("  next: `svcctl backup list {}`", machine.handle);
+                    out.answer(&answer, |_| Ok(format!("asked the host for a backup\n{next}\n")))
+                }
+                Some(seconds) => {
+                    let asked = Asked { id, before, said: machine.last_backup.clone() };
+                    let within = Duration::from_secs(seconds);
+                    let taken = until_there(api, &asked, within).await?;
+                    print(&if out.json {
+                        format!("{}\n", taken.json)
+                    } else {
+                        one(&View::of_stdout(), &taken.backup)
+                    })
+                }
+            }
+        }
+    }
+}
+
+struct Asked<'a> {
+    id: &'a str,
+    /// The latest snapshot before.
+    before: Option<String>,
+    /// What the host said of its last backup before.
+    said: Option<Value>,
+}
+
+struct Taken {
+    backup: Backup,
+    /// The same, as the API gave it.
+    json: Value,
+}
+
+/// The new latest snapshot.
+async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<Taken, Failure> {
+    let progress = Progress::start();
+    progress.at("the host takes and verifies a backup".to_owned());
+    let mut clock = Clock::start(within);
+    loop {
+        let answer = first_page(api, asked.id).await?;
+        let page: Backups = answer.read()?;
+        if page.latest.is_some() && page.latest != asked.before {
+            let mut all: Value = answer.read()?;
+            let at = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
+            if let Some((at, backup)) = at.zip(page.backups.into_iter().nth(at.unwrap_or(0))) {
+                return Ok(Taken { backup, json: all["backups"][at].take() });
+            }
+        }
+        if let Ok((_, machine)) = wait::look(api, asked.id).await? {
+            let said = machine
+                .last_backup
+                .as_ref()
+                .filter(|said| machine.last_backup != asked.said && said["status"] == "error");
+            if let Some(said) = said {
+                let error = anyhow!(
+                    "the backup failed: {}\n  next: home/svc/home/system/logs/backup.jsonl on the host says more",
+                    compact(said.get("error"))
+                );
+                return Err(Failure::new(Exit::Unavailable, error));
+            }
+        }
+        if clock.is_over() {
+            let error = anyhow!(
+                "no new snapshot after {} s\n  next: `svcctl backup list {}`, `svcctl status {}`",
+                within.as_secs(),
+                asked.id,
+                asked.id
+            );
+            return Err(Failure::new(Exit::TryAgain, error));
+        }
+        clock.pause().await;
+    }
+}
+
+async fn latest(api: &Api, id: &str) -> Result<Backups, Failure> {
+    Ok(first_page(api, id).await?.read()?)
+}
+
+async fn first_page(api: &Api, id: &str) -> Result<Answer, Failure> {
+    Ok(api.get(&["vps", id, "backups"], &[("limit", "5".to_owned())]).await?)
+}

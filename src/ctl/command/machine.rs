@@ -1,0 +1,181 @@
+//! The commands about machines and their operations.
+
+use std::time::Duration;
+
+use anyhow::anyhow;
+use http::Method;
+use serde_json::{Map, Value, json};
+
+use crate::applet::{Exit, Failure};
+use crate::ctl::api::{Answer, Api};
+use crate::ctl::args::{Delete, Fail, List, Provision, Recover, Resize, Target, Wait};
+use crate::ctl::out::Out;
+use crate::ctl::show::View;
+use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
+use crate::ctl::show::operation::{self, Operation};
+use crate::ctl::{confirm, wait};
+use crate::machine::id::OperationId;
+
+pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Failure> {
+    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
+    insert(&mut body, "serverType", args.server_type);
+    insert(&mut body, "location", args.location);
+    insert(&mut body, "imageVersion", args.image_version);
+    if args.preview {
+        body.insert("kind".to_owned(), "preview".into());
+    }
+    let answer = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
+    finish(api, answer, args.wait, out).await
+}
+
+pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure> {
+    let what = format!(
+        "This replaces the machine of {} (slot {}). What its latest snapshot does not hold is lost.",
+        args.user, args.slot
+    );
+    if confirm::is_due(&what, args.yes)? {
+        let query = [("idpUserId", args.user.to_string()), ("slot", args.slot.to_string())];
+        let page: Machines = api.get(&["vps"], &query).await?.read()?;
+        let known = page.machines.iter().find(|machine| machine.is_active());
+        let known =
+            known.map(|machine| shown::before_recovery(&View::of_stdout(), machine)).unwrap_or_default();
+        confirm::ask(&format!("{what}{known}"), args.user.as_str())?;
+    }
+    let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
+    insert(&mut body, "snapshotKey", args.snapshot);
+    if args.allow_empty {
+        body.insert("allowEmpty".to_owned(), true.into());
+    }
+    let answer = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
+    finish(api, answer, args.wait, out).await
+}
+
+pub async fn resize(api: &Api, args: Resize, out: &Out) -> Result<(), Failure> {
+    let what = format!(
+        "This switches machine {} off for some minutes, to become a {}.",
+        args.machine, args.server_type
+    );
+    let due = confirm::is_due(&what, args.yes)?;
+    let machine = find(api, &args.machine).await?;
+    if due {
+        confirm::ask(&what, &machine.handle)?;
+    }
+    let body = json!({"serverType": args.server_type});
+    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
+    finish(api, answer, args.wait, out).await
+}
+
+pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
+    let what = format!(
+        "This takes machine {} out of service at once; only a replacement serves again.",
+        args.machine
+    );
+    let due = confirm::is_due(&what, args.yes)?;
+    let machine = find(api, &args.machine).await?;
+    if due {
+        confirm::ask(&what, &machine.handle)?;
+    }
+    let body = json!({"reason": args.reason});
+    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+}
+
+pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
+    let what = format!("This deletes machine {} and its server. Its snapshots stay.", args.machine);
+    let due = confirm::is_due(&what, args.yes)?;
+    let machine = find(api, &args.machine).await?;
+    if due {
+        let whose = format!("{what} It is of {} (slot {}).", machine.idp_user_id, machine.slot);
+        confirm::ask(&whose, &machine.handle)?;
+    }
+    let answer = api.send(Method::DELETE, &["vps", &machine.machine_id], None).await?;
+    finish(api, answer, args.wait, out).await
+}
+
+/// Prints what was accepted, or with `--wait` what came of it.
+async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let accepted: Accepted = answer.read()?;
+    let Some(seconds) = wait.wait else {
+        return out.answer(&answer, |view| Ok(shown::accepted(view, &accepted)));
+    };
+    let within = Duration::from_secs(seconds);
+    let operation = accepted.operation_id.as_deref();
+    let (answer, machine) = wait::until_settled(api, &accepted.machine_id, operation, within).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &machine)))
+}
+
+pub async fn list(api: &Api, args: List, out: &Out) -> Result<(), Failure> {
+    let asked = [
+        ("status", args.status.map(|status| status.to_string())),
+        ("idpUserId", args.user.map(String::from)),
+        ("slot", args.slot.map(String::from)),
+        ("handle", args.handle.map(String::from)),
+        ("deleted", args.deleted.then(|| "true".to_owned())),
+        ("limit", args.limit.map(|limit| limit.to_string())),
+        ("cursor", args.cursor),
+    ];
+    let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+    let answer = api.get(&["vps"], &query).await?;
+    out.answer(&answer, |view| Ok(shown::list(view, &answer.read::<Machines>()?)))
+}
+
+pub async fn status(api: &Api, machine: &Target, out: &Out) -> Result<(), Failure> {
+    let id = id_of(api, machine).await?;
+    let answer = api.get(&["vps", &id], &[]).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+}
+
+pub async fn operation(api: &Api, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let path = ["vps", "operations", &id.to_string()];
+    let mut answer = api.get(&path, &[]).await?;
+    let mut operation: Operation = answer.read()?;
+    if let Some(seconds) = wait.wait {
+        let within = Duration::from_secs(seconds);
+        wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), within).await?;
+        answer = api.get(&path, &[]).await?;
+        operation = answer.read()?;
+    }
+    out.answer(&answer, |view| Ok(operation::one(view, &operation)))
+}
+
+/// The machine that a person means.
+pub async fn find(api: &Api, target: &Target) -> Result<Machine, Failure> {
+    let id = id_of(api, target).await?;
+    Ok(api.get(&["vps", &id], &[]).await?.read()?)
+}
+
+async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
+    let handle = match target {
+        Target::Id(id) => return Ok(id.to_string()),
+        Target::Handle(handle) => handle,
+    };
+    let page: Machines = api.get(&["vps"], &[("handle", handle.to_string())]).await?.read()?;
+    let mut active = page.machines.iter().filter(|machine| machine.is_active());
+    match (active.next(), active.next()) {
+        (Some(machine), None) => Ok(machine.machine_id.clone()),
+        (None, _) => {
+            let next = format!(
+                "`svcctl list` shows the handles, `svcctl list --deleted --handle {handle}` the past"
+            );
+            Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {handle}\n  next: {next}")))
+        }
+        (Some(_), Some(_)) => {
+            let next = format!("name one by its id; `svcctl list --handle {handle}` shows them");
+            let error = anyhow!("{handle} has machines in several slots\n  next: {next}");
+            Err(Failure::new(Exit::Refused, error))
+        }
+    }
+}
+
+fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(members) => members,
+        _ => Map::new(),
+    }
+}
+
+fn insert(body: &mut Map<String, Value>, name: &str, value: Option<impl Into<String>>) {
+    if let Some(value) = value {
+        body.insert(name.to_owned(), Value::String(value.into()));
+    }
+}

@@ -1,0 +1,128 @@
+//! One function per command: what it sends, and what it prints.
+
+mod backup;
+mod machine;
+mod slot;
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::CommandFactory;
+use secrecy::SecretString;
+use serde_json::json;
+use url::Url;
+
+use super::api::Api;
+use super::args::{Args, BundleCommand, Command, Global};
+use super::bundle;
+use super::out::{Out, print};
+use super::show::{self, View};
+use crate::applet::Failure;
+use crate::config::Env;
+use crate::store::bucket::Bucket;
+use crate::store::config::StoreConfig;
+
+pub async fn run(args: Args) -> Result<(), Failure> {
+    let out = Out { json: args.global.json };
+    match args.command {
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Args::command(), "svcctl", &mut script);
+            print(&String::from_utf8_lossy(&script))
+        }
+        Command::Bundle(command) => published(command, &out).await,
+        command => {
+            let api = connect(&args.global)?;
+            call(&api, command, &out).await
+        }
+    }
+}
+
+async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
+    match command {
+        Command::Slot(command) => slot::run(api, command, out).await,
+        Command::Provision(args) => machine::provision(api, args, out).await,
+        Command::List(args) => machine::list(api, args, out).await,
+        Command::Status { machine } => machine::status(api, &machine, out).await,
+        Command::Fleet => {
+            let answer = api.get(&["vps", "fleet"], &[]).await?;
+            out.answer(&answer, |view| Ok(show::fleet::show(view, &answer.read()?)))
+        }
+        Command::Recover(args) => machine::recover(api, args, out).await,
+        Command::Resize(args) => machine::resize(api, args, out).await,
+        Command::Fail(args) => machine::fail(api, args, out).await,
+        Command::Delete(args) => machine::delete(api, args, out).await,
+        Command::Backup(command) => backup::run(api, command, out).await,
+        Command::Operation { operation, wait } => machine::operation(api, operation, wait, out).await,
+        Command::Bundle(_) | Command::Completions { .. } => {
+            unreachable!("these need no platform and were run before")
+        }
+    }
+}
+
+/// Bundles go to the object store, not to the platform.
+async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
+    match command {
+        BundleCommand::Publish { dir, image_version } => {
+            let published = bundle::publish(&open_store()?, &dir, &image_version).await?;
+            print(&if out.json { format!("{}\n", published.json()) } else { format!("{published}\n") })
+        }
+        BundleCommand::List => {
+            let bundles = bundle::list(&open_store()?).await?;
+            if out.json {
+                return print(&format!("{}\n", json!({"bundles": bundles})));
+            }
+            print(&show::bundle::list(&View::of_stdout(), &bundles))
+        }
+    }
+}
+
+fn open_store() -> Result<Bucket, Failure> {
+    let mut env = Env::from_process();
+    let store = StoreConfig::read(&mut env);
+    Ok(env.finish(store)?.open()?)
+}
+
+fn connect(global: &Global) -> Result<Api, Failure> {
+    let mut env = Env::from_process();
+    let base = match &global.platform_url {
+        Some(url) => Some(url.clone()),
+        None => env.required::<Url>("PLATFORM_PUBLIC_URL"),
+    };
+    if base.as_ref().is_some_and(|base| !is_private(base)) {
+        env.mistake(
+            "PLATFORM_PUBLIC_URL",
+            "must be https (plain http only to this machine): it carries the secret",
+        );
+    }
+    let secret = match &global.secret_file {
+        Some(file) => secret_from(&mut env, file),
+        None => env.required_secret("PLATFORM_SECRET"),
+    };
+    let (base, secret) = env.finish(base.zip(secret))?;
+    Ok(Api::new(base, &secret, Duration::from_secs(global.timeout))?)
+}
+
+fn secret_from(env: &mut Env, file: &Path) -> Option<SecretString> {
+    match std::fs::read_to_string(file) {
+        Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
+        Ok(_) => {
+            env.mistake("--secret-file", "the file is empty");
+            None
+        }
+        Err(error) => {
+            env.mistake("--secret-file", format!("{}: {error}", file.display()));
+            None
+        }
+    }
+}
+
+fn is_private(base: &Url) -> bool {
+    let here = match base.host() {
+        Some(url::Host::Domain(name)) => name == "localhost",
+        Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
+        Some(url::Host::Ipv6(ip)) => ip.is_loopback(),
+        None => false,
+    };
+    base.scheme() == "https" || (base.scheme() == "http" && here)
+}

@@ -1,0 +1,42 @@
+//! How answers leave: the API's JSON exactly as it came, or text for a person.
+
+use std::io::{ErrorKind, Write};
+
+use super::api::{Answer, CallError};
+use super::show::View;
+use crate::applet::Failure;
+
+#[derive(Clone, Copy)]
+pub struct Out {
+    pub json: bool,
+}
+
+impl Out {
+    /// # Errors
+    /// When the answer is not what `text` expects, or standard output cannot be written.
+    pub fn answer(
+        &self,
+        answer: &Answer,
+        text: impl FnOnce(&View) -> Result<String, CallError>,
+    ) -> Result<(), Failure> {
+        if self.json {
+            print(&format!("{}\n", answer.text.trim_end()))
+        } else {
+            print(&text(&View::of_stdout())?)
+        }
+    }
+}
+
+/// A reader that has read enough, such as `head`, is no failure.
+///
+/// # Errors
+/// When standard output cannot be written for another reason.
+pub fn print(text: &str) -> Result<(), Failure> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(anyhow::Error::from(error).context("write to standard output").into())
+        }
+        _ => Ok(()),
+    }
+}

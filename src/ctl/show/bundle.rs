@@ -1,0 +1,18 @@
+//! Published bundles.
+
+use super::View;
+use super::human::{size, when};
+use super::table;
+use crate::ctl::bundle::Listed;
+
+pub fn list(view: &View, bundles: &[Listed]) -> String {
+    if bundles.is_empty() {
+        return "no bundles\n".to_owned();
+    }
+    let row = |b: &Listed| {
+        let at = when(view.now, &crate::clock::rfc3339_ms(b.published_at));
+        vec![b.image_version.clone().into(), at.into(), size(b.size_bytes).into(), b.sha256.clone().into()]
+    };
+    let rows: Vec<_> = bundles.iter().map(row).collect();
+    table::render(view, &["VERSION", "PUBLISHED", "SIZE", "SHA256"], &rows)
+}

@@ -1,0 +1,117 @@
+//! The fleet in one look, and who needs somebody.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::human::span;
+use super::table::{self, Cell};
+use super::{Colour, View};
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Fleet {
+    pub totals: Totals,
+    pub backups: Backups,
+    pub attention: Vec<Attention>,
+    pub attention_total: Option<usize>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Totals {
+    pub machines: usize,
+    pub by_status: BTreeMap<String, usize>,
+    pub by_image_version: BTreeMap<String, usize>,
+    pub by_health: BTreeMap<String, usize>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Backups {
+    pub max_age_seconds: Option<u64>,
+    pub p50_age_seconds: Option<u64>,
+    pub never: usize,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Attention {
+    pub idp_user_id: String,
+    pub slot: String,
+    pub handle: String,
+    pub status: String,
+    pub reasons: Vec<String>,
+}
+
+pub fn show(view: &View, fleet: &Fleet) -> String {
+    let totals = &fleet.totals;
+    let mut shown = table::pairs(
+        view,
+        &[
+            ("machines", Cell::painted(Some(Colour::Strong), totals.machines.to_string())),
+            ("status", counted(&totals.by_status).into()),
+            ("health", counted(&totals.by_health).into()),
+            ("images", counted(&totals.by_image_version).into()),
+            ("backups", backups(&fleet.backups)),
+        ],
+    );
+    if fleet.attention.is_empty() {
+        shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs anybody")));
+        return shown;
+    }
+    let row = |a: &Attention| {
+        vec![
+            a.handle.clone().into(),
+            Cell::state(&a.status),
+            a.idp_user_id.clone().into(),
+            a.slot.clone().into(),
+            Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
+            a.reasons
+                .first()
+                .map(|reason| advice(reason).replace("HANDLE", &a.handle))
+                .unwrap_or_default()
+                .into(),
+        ]
+    };
+    let rows: Vec<_> = fleet.attention.iter().map(row).collect();
+    shown.push_str(&format!(
+        "\n{}",
+        table::render(view, &["HANDLE", "STATUS", "USER", "SLOT", "WHY", "NEXT"], &rows)
+    ));
+    let more = fleet.attention_total.unwrap_or(0).saturating_sub(fleet.attention.len());
+    if more > 0 {
+        shown.push_str(&format!("and {more} more\n"));
+    }
+    shown
+}
+
+/// `3 running, 1 failed`: what there is most of first, and nothing that there is none of.
+fn counted(counts: &BTreeMap<String, usize>) -> String {
+    let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
+    there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
+    there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
+}
+
+fn backups(backups: &Backups) -> Cell {
+    let mut words = Vec::new();
+    words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", span(age))));
+    words.extend(backups.p50_age_seconds.map(|age| format!("median {}", span(age))));
+    if backups.never > 0 {
+        words.push(format!("{} without", backups.never));
+    }
+    words.join(", ").into()
+}
+
+/// What to do first, by reason.
+fn advice(reason: &str) -> &'static str {
+    match reason.split(':').next().unwrap_or_default() {
+        "failed" => "svcctl status HANDLE says why; then recover",
+        "heartbeat_silent" => "reach its host; recover if it is lost",
+        "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
+        "gateway_failing" | "database_failing" => "its own logs; recover if it stays so",
+        "operation_stuck" => "svcctl status HANDLE shows at which step",
+        "boot_slow" => "svcctl status HANDLE shows at which stage",
+        _ => "svcctl status HANDLE",
+    }
+}

@@ -1,0 +1,86 @@
+//! Times and sizes as people say them.
+
+use jiff::Timestamp;
+
+const MINUTE: i64 = 60;
+const HOUR: i64 = 60 * MINUTE;
+const DAY: i64 = 24 * HOUR;
+
+/// `12 s ago`, `5 min ago`, `in 3 d`; what is no time stays as it came.
+pub fn ago(now: Timestamp, at: &str) -> String {
+    let Ok(then) = at.parse::<Timestamp>() else { return at.to_owned() };
+    let seconds = now.as_second() - then.as_second();
+    let length = span(seconds.unsigned_abs());
+    if seconds < 0 { format!("in {length}") } else { format!("{length} ago") }
+}
+
+/// `2026-01-02 03:04:05 UTC, 5 min ago`.
+pub fn when(now: Timestamp, at: &str) -> String {
+    match at.parse::<Timestamp>() {
+        Ok(then) => format!("{}, {}", then.strftime("%Y-%m-%d %H:%M:%S UTC"), ago(now, at)),
+        Err(_) => at.to_owned(),
+    }
+}
+
+/// One number and one unit, rounded down.
+pub fn span(seconds: u64) -> String {
+    let seconds = i64::try_from(seconds).unwrap_or(i64::MAX);
+    match seconds {
+        0..100 => format!("{seconds} s"),
+        100..7200 => format!("{} min", seconds / MINUTE),
+        7200..172_800 => format!("{} h", seconds / HOUR),
+        _ => format!("{} d", seconds / DAY),
+    }
+}
+
+/// The seconds between two times of the API; nothing where one is none.
+pub fn seconds(from: &str, to: &str) -> Option<f64> {
+    let (from, to): (Timestamp, Timestamp) = (from.parse().ok()?, to.parse().ok()?);
+    Some(to.duration_since(from).as_secs_f64())
+}
+
+/// `1.2 MiB`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let (mut value, mut unit) = (bytes as f64 / 1024.0, 0);
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_said_in_one_unit() {
+        let now: Timestamp = "2026-01-02T00:00:00Z".parse().unwrap();
+        for (at, said) in [
+            ("2026-01-02T00:00:00.000Z", "0 s ago"),
+            ("2026-01-01T23:58:21Z", "99 s ago"),
+            ("2026-01-01T23:58:20Z", "1 min ago"),
+            ("2026-01-01T22:00:01Z", "119 min ago"),
+            ("2026-01-01T22:00:00Z", "2 h ago"),
+            ("2025-12-31T00:00:00Z", "2 d ago"),
+            ("2026-01-02T00:00:30Z", "in 30 s"),
+            ("sometime", "sometime"),
+        ] {
+            assert_eq!(ago(now, at), said, "{at}");
+        }
+        assert_eq!(when(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
+    }
+
+    #[test]
+    fn sizes_have_one_decimal_and_a_unit_of_1024() {
+        for (bytes, said) in
+            [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 30, "5.0 GiB")]
+        {
+            assert_eq!(size(bytes), said);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! A machine's record: in a list, and alone with its operations.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::human::{ago, seconds, size, when};
+use super::operation::{self, Operation};
+use super::table::{self, Cell};
+use super::{Colour, View, compact, text};
+
+/// A running host says that it lives each half a minute; after so many seconds it is worth a look.
+const QUIET: f64 = 120.0;
+
+/// Fields beyond those shown are left alone.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Machine {
+    pub machine_id: String,
+    pub idp_user_id: String,
+    pub slot: String,
+    pub handle: String,
+    pub kind: Option<String>,
+    pub status: String,
+    pub failure: Option<Failure>,
+    pub epoch: u64,
+    pub server_type: Option<String>,
+    pub location: Option<String>,
+    pub image_version: Option<String>,
+    pub public_ipv4: Option<String>,
+    pub registered_at: Option<String>,
+    pub heartbeat_at: Option<String>,
+    pub health: Option<Value>,
+    pub last_backup: Option<Value>,
+    pub boot: Option<Boot>,
+    pub replaced_by: Option<String>,
+    pub deleted_at: Option<String>,
+    pub created_at: Option<String>,
+    #[serde(default)]
+    pub operations: Vec<Operation>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Failure {
+    pub cause: Option<String>,
+    pub stage: Option<String>,
+    pub message: Option<String>,
+}
+
+/// How far the host's first boot is, by its own word.
+#[derive(Debug, Deserialize)]
+pub struct Boot {
+    pub stage: String,
+    pub at: String,
+    #[serde(default)]
+    pub stages: Vec<BootStage>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct BootStage {
+    pub stage: String,
+    pub at: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Machines {
+    pub machines: Vec<Machine>,
+    pub next_cursor: Option<String>,
+}
+
+/// What a call that starts an operation answers.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Accepted {
+    pub machine_id: String,
+    pub status: Option<String>,
+    pub server_type: Option<String>,
+    pub operation_id: Option<String>,
+    pub old_machine_id: Option<String>,
+}
+
+impl Machine {
+    /// The status; a machine that has left its slot shows that instead.
+    pub fn state_word(&self) -> &str {
+        if self.deleted_at.is_some() {
+            "deleted"
+        } else if self.replaced_by.is_some() {
+            "replaced"
+        } else {
+            &self.status
+        }
+    }
+
+    pub fn is_active(&self) -> bool {
+        self.deleted_at.is_none() && self.replaced_by.is_none()
+    }
+
+    fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+        let Some(at) = &self.heartbeat_at else { return "".into() };
+        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > QUIET);
+        let late = quiet && self.state_word() == "running";
+        Cell::painted(late.then_some(Colour::Bad), said(view.now, at))
+    }
+}
+
+impl Failure {
+    /// `boot_reported at restore: …`.
+    pub fn line(&self) -> String {
+        let mut line = text(self.cause.as_ref());
+        if let Some(stage) = &self.stage {
+            line.push_str(&format!(" at {stage}"));
+        }
+        if let Some(message) = &self.message {
+            line.push_str(&format!(": {message}"));
+        }
+        line
+    }
+
+    /// What there is to do about it.
+    pub fn advice(&self, machine: &Machine) -> String {
+        let (user, slot) = (&machine.idp_user_id, &machine.slot);
+        let slot = if slot == "primary" { String::new() } else { format!(" --slot {slot}") };
+        match self.cause.as_deref() {
+            Some("provider_refused") => {
+                format!(
+                    "check quota, location and server type at the provider, then `svcctl recover {user}{slot}`"
+                )
+            }
+            Some("resize") => {
+                "its next healthy heartbeat makes it run again; if none comes, `svcctl recover`".to_owned()
+            }
+            _ => format!(
+                "`svcctl recover {user}{slot}` replaces it and restores the latest snapshot (one that never ran: \
+                 `svcctl provision` again)"
+            ),
+        }
+    }
+}
+
+impl Boot {
+    /// `bundle 0.4 s, database 1.2 s`, with the stage that it is at last while the host has not registered.
+    fn line(&self, view: &View, registered: Option<&String>) -> String {
+        let ends = self.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
+        let took = |stage: &BootStage, end: &String| {
+            Some(format!("{} {:.1} s", stage.stage, seconds(&stage.at, end)?.max(0.0)))
+        };
+        let stages: Vec<_> =
+            self.stages.iter().zip(ends).filter_map(|(stage, end)| took(stage, end?)).collect();
+        let stages = stages.join(", ");
+        match registered {
+            Some(_) => stages,
+            None if stages.is_empty() => format!("at {}, {}", self.stage, ago(view.now, &self.at)),
+            None => format!("at {}, {}; before: {stages}", self.stage, ago(view.now, &self.at)),
+        }
+    }
+}
+
+pub fn list(view: &View, page: &Machines) -> String {
+    if page.machines.is_empty() {
+        return "no machines\n".to_owned();
+    }
+    let row = |m: &Machine| {
+        vec![
+            m.handle.clone().into(),
+            Cell::state(m.state_word()),
+            m.idp_user_id.clone().into(),
+            m.slot.clone().into(),
+            text(m.server_type.as_ref()).into(),
+            text(m.image_version.as_ref()).into(),
+            m.epoch.to_string().into(),
+            m.heartbeat(view, ago),
+            backup_cell(view, m.last_backup.as_ref(), ago),
+            Cell::painted(Some(Colour::Faint), m.machine_id.clone()),
+        ]
+    };
+    let rows: Vec<_> = page.machines.iter().map(row).collect();
+    let heading =
+        ["HANDLE", "STATUS", "USER", "SLOT", "TYPE", "IMAGE", "EPOCH", "HEARTBEAT", "BACKUP", "MACHINE"];
+    let mut shown = table::render(view, &heading, &rows);
+    if let Some(cursor) = &page.next_cursor {
+        shown.push_str(&format!("more: --cursor {cursor}\n"));
+    }
+    shown
+}
+
+pub fn one(view: &View, m: &Machine) -> String {
+    let time = |at: &Option<String>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
+    let failure = m.failure.as_ref();
+    let next = failure.filter(|_| m.is_active()).map(|failure| failure.advice(m)).unwrap_or_default();
+    let mut shown = table::pairs(
+        view,
+        &[
+            ("machine", m.machine_id.clone().into()),
+            ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),
+            ("user", m.idp_user_id.clone().into()),
+            ("slot", m.slot.clone().into()),
+            ("kind", text(m.kind.as_ref()).into()),
+            ("status", Cell::state(m.state_word())),
+            ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
+            ("next", next.into()),
+            (
+                "boot",
+                m.boot
+                    .as_ref()
+                    .map(|boot| boot.line(view, m.registered_at.as_ref()))
+                    .unwrap_or_default()
+                    .into(),
+            ),
+            ("epoch", m.epoch.to_string().into()),
+            ("type", text(m.server_type.as_ref()).into()),
+            ("location", text(m.location.as_ref()).into()),
+            ("image", text(m.image_version.as_ref()).into()),
+            ("address", text(m.public_ipv4.as_ref()).into()),
+            ("created", time(&m.created_at).into()),
+            ("registered", time(&m.registered_at).into()),
+            ("heartbeat", m.heartbeat(view, when)),
+            ("health", health_cell(m.health.as_ref())),
+            ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
+            ("replaced by", text(m.replaced_by.as_ref()).into()),
+            ("deleted", time(&m.deleted_at).into()),
+        ],
+    );
+    for operation in &m.operations {
+        shown.push('\n');
+        shown.push_str(&operation::one(view, operation));
+    }
+    shown
+}
+
+pub fn accepted(view: &View, a: &Accepted) -> String {
+    table::pairs(
+        view,
+        &[
+            ("machine", a.machine_id.clone().into()),
+            ("replaces", text(a.old_machine_id.as_ref()).into()),
+            ("type", text(a.server_type.as_ref()).into()),
+            ("status", Cell::state(a.status.as_deref().unwrap_or_default())),
+            ("operation", text(a.operation_id.as_ref()).into()),
+        ],
+    )
+}
+
+/// `gateway ok, database failing`, and how much room there is.
+fn health_cell(health: Option<&Value>) -> Cell {
+    let Some(parts) = health.and_then(Value::as_object) else { return "".into() };
+    let states = || parts.iter().filter_map(|(part, how)| Some((part, how.as_str()?)));
+    let mut words: Vec<_> = states().map(|(part, how)| format!("{part} {how}")).collect();
+    let disk =
+        parts.get("disk").and_then(|disk| Some((disk["freeBytes"].as_u64()?, disk["totalBytes"].as_u64()?)));
+    words.extend(disk.map(|(free, total)| format!("{} of {} disk free", size(free), size(total))));
+    let well = states().all(|(_, how)| how == "ok");
+    Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
+}
+
+/// What the host last said of a backup.
+fn backup_cell(view: &View, backup: Option<&Value>, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+    let Some(backup) = backup.filter(|backup| backup.is_object()) else { return "".into() };
+    if backup["status"] == "error" {
+        return Cell::painted(Some(Colour::Bad), format!("error: {}", compact(backup.get("error"))));
+    }
+    let Some(taken) = backup["takenAt"].as_str() else { return compact(Some(backup)).into() };
+    let size = backup["sizeBytes"].as_u64().map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
+    format!("{}{size}", said(view.now, taken)).into()
+}
+
+/// What a person should know before a machine is replaced.
+pub fn before_recovery(view: &View, m: &Machine) -> String {
+    let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
+    let taken = backup.and_then(|backup| backup["takenAt"].as_str());
+    let backup = taken.map_or_else(
+        || "the host has told of no good backup".to_owned(),
+        |at| format!("its last backup is of {}", when(view.now, at)),
+    );
+    format!("\nIt is {} as {}; {backup}.", m.state_word(), m.handle)
+}

@@ -1,0 +1,105 @@
+//! What the API answers, as a person reads it.
+//!
+//! Everything shown is a function of the answer and a [`View`], so that the same answer always looks the same.
+
+pub mod backup;
+pub mod bundle;
+pub mod fleet;
+mod human;
+pub mod machine;
+pub mod operation;
+pub mod slot;
+mod table;
+
+use std::io::IsTerminal;
+
+use jiff::Timestamp;
+use serde_json::Value;
+
+pub use self::human::size;
+
+/// How things are shown: to whom, and when.
+#[derive(Debug, Clone, Copy)]
+pub struct View {
+    pub now: Timestamp,
+    pub colours: bool,
+    /// Of the terminal; `None` where lines are as long as they are.
+    pub width: Option<u16>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Colour {
+    Good,
+    Moving,
+    Bad,
+    Faint,
+    Strong,
+}
+
+impl View {
+    /// Standard output: colours and a width only on a terminal, colours only without `NO_COLOR`.
+    pub fn of_stdout() -> Self {
+        let terminal = std::io::stdout().is_terminal();
+        let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
+        Self { now: Timestamp::now(), colours: terminal && may_colour(), width }
+    }
+
+    pub fn paint(&self, colour: Option<Colour>, text: &str) -> String {
+        match colour.filter(|_| self.colours && !text.is_empty()) {
+            Some(colour) => format!("\x1b[{}m{text}\x1b[0m", colour.code()),
+            None => text.to_owned(),
+        }
+    }
+}
+
+impl Colour {
+    fn code(self) -> &'static str {
+        match self {
+            Self::Good => "32",
+            Self::Moving => "33",
+            Self::Bad => "31",
+            Self::Faint => "2",
+            Self::Strong => "1",
+        }
+    }
+
+    /// Of a state that the API names: a machine's, an operation's, a step's outcome.
+    pub fn of_state(state: &str) -> Option<Self> {
+        match state {
+            "running" | "succeeded" | "done" | "active" => Some(Self::Good),
+            "provisioning" | "recovering" | "resizing" | "retry" => Some(Self::Moving),
+            "failed" | "error" | "given_up" => Some(Self::Bad),
+            "deleted" | "replaced" | "cancelled" | "inactive" => Some(Self::Faint),
+            _ => None,
+        }
+    }
+}
+
+/// See no-color.org; a dumb terminal has none either.
+fn may_colour() -> bool {
+    let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+fn text(value: Option<&String>) -> String {
+    value.cloned().unwrap_or_default()
+}
+
+/// One line: a text as it is, an object as `name=value …` without its nulls.
+pub fn compact(value: Option<&Value>) -> String {
+    match value {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Object(members)) => {
+            let shown = members.iter().filter(|(_, value)| !value.is_null());
+            shown
+                .map(|(name, value)| format!("{name}={}", compact(Some(value))))
+                .collect::<Vec<_>>()
+                .join(" ")
+        }
+        Some(other) => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

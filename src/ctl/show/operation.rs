@@ -1,0 +1,85 @@
+//! An operation, step by step.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::human::{ago, seconds};
+use super::{Colour, View, compact};
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Operation {
+    pub operation_id: String,
+    pub machine_id: String,
+    pub kind: String,
+    pub state: String,
+    pub step: Option<String>,
+    pub attempts: Option<u64>,
+    pub error_code: Option<String>,
+    pub created_at: Option<String>,
+    pub ended_at: Option<String>,
+    #[serde(default)]
+    pub log: Vec<LogEntry>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct LogEntry {
+    pub at: String,
+    pub step: String,
+    pub outcome: Option<String>,
+    pub detail: Option<Value>,
+}
+
+impl LogEntry {
+    /// That a step was filed or begun says nothing that its end does not say as well.
+    pub fn is_news(&self) -> bool {
+        !matches!(self.outcome.as_deref(), Some("filed" | "begun"))
+    }
+}
+
+impl Operation {
+    /// `  12.3 s  create_server  done`; the time counts from the operation's start.
+    pub fn line(&self, view: &View, entry: &LogEntry) -> String {
+        let outcome = entry.outcome.as_deref().unwrap_or_default();
+        let detail = compact(entry.detail.as_ref());
+        let parts = [
+            self.offset(&entry.at),
+            entry.step.clone(),
+            view.paint(Colour::of_state(outcome), outcome),
+            view.paint(Some(Colour::Faint), &detail),
+        ];
+        parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
+    }
+
+    /// A time of the API, from the operation's start.
+    pub fn offset(&self, at: &str) -> String {
+        let from = self.created_at.as_deref().and_then(|created| seconds(created, at));
+        from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
+    }
+}
+
+pub fn one(view: &View, o: &Operation) -> String {
+    let mut head = vec![
+        view.paint(Some(Colour::Strong), &o.kind),
+        view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
+    ];
+    if o.state == "running" {
+        head.extend(o.step.as_ref().map(|step| format!("at {step}")));
+        head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("try {}", n + 1)));
+    }
+    head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Colour::Bad), code)));
+    head.extend(o.created_at.as_deref().map(|at| ago(view.now, at)));
+    let took = o.created_at.as_deref().zip(o.ended_at.as_deref()).and_then(|(from, to)| seconds(from, to));
+    head.extend(took.map(|took| format!("took {took:.1} s")));
+    head.push(view.paint(Some(Colour::Faint), &o.operation_id));
+    let mut shown = head.join("  ") + "\n";
+    for entry in o.log.iter().filter(|entry| entry.is_news()) {
+        shown.push_str(&format!("{}\n", o.line(view, entry)));
+    }
+    shown
+}
+
+/// An operation that runs is under way, where a machine that runs is well.
+fn operation_colour(state: &str) -> &str {
+    if state == "running" { "retry" } else { state }
+}

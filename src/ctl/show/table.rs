@@ -1,0 +1,80 @@
+//! Columns, and names with values.
+
+use comfy_table::{Attribute, Cell as Shown, Color, ContentArrangement, Table, presets};
+
+use super::{Colour, View};
+
+#[derive(Debug, Clone)]
+pub struct Cell {
+    text: String,
+    colour: Option<Colour>,
+}
+
+impl Cell {
+    pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
+        Self { text: text.into(), colour }
+    }
+
+    /// A state in its colour.
+    pub fn state(state: &str) -> Self {
+        Self::painted(Colour::of_state(state), state)
+    }
+}
+
+impl<T: Into<String>> From<T> for Cell {
+    fn from(text: T) -> Self {
+        Self::painted(None, text)
+    }
+}
+
+/// Rows below a heading; an empty cell shows as `-`.
+pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
+    table.set_content_arrangement(match view.width {
+        Some(_) => ContentArrangement::Dynamic,
+        None => ContentArrangement::Disabled,
+    });
+    if let Some(width) = view.width {
+        table.set_width(width);
+    }
+    if view.colours {
+        table.enforce_styling();
+    } else {
+        table.force_no_tty();
+    }
+    table.set_header(heading.iter().map(|name| Shown::new(name).add_attribute(Attribute::Bold)));
+    for row in rows {
+        table.add_row(row.iter().map(shown));
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let lines = table.lines().map(|line| line.trim_end().to_owned() + "\n");
+    lines.collect()
+}
+
+fn shown(cell: &Cell) -> Shown {
+    let text = if cell.text.is_empty() { "-" } else { &cell.text };
+    let shown = Shown::new(text);
+    match cell.colour {
+        None => shown,
+        Some(Colour::Good) => shown.fg(Color::DarkGreen),
+        Some(Colour::Moving) => shown.fg(Color::DarkYellow),
+        Some(Colour::Bad) => shown.fg(Color::DarkRed),
+        Some(Colour::Faint) => shown.add_attribute(Attribute::Dim),
+        Some(Colour::Strong) => shown.add_attribute(Attribute::Bold),
+    }
+}
+
+/// Names and values below each other; those without a value are left out.
+pub fn pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
+    let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
+    let there = pairs.iter().filter(|(_, value)| !value.text.is_empty());
+    there
+        .map(|(name, value)| {
+            let name = view.paint(Some(Colour::Faint), &format!("{name:<width$}"));
+            format!("{name}{}\n", view.paint(value.colour, &value.text))
+        })
+        .collect()
+}

@@ -1,0 +1,142 @@
+//! Every view of every kind of answer, as text; and what a terminal gets beyond it.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
+
+fn plain() -> View {
+    View { now: "2026-11-21T12:00:00Z".parse().unwrap(), colours: false, width: None }
+}
+
+fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
+    serde_json::from_value(value).unwrap()
+}
+
+fn running() -> Value {
+    json!({
+        "machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
+        "status": "running", "failure": null, "epoch": 2, "restoreMode": "required", "serverType": "cpx22",
+        "location": "nbg1", "imageVersion": "2026.11.1", "providerServerId": "4711", "publicIpv4": "203.0.113.9",
+        "httpsPort": 443, "registeredAt": "2026-11-20T10:00:09.100Z", "heartbeatAt": "2026-11-21T11:59:48.000Z",
+        "health": {"gateway": "ok", "database": "failing"},
+        "lastBackup": {"status": "success", "key": "system/db/snapshots/2026-11-21T11-05-00.000Z-2.dump",
+                       "takenAt": "2026-11-21T11:05:00.000Z", "sizeBytes": 1_363_148},
+        "boot": {"stage": "register", "at": "2026-11-20T10:00:08.000Z", "stages": [
+            {"stage": "database", "at": "2026-11-20T10:00:01.000Z"}, {"stage": "bundle", "at": "2026-11-20T10:00:04.200Z"},
+            {"stage": "register", "at": "2026-11-20T10:00:08.000Z"}]},
+        "replacedBy": null, "retiredAt": null, "deletedAt": null, "createdAt": "2026-11-20T10:00:00.000Z",
+        "updatedAt": "2026-11-20T10:00:09.100Z",
+        "operations": [operation("recover", "succeeded")],
+    })
+}
+
+fn failed() -> Value {
+    let mut machine = running();
+    machine["machineId"] = OTHER.into();
+    machine["handle"] = "grace".into();
+    machine["slot"] = "second".into();
+    machine["status"] = "failed".into();
+    machine["failure"] = json!({"cause": "boot_reported", "stage": "restore",
+        "message": "svc-restore: exit status: 69: the snapshot has another SHA-256 than its side record says"});
+    machine["heartbeatAt"] = Value::Null;
+    machine["health"] = Value::Null;
+    machine["lastBackup"] = Value::Null;
+    machine["registeredAt"] = Value::Null;
+    machine["operations"] = json!([operation("provision", "failed")]);
+    machine
+}
+
+fn operation(kind: &str, state: &str) -> Value {
+    let entry = |at: &str, step: &str, outcome: &str, detail: Value| json!({"at": at, "step": step, "outcome": outcome, "detail": detail});
+    json!({
+        "operationId": OTHER, "machineId": MACHINE, "kind": kind, "state": state, "step": "await_registration",
+        "attempts": 1, "errorCode": if state == "failed" { json!("provisioning_error") } else { Value::Null },
+        "createdAt": "2026-11-20T10:00:00.000Z", "updatedAt": "2026-11-20T10:00:09.100Z",
+        "endedAt": if state == "running" { Value::Null } else { json!("2026-11-20T10:00:09.100Z") },
+        "log": [
+            entry("2026-11-20T10:00:00.050Z", "fence", "done", Value::Null),
+            entry("2026-11-20T10:00:00.400Z", "create_server", "retry", json!("the provider is busy")),
+            entry("2026-11-20T10:00:12.900Z", "create_server", "done", Value::Null),
+        ],
+    })
+}
+
+#[test]
+fn machines() {
+    let mut quiet = running();
+    quiet["heartbeatAt"] = "2026-11-21T11:00:00Z".into();
+    quiet["lastBackup"] = json!({"status": "error", "error": "the store cannot be reached"});
+    let page = read(json!({"machines": [running(), failed(), quiet], "nextCursor": "abc"}));
+    insta::assert_snapshot!(machine::list(&plain(), &page));
+    assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
+}
+
+#[test]
+fn a_machine_that_runs() {
+    insta::assert_snapshot!(machine::one(&plain(), &read(running())));
+}
+
+#[test]
+fn a_machine_that_failed_says_what_to_do() {
+    insta::assert_snapshot!(machine::one(&plain(), &read(failed())));
+}
+
+#[test]
+fn an_operation_under_way() {
+    insta::assert_snapshot!(operation::one(&plain(), &read(operation("resize", "running"))));
+}
+
+#[test]
+fn the_fleet() {
+    let fleet = |attention: Value| {
+        read(json!({
+            "totals": {"machines": 12, "byStatus": {"failed": 1, "provisioning": 0, "running": 11},
+                       "byImageVersion": {"2026.11.1": 8, "2026.10.4": 4},
+                       "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
+            "backups": {"maxAgeSeconds": 9000, "p50AgeSeconds": 1740, "never": 1},
+            "attention": attention, "attentionTotal": 3, "asOf": "2026-11-21T12:00:00.000Z",
+        }))
+    };
+    let needy = json!([
+        {"machineId": OTHER, "idpUserId": "user_2", "slot": "primary", "handle": "grace", "status": "failed", "reasons": ["failed:boot_reported"]},
+        {"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "status": "running", "reasons": ["heartbeat_silent", "backup_overdue"]},
+    ]);
+    insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));
+    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs anybody\n"));
+}
+
+#[test]
+fn backups() {
+    let one = |key: &str, latest: bool| {
+        json!({"key": key, "sizeBytes": 1_363_148, "sha256": "00", "takenAt": "2026-11-21T11:05:00.000Z",
+        "verifiedAt": "2026-11-21T11:05:01.000Z", "epoch": 2, "machineId": MACHINE, "latest": latest})
+    };
+    let page = json!({"latest": "b", "backups": [one("system/db/snapshots/b-2.dump", true), one("system/db/snapshots/a-1.dump", false)], "nextCursor": null});
+    insta::assert_snapshot!(backup::list(&plain(), &read(page)));
+}
+
+#[test]
+fn slots() {
+    let rows: Vec<slot::SlotRow> = read(json!([
+        {"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active", "currentPeriodEnd": "2026-12-01T00:00:00.000Z"},
+        {"idpUserId": "user_1", "slot": "second", "plan": "starter", "status": "inactive", "currentPeriodEnd": null},
+    ]));
+    insta::assert_snapshot!(slot::list(&plain(), &rows));
+}
+
+#[test]
+fn a_terminal_gets_colours_and_its_width_and_nothing_else_does() {
+    let page = read(json!({"machines": [running(), failed()], "nextCursor": null}));
+    let narrow = View { width: Some(80), ..plain() };
+    let shown = machine::list(&narrow, &page);
+    assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
+    let coloured = machine::list(&View { colours: true, ..plain() }, &page);
+    assert!(coloured.contains("\x1b["), "{coloured}");
+    for shown in [machine::list(&plain(), &page), machine::one(&plain(), &read(failed()))] {
+        assert!(!shown.contains('\x1b'), "{shown}");
+    }
+    assert!(machine::one(&View { colours: true, ..plain() }, &read(failed())).contains("\x1b[31m"));
+}

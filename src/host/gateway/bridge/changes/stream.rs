@@ -1,0 +1,215 @@
+//! One listener's stream: from where it left off, or from now, until it goes away or its time is over.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Extension, Query, State};
+use axum::response::Response;
+use bytes::Bytes;
+use futures_util::stream;
+use http::{HeaderMap, HeaderValue, header};
+use serde::Deserialize;
+use tokio::time::Instant;
+
+use super::feed::Stream;
+use super::position::EventId;
+use super::read::{self, Change};
+use crate::host::gateway::apps::Name;
+use crate::host::gateway::auth::{Caller, Principal};
+use crate::host::gateway::bridge::handler::{allow, find_app};
+use crate::host::gateway::bridge::refusal;
+use crate::host::gateway::database::DatabaseError;
+use crate::host::gateway::state::Gateway;
+use crate::http::problem::{Code, Problem, chain};
+
+const HEARTBEAT: Duration = Duration::from_secs(15);
+/// Then the listener comes again, with a credential that is still good.
+const LONGEST: Duration = Duration::from_secs(15 * 60);
+/// How long a listener waits before it comes again.
+const RETRY_MS: u32 = 1000;
+const SET_UP: Duration = Duration::from_secs(15);
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Asked {
+    app: Option<String>,
+}
+
+/// `GET /api/bridge/changes?app=`: an app hears of itself; the owner of one app, or of all.
+///
+/// # Errors
+/// 410 when changes after `Last-Event-ID` are not known any more.
+pub async fn changes(
+    State(gateway): State<Arc<Gateway>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
+) -> Result<Response, Problem> {
+    let Query(asked) = asked.map_err(|_| Problem::field("?app", "is the one parameter, at most once"))?;
+    let scope = scope(&gateway, &caller.0, asked.app)?;
+    let resumed = resumed(&headers)?;
+    let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), scope, resumed));
+    let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
+    let body = stream::unfold(listener, |mut listener| async move {
+        let chunk = listener.next().await?;
+        Some((Ok::<_, Infallible>(chunk), listener))
+    });
+    let mut response = Response::new(Body::from_stream(body));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    // Proxies that would gather an answer before they pass it on.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    Ok(response)
+}
+
+/// One app, by its slug; or all that there are and will be.
+enum Scope {
+    One(Name),
+    All,
+}
+
+fn scope(gateway: &Gateway, principal: &Principal, asked: Option<String>) -> Result<Scope, Problem> {
+    let slug = match (principal, asked) {
+        (Principal::App { slug }, None) => Some(slug.clone()),
+        (_, asked) => asked,
+    };
+    match slug {
+        Some(slug) => {
+            allow(principal, &slug)?;
+            Ok(Scope::One(find_app(gateway, &slug)?.schema.clone()))
+        }
+        None if gateway.apps.known().loaded => Ok(Scope::All),
+        None => Err(refusal::unavailable()),
+    }
+}
+
+fn resumed(headers: &HeaderMap) -> Result<Option<EventId>, Problem> {
+    let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
+    let id = value.to_str().ok().and_then(|text| text.parse::<EventId>().ok());
+    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event, <epoch>-<position>");
+    id.map(Some).ok_or_else(wrong)
+}
+
+struct Listener {
+    gateway: Arc<Gateway>,
+    stream: Stream,
+    scope: Scope,
+    position: i64,
+    ready: VecDeque<Bytes>,
+    heartbeat: Instant,
+    end: Instant,
+}
+
+impl Listener {
+    async fn open(gateway: Arc<Gateway>, scope: Scope, resumed: Option<EventId>) -> Result<Self, Problem> {
+        let busy = || Problem::new(Code::Unavailable, "Too many listeners at once.").retry_after(5);
+        let stream = gateway.changes.join().ok_or_else(busy)?;
+        let now = Instant::now();
+        let mut listener = Self {
+            gateway,
+            stream,
+            scope,
+            position: 0,
+            ready: VecDeque::new(),
+            heartbeat: now + HEARTBEAT,
+            end: now + LONGEST,
+        };
+        let began = listener.begin(resumed).await;
+        began.map_err(|error| {
+            tracing::warn!(error = %chain(&error), "the changes cannot be listened to");
+            refusal::unavailable()
+        })??;
+        let id = listener.id();
+        let greeting = format!("retry: {RETRY_MS}\nid: {id}\nevent: ready\ndata: {{}}\n\n");
+        listener.ready.push_back(Bytes::from(greeting));
+        Ok(listener)
+    }
+
+    async fn begin(&mut self, resumed: Option<EventId>) -> Result<Result<(), Problem>, DatabaseError> {
+        self.follow_all().await?;
+        let client = self.gateway.database.shared().await?;
+        let head = self.stream.look(&client).await?;
+        let Some(id) = resumed else {
+            self.position = head.settled;
+            return Ok(Ok(()));
+        };
+        let floor = read::floor(&client, self.stream.schemas()).await?;
+        let is_known = id.epoch == self.gateway.config.epoch()
+            && id.position <= head.settled
+            && floor.is_some_and(|floor| id.position >= floor);
+        self.position = id.position;
+        let gone = "The changes after this event are not known any more; read the tables again.";
+        Ok(if is_known { Ok(()) } else { Err(Problem::new(Code::Gone, gone)) })
+    }
+
+    /// Apps that are registered while an owner listens to all are listened to, too.
+    async fn follow_all(&mut self) -> Result<(), DatabaseError> {
+        let Self { gateway, stream, scope, .. } = self;
+        match scope {
+            Scope::One(schema) => stream.follow(&gateway.database, schema).await,
+            Scope::All => {
+                for app in gateway.apps.known().apps.values() {
+                    stream.follow(&gateway.database, &app.schema).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn id(&self) -> EventId {
+        EventId { epoch: self.gateway.config.epoch(), position: self.position }
+    }
+
+    /// What to send next; `None` ends the stream, and the listener comes again.
+    async fn next(&mut self) -> Option<Bytes> {
+        let closing = self.stream.closing();
+        loop {
+            if let Some(chunk) = self.ready.pop_front() {
+                return Some(chunk);
+            }
+            if Instant::now() >= self.end {
+                return None;
+            }
+            let head = *self.stream.head.borrow_and_update();
+            if head.newest > self.position {
+                if let Err(error) = self.take(head.newest).await {
+                    tracing::debug!(error = %chain(&error), "a stream of changes ends");
+                    return None;
+                }
+                continue;
+            }
+            self.position = self.position.max(head.settled);
+            tokio::select! {
+                () = closing.cancelled() => return None,
+                changed = self.stream.head.changed() => changed.ok()?,
+                () = tokio::time::sleep_until(self.heartbeat) => {
+                    self.heartbeat = Instant::now() + HEARTBEAT;
+                    self.follow_all().await.ok()?;
+                    // An id without data: what is resumed from keeps up, and no event is seen.
+                    self.ready.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.id())));
+                }
+                () = tokio::time::sleep_until(self.end) => return None,
+            }
+        }
+    }
+
+    async fn take(&mut self, newest: i64) -> Result<(), DatabaseError> {
+        self.follow_all().await?;
+        let client = self.gateway.database.shared().await?;
+        let reading = read::after(&client, self.position, self.stream.schemas());
+        let (changes, more) =
+            tokio::time::timeout(SET_UP, reading).await.unwrap_or(Err(DatabaseError::Deadline))?;
+        for Change { position, json } in changes {
+            self.position = position;
+            self.ready.push_back(Bytes::from(format!("id: {}\ndata: {json}\n\n", self.id())));
+        }
+        if !more {
+            self.position = self.position.max(newest);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,219 @@
+//! The outbox of changes: a table that triggers fill, one row for each statement that changed an app's table, whoever
+//! ran it.
+//!
+//! A watched table pays for it with each write, so an app's tables get their triggers when somebody first listens, and
+//! lose them when nobody did for long. The triggers only notify for sessions other than the app's own role: a NOTIFY makes
+//! commits wait for one another, and the bridge knows what it wrote.
+//!
+//! Invariant: a position at or above the floor of the feed, and of the app, has missed nothing that came after it.
+
+use tokio_postgres::{Client, GenericClient, Transaction};
+
+use super::connect::DatabaseError;
+use crate::host::gateway::apps::Name;
+use crate::machine::epoch::Epoch;
+
+/// The channel that other sessions' changes wake.
+pub const CHANNEL: &str = "svc_changes";
+
+/// `position` of an event is its transaction's id. An array of more ids than this is not kept: the reader is told to look
+/// at the table again.
+pub const OBJECTS: &str = "
+    CREATE TABLE IF NOT EXISTS svc.watched (
+        schema_name text PRIMARY KEY,
+        listened_at timestamptz(3) NOT NULL DEFAULT now(),
+        floor bigint
+    );
+    CREATE TABLE IF NOT EXISTS svc.feed (
+        one boolean PRIMARY KEY DEFAULT true CHECK (one),
+        epoch bigint NOT NULL,
+        database_oid oid NOT NULL,
+        floor bigint NOT NULL
+    );
+    CREATE TABLE IF NOT EXISTS svc.changes (
+        xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+        n bigint GENERATED ALWAYS AS IDENTITY (CACHE 32),
+        at timestamptz(3) NOT NULL DEFAULT now(),
+        schema_name text NOT NULL,
+        table_name text NOT NULL,
+        action text NOT NULL,
+        ids uuid[],
+        PRIMARY KEY (xid, n)
+    );
+    CREATE OR REPLACE FUNCTION svc.note_change() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    BEGIN
+        INSERT INTO svc.changes (schema_name, table_name, action, ids)
+            SELECT tg_table_schema, tg_table_name, pg_catalog.lower(tg_op),
+                   CASE WHEN pg_catalog.count(*) <= 1000 THEN pg_catalog.array_agg(r.id) END
+              FROM svc_rows r HAVING pg_catalog.count(*) > 0;
+        IF session_user <> tg_table_schema THEN
+            NOTIFY svc_changes;
+        END IF;
+        RETURN NULL;
+    END $$;
+    CREATE OR REPLACE FUNCTION svc.note_truncate() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    BEGIN
+        INSERT INTO svc.changes (schema_name, table_name, action)
+            VALUES (tg_table_schema, tg_table_name, 'truncate');
+        NOTIFY svc_changes;
+        RETURN NULL;
+    END $$;
+    REVOKE ALL ON FUNCTION svc.note_change(), svc.note_truncate() FROM PUBLIC;
+";
+
+/// Which triggers a schema's tables lack. A table without our `id` is not an app's.
+const MISSING: &str = "
+    SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
+                  k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
+      FROM pg_class c
+      JOIN pg_namespace n ON n.oid = c.relnamespace
+      JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = 'id' AND a.atttypid = 'uuid'::regtype
+      CROSS JOIN (VALUES
+        ('svc_changes_insert', 'INSERT', 'REFERENCING NEW TABLE AS svc_rows', 'note_change'),
+        ('svc_changes_update', 'UPDATE', 'REFERENCING NEW TABLE AS svc_rows', 'note_change'),
+        ('svc_changes_delete', 'DELETE', 'REFERENCING OLD TABLE AS svc_rows', 'note_change'),
+        ('svc_changes_truncate', 'TRUNCATE', '', 'note_truncate')) AS k (name, event, referencing, function)
+     WHERE n.nspname = $1 AND c.relkind = 'r'
+       AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = k.name)
+     ORDER BY c.relname, k.name";
+
+const PRESENT: &str = "
+    SELECT format('DROP TRIGGER %I ON %I.%I', t.tgname, n.nspname, c.relname)
+      FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
+
+/// Makes the feed this machine's: after a restore what is in the outbox was told by another one.
+///
+/// # Errors
+/// The database's.
+pub async fn adopt(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
+    let epoch = i64::from(epoch.0);
+    let row = transaction
+        .query_one(
+            "SELECT EXISTS (SELECT FROM svc.feed JOIN pg_database d ON d.oid = database_oid
+                             WHERE epoch = $1 AND d.datname = current_database())",
+            &[&epoch],
+        )
+        .await?;
+    if row.get(0) {
+        return Ok(());
+    }
+    transaction.batch_execute("TRUNCATE svc.changes").await?;
+    transaction
+        .execute(
+            "INSERT INTO svc.feed (epoch, database_oid, floor)
+                  SELECT $1, d.oid, pg_current_xact_id()::text::bigint FROM pg_database d
+                   WHERE d.datname = current_database()
+             ON CONFLICT (one) DO UPDATE
+                SET epoch = excluded.epoch, database_oid = excluded.database_oid, floor = excluded.floor",
+            &[&epoch],
+        )
+        .await?;
+    Ok(())
+}
+
+/// Whether somebody listens to the app of `schema`.
+///
+/// # Errors
+/// The database's.
+pub async fn watched(client: &impl GenericClient, schema: &Name) -> Result<bool, tokio_postgres::Error> {
+    let sql = "SELECT EXISTS (SELECT FROM svc.watched WHERE schema_name = $1)";
+    Ok(client.query_one(sql, &[&schema.as_str()]).await?.get(0))
+}
+
+/// Gives every table of `schema` the triggers that it lacks.
+///
+/// # Errors
+/// The database's.
+pub async fn watch(client: &impl GenericClient, schema: &Name) -> Result<(), tokio_postgres::Error> {
+    for row in client.query(MISSING, &[&schema.as_str()]).await? {
+        client.batch_execute(row.get(0)).await?;
+    }
+    Ok(())
+}
+
+/// Takes the triggers of a schema away.
+///
+/// # Errors
+/// The database's.
+async fn unwatch(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
+    for row in client.query(PRESENT, &[&schema]).await? {
+        client.batch_execute(row.get(0)).await?;
+    }
+    Ok(())
+}
+
+/// Watches an app that nobody listened to before. Its changes are complete from here on.
+///
+/// # Errors
+/// When the database is away, or a long write keeps a table for itself.
+pub async fn begin(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
+    let transaction = client.transaction().await?;
+    transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
+    super::lock(&transaction).await?;
+    watch(&transaction, schema).await?;
+    let note = "INSERT INTO svc.watched (schema_name) VALUES ($1)
+                ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";
+    transaction.execute(note, &[&schema.as_str()]).await?;
+    transaction.commit().await?;
+    // Whoever wrote without the triggers has ended: making them waited for it.
+    let floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
+                  WHERE schema_name = $1 AND floor IS NULL";
+    client.execute(floor, &[&schema.as_str()]).await?;
+    Ok(())
+}
+
+/// How the outbox is kept small.
+#[derive(Debug, Clone, Copy)]
+pub struct Keep {
+    pub seconds: f64,
+    pub rows: i64,
+    /// Days without a listener after which an app is watched no more.
+    pub days: i32,
+}
+
+/// Deletes what is too old to be resumed from, and ends watching where nobody listens. `live` are listened to now.
+///
+/// # Errors
+/// The database's.
+pub async fn tidy(client: &mut Client, keep: Keep, live: &[String]) -> Result<(), DatabaseError> {
+    client
+        .execute(
+            "WITH edge AS (
+                SELECT greatest(
+                    (SELECT xid FROM svc.changes
+                      WHERE at < now() - make_interval(secs => $1)
+                        AND xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC LIMIT 1),
+                    (SELECT xid FROM svc.changes
+                      WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY xid DESC OFFSET $2 LIMIT 1)
+                ) AS xid),
+             gone AS (DELETE FROM svc.changes c USING edge WHERE c.xid <= edge.xid)
+             UPDATE svc.feed SET floor = greatest(floor, edge.xid::text::bigint)
+               FROM edge WHERE edge.xid IS NOT NULL",
+            &[&keep.seconds, &keep.rows],
+        )
+        .await?;
+    client
+        .execute(
+            "UPDATE svc.watched SET listened_at = now()
+              WHERE schema_name = ANY ($1) AND listened_at < now() - interval '1 hour'",
+            &[&live],
+        )
+        .await?;
+    let forsaken = client
+        .query(
+            "SELECT schema_name FROM svc.watched
+              WHERE listened_at < now() - make_interval(days => $1) AND schema_name <> ALL ($2)",
+            &[&keep.days, &live],
+        )
+        .await?;
+    for row in &forsaken {
+        let schema: &str = row.get(0);
+        let transaction = client.transaction().await?;
+        transaction.batch_execute("SET LOCAL lock_timeout = '1s'").await?;
+        unwatch(&transaction, schema).await?;
+        transaction.execute("DELETE FROM svc.watched WHERE schema_name = $1", &[&schema]).await?;
+        transaction.commit().await?;
+    }
+    Ok(())
+}

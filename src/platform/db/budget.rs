@@ -1,0 +1,42 @@
+//! `provider_budget`: the provider's rate limit as one bucket for all processes.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+
+use super::{DbError, execute, row};
+use crate::provider::{Grant, Seen};
+
+/// # Errors
+/// [`DbError`].
+pub async fn reserve(
+    client: &impl GenericClient,
+    account: &str,
+    want: u32,
+    back: u32,
+    seen: Option<Seen>,
+) -> Result<Grant, DbError> {
+    let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6, $7)";
+    let (want, back) = (i32::try_from(want).unwrap_or(i32::MAX), i32::try_from(back).unwrap_or(0));
+    let left = seen.map(|seen| seen.left);
+    let capacity = seen.map(|seen| seen.capacity);
+    let per_second = seen.and_then(|seen| seen.per_second);
+    let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());
+    let found = row(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
+    let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
+    Ok(Grant {
+        calls: u32::try_from(granted).unwrap_or(0),
+        wait: Duration::try_from_secs_f64(wait).unwrap_or_default(),
+    })
+}
+
+/// Nobody calls for so long: the provider has refused.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -> Result<(), DbError> {
+    let sql = "UPDATE provider_budget SET tokens = 0, at = clock_timestamp(), \
+               closed_until = greatest(closed_until, clock_timestamp() + make_interval(secs => $2)) \
+               WHERE account = $1";
+    execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
+}

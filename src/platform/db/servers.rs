@@ -1,0 +1,102 @@
+//! What is known of servers apart from their machines' states: which should be there, which are missing, which nobody
+//! knows; and the label that marks them as ours.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+use uuid::Uuid;
+
+use super::{DbError, execute, row, rows};
+use crate::machine::id::MachineId;
+
+/// A machine whose server must be there.
+#[derive(Debug, Clone, Copy)]
+pub struct Live {
+    pub machine: MachineId,
+    pub server: i64,
+}
+
+/// The id of this platform, the same for all its processes.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn installation(client: &impl GenericClient) -> Result<Uuid, DbError> {
+    let found = row(client, "SELECT installation_id FROM installation", &[]).await?;
+    let why = || "the table is empty".to_owned();
+    found.map(|row| row.get(0)).ok_or_else(|| DbError::Unreadable { what: "installation", why: why() })
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
+    let found = row(client, "SELECT clock_timestamp()", &[]).await?;
+    Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
+}
+
+/// Machines that run, resize, or may come back after a resize.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
+    let sql = "SELECT machine_id, provider_server_id FROM user_machines WHERE deleted_at IS NULL \
+               AND retired_at IS NULL AND provider_server_id IS NOT NULL \
+               AND (status IN ('running', 'resizing') OR status = 'failed' AND failure_cause = 'resize')";
+    let found = rows(client, sql, &[]).await?;
+    Ok(found.iter().map(|row| Live { machine: MachineId(row.get(0)), server: row.get(1) }).collect())
+}
+
+/// Notes servers that are there.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET server_missing_since = NULL \
+               WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
+    execute(client, sql, &[&servers]).await.map(drop)
+}
+
+/// Notes that the machine's server is not there; for how long that has been so.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn missing(client: &impl GenericClient, live: &Live) -> Result<Duration, DbError> {
+    let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
+               WHERE machine_id = $1 AND provider_server_id = $2 \
+               RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
+    let found = row(client, sql, &[&live.machine.0, &live.server]).await?;
+    let seconds: f64 = found.map_or(0.0, |row| row.get(0));
+    Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
+}
+
+/// Which of these machines there are, or ever were.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn known(
+    client: &impl GenericClient,
+    machines: &[MachineId],
+) -> Result<HashSet<MachineId>, DbError> {
+    let ids: Vec<Uuid> = machines.iter().map(|id| id.0).collect();
+    let found =
+        rows(client, "SELECT machine_id FROM user_machines WHERE machine_id = ANY($1)", &[&ids]).await?;
+    Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// Notes the servers that nobody knows, and those alone; gives the ones that have been so for longer than `grace`.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn unknown(
+    client: &impl GenericClient,
+    servers: &[i64],
+    grace: Duration,
+) -> Result<Vec<i64>, DbError> {
+    execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
+    let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
+    execute(client, sql, &[&servers]).await?;
+    let sql = "SELECT server_id FROM unknown_servers \
+               WHERE first_seen <= clock_timestamp() - make_interval(secs => $1)";
+    Ok(rows(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
+}

@@ -1,0 +1,22 @@
+//! Turns at what one process does for all.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+
+use super::{DbError, execute};
+
+/// Whether it is this process's turn: nobody has taken one for so long.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn take_turn(
+    client: &impl GenericClient,
+    task: &str,
+    unless_within: Duration,
+) -> Result<bool, DbError> {
+    let sql = "INSERT INTO task_turns AS turn (task, last_at) VALUES ($1, clock_timestamp()) \
+               ON CONFLICT (task) DO UPDATE SET last_at = clock_timestamp() \
+               WHERE turn.last_at <= clock_timestamp() - make_interval(secs => $2)";
+    Ok(execute(client, sql, &[&task, &unless_within.as_secs_f64()]).await? == 1)
+}

@@ -1,0 +1,154 @@
+//! The servers that the provider has, against the machines that we know: late ones, vanished ones, orphans.
+//!
+//! The invariant: a listing alone proves nothing. A machine fails only after its server was asked for by id and absent
+//! twice; a server is deleted only if its machine has ended, or if it is ours and unknown for a long time.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use serde_json::json;
+
+use super::create::{INSTALLATION_LABEL, MACHINE_LABEL};
+use crate::machine::event::Event;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::servers::Live;
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::provider::{Server, ServerId};
+
+/// Between the two looks at a server that seems to be gone, at least.
+const CONFIRM: Duration = Duration::from_secs(10);
+/// So many machines without any server at once are no accident of theirs, but a token of another project.
+const TOO_MANY: usize = 4;
+
+/// # Errors
+/// Where provider or database do not do their part; then the next pass goes on.
+pub async fn take(platform: &Platform) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let began = db::servers::now(&session).await?;
+    drop(session);
+    let listed = platform.provider.find_by_label(MACHINE_LABEL).await?;
+    strays(platform, &listed, began).await?;
+    vanished(platform, &listed).await?;
+    orphans(platform, &listed).await
+}
+
+fn machine_of(server: &Server) -> Option<MachineId> {
+    server.labels.get(MACHINE_LABEL)?.parse().ok()
+}
+
+/// Servers of machines that have ended and were thought to have none: they came up late.
+async fn strays(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
+    let named: HashMap<MachineId, i64> =
+        listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
+    let session = platform.db.session().await?;
+    for (machine, server) in named {
+        if db::machine_changes::server_came_back(&session, machine, server, began).await? {
+            tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
+        }
+    }
+    Ok(())
+}
+
+/// Machines whose servers are gone. Nothing takes their place by itself.
+async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let live = db::servers::live(&session).await?;
+    let there: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
+    db::servers::seen(&session, &there).await?;
+    drop(session);
+    let there: HashSet<i64> = there.into_iter().collect();
+    let (_, missing): (Vec<&Live>, Vec<&Live>) = live.iter().partition(|live| there.contains(&live.server));
+    if missing.len() == live.len() && missing.len() >= TOO_MANY {
+        anyhow::bail!("the provider shows none of {} servers: is its token another project's?", live.len());
+    }
+    for machine in missing {
+        if platform.provider.get(ServerId(machine.server)).await?.is_some() {
+            // Somebody took its label away; it is there.
+            let session = platform.db.session().await?;
+            db::servers::seen(&session, &[machine.server]).await?;
+            continue;
+        }
+        let session = platform.db.session().await?;
+        let missing_for = db::servers::missing(&session, machine).await?;
+        drop(session);
+        if missing_for >= platform.config.timing.reconcile.min(CONFIRM).mul_f64(0.9) {
+            gone(platform, machine).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(row) = db::machines::locked(&tx, live.machine).await? else { return Ok(()) };
+    if row.provider_server_id != Some(live.server) {
+        return Ok(());
+    }
+    let with = Circumstances {
+        failed_at: Some(("provider", "the provider no longer has the server")),
+        successor: None,
+    };
+    match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
+        Ok(Change::Moved { .. }) => {}
+        Ok(Change::Unchanged) | Err(LifecycleError::Refused(_)) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    }
+    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
+    let target = row.id.to_string();
+    let entry = db::audit::Entry {
+        actor: "platform",
+        action: "server.gone",
+        target: &target,
+        before: Some(&row.record()),
+        after: after.as_ref(),
+        request_id: "",
+    };
+    db::audit::write(&tx, &entry).await?;
+    db::commit(tx).await?;
+    tracing::error!(machine = %row.id, server = live.server, "the server of a machine is gone");
+    Ok(())
+}
+
+/// Servers that carry our own label and belong to no machine that we know: after a grace they are deleted. What another
+/// platform has made in the same project is not looked at.
+async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+    let installation = platform.installation.to_string();
+    let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
+    let claimed: Vec<(ServerId, Option<MachineId>)> =
+        ours.map(|server| (server.id, machine_of(server))).collect();
+    let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
+    let session = platform.db.session().await?;
+    let known = db::servers::known(&session, &named).await?;
+    let unknown: Vec<i64> = claimed
+        .iter()
+        .filter(|(_, machine)| machine.is_none_or(|machine| !known.contains(&machine)))
+        .map(|(server, _)| server.0)
+        .collect();
+    let grown_old = db::servers::unknown(&session, &unknown, platform.config.timing.orphan_grace).await?;
+    drop(session);
+    for server in &unknown {
+        tracing::warn!(server, "a server of ours belongs to no machine that is known");
+    }
+    for server in grown_old {
+        platform.provider.delete(ServerId(server)).await?;
+        let mut session = platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let target = server.to_string();
+        let entry = db::audit::Entry {
+            actor: "platform",
+            action: "orphan.deleted",
+            target: &target,
+            before: Some(&json!({"providerServerId": target})),
+            after: None,
+            request_id: "",
+        };
+        db::audit::write(&tx, &entry).await?;
+        db::commit(tx).await?;
+        tracing::warn!(server, "a server without a machine was deleted");
+    }
+    Ok(())
+}

@@ -1,0 +1,54 @@
+//! The provider's rate limit as one budget of all platform processes: a bucket in the database, from which each takes
+//! several calls at a time while there is plenty.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use secrecy::{ExposeSecret, SecretString};
+use sha2::{Digest, Sha256};
+use url::Url;
+
+use super::db::{self, Db, DbError};
+use crate::http::problem::chain;
+use crate::provider::{Allowance, Grant, Seen};
+
+pub struct SharedBudget {
+    db: Db,
+    /// The provider counts by project: a digest of where and by which token it is asked.
+    account: String,
+}
+
+impl SharedBudget {
+    pub fn new(db: Db, api: &Url, token: &SecretString) -> Self {
+        let digest = Sha256::digest(format!("{api}\n{}", token.expose_secret()));
+        Self { db, account: hex::encode(&digest[..16]) }
+    }
+
+    async fn ask(&self, want: u32, back: u32, seen: Option<Seen>) -> Result<Grant, DbError> {
+        let session = self.db.session().await?;
+        db::budget::reserve(&session, &self.account, want, back, seen).await
+    }
+
+    async fn tell(&self, wait: Duration) -> Result<(), DbError> {
+        let session = self.db.session().await?;
+        db::budget::close(&session, &self.account, wait).await
+    }
+}
+
+#[async_trait]
+impl Allowance for SharedBudget {
+    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant> {
+        let asked = self.ask(want, back, seen).await;
+        asked
+            .inspect_err(
+                |error| tracing::debug!(error = %chain(error), "the shared rate budget cannot be asked"),
+            )
+            .ok()
+    }
+
+    async fn close(&self, wait: Duration) {
+        if let Err(error) = self.tell(wait).await {
+            tracing::debug!(error = %chain(&error), "the shared rate budget cannot be told");
+        }
+    }
+}

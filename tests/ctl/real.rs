@@ -1,0 +1,113 @@
+//! `svcctl` against the real parts: a person's day, from the first bundle to the end of a machine.
+
+use std::path::Path;
+
+use kit::story::{Front, Stack, bundle};
+use serde_json::Value;
+
+struct Operator(Stack);
+
+impl Operator {
+    /// What it prints on both streams; it must end with `code`.
+    async fn does(&self, code: i32, args: &[&str]) -> String {
+        let run = self.0.svcctl(args).await.unwrap();
+        let said = format!("{}{}", run.stderr, run.stdout);
+        assert_eq!(run.code, Some(code), "{args:?}: {said}");
+        assert!(!said.contains('\x1b'), "{args:?} is coloured, and no terminal is there: {said:?}");
+        said
+    }
+
+    async fn json(&self, args: &[&str]) -> Value {
+        let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        let run = self.0.svcctl(&args).await.unwrap().good().unwrap();
+        serde_json::from_str(&run.stdout).unwrap()
+    }
+}
+
+fn has(said: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_persons_day() {
+    let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
+    kit::child::remove_with_us(dir.path());
+    let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
+    let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
+
+    // Each refusal says what to do; following it leads to a machine.
+    has(&operator.does(0, &["list"]).await, &["no machines"]);
+    let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
+    has(&said, &["subscription_required", "next: `svcctl slot set"]);
+    has(&operator.does(0, &["slot", "set", "user_1", "--plan", "builder"]).await, &["builder", "active"]);
+    let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
+    has(&said, &["bundle_not_found", "next: `svcctl bundle publish"]);
+    let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+    let out = built.dir.to_str().unwrap();
+    has(&operator.does(0, &["bundle", "publish", out, "--image-version", "story-1"]).await, &["published"]);
+    has(&operator.does(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
+
+    let said = operator.does(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    let stages =
+        ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
+    let at: Vec<_> =
+        stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
+    assert!(at.is_sorted(), "{said}");
+    has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
+    has(&operator.does(0, &["list", "--status", "running"]).await, &["ada", "user_1", "cpx22", "ago"]);
+    has(&operator.does(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
+
+    has(&operator.does(0, &["backup", "list", "ada"]).await, &["no backups"]);
+    has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
+    has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
+
+    let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;
+    has(&said, &["server_type_not_allowed", "next: "]);
+    has(&operator.does(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
+    let said = operator.does(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
+    has(&said, &["change_type  done", "type         cpx32", "status       running"]);
+    assert!(!said.contains("boot: "), "a boot of before is told as if it were this one's: {said}");
+
+    let fleet = operator.json(&["fleet"]).await;
+    assert_eq!(
+        (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
+        (&1.into(), &1.into())
+    );
+    let said = operator.does(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
+    has(&said, &["status       failed", "disk errors", "svcctl recover user_1"]);
+    has(&operator.does(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
+    let said = operator.does(65, &["backup", "now", "ada"]).await;
+    has(&said, &["invalid_state", "It is failed, and must be running", "next: "]);
+
+    let said = operator.does(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
+    has(&said, &["boot: restore", "epoch        2", "status       running"]);
+    let machine = operator.json(&["status", "ada"]).await;
+    let operation = machine["operations"][0]["operationId"].as_str().unwrap();
+    has(&operator.does(0, &["operation", operation]).await, &["recover  succeeded", "fence  done"]);
+    has(&operator.does(0, &["delete", "ada", "--yes", "--wait=120"]).await, &["status       deleted"]);
+    has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
+    let said = operator.does(65, &["status", "ada"]).await;
+    has(&said, &["no machine is active as ada", "svcctl list --deleted --handle ada"]);
+    operator.0.down().await;
+}
+
+/// A boot that fails is read from the operator's seat: where, why in the host's own words, and what to do.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
+    let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
+    kit::child::remove_with_us(dir.path());
+    let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
+    let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
+    operator.does(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
+    let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+    operator.does(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
+    let broken = [("FAILPOINTS", "restore.begin=return(error)")];
+    operator.0.provider.set_next_server_env(&broken).unwrap();
+    let said = operator.does(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    has(&said, &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "]);
+    let said = operator.does(0, &["status", "ada"]).await;
+    has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
+    operator.0.down().await;
+}

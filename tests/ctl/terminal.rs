@@ -1,0 +1,76 @@
+//! `svcctl` on a terminal: a question is asked and its answer counts; colours are there, and not where they are unwanted.
+
+use std::process::Output;
+
+use serde_json::Value;
+use tokio::io::AsyncWriteExt;
+
+use super::*;
+
+/// Runs `svcctl` with a terminal as all of its standard streams; what it prints is the output's `stdout`.
+async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&str, &str)]) -> Output {
+    const RUN: &str = "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
+    let mut command = Command::new("python3");
+    command.args(["-c", RUN, env!("CARGO_BIN_EXE_svc"), "svcctl"]).args(args).env_clear();
+    command.env("PATH", std::env::var_os("PATH").unwrap_or_default()).env("TERM", "xterm");
+    command.env("PLATFORM_PUBLIC_URL", &platform.base).env("PLATFORM_SECRET", SECRET);
+    command.envs(env.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.kill_on_drop(true).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(typed.as_bytes()).await.unwrap();
+    // Kept open: the end of the input would be the end of the terminal.
+    let output = child.wait_with_output().await.unwrap();
+    drop(stdin);
+    output
+}
+
+fn printed(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[tokio::test]
+async fn the_typed_word_decides() {
+    let deleted =
+        || Reply::Json(202, json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION}));
+    let platform = Platform::start([Reply::Json(200, record("running", None)), deleted()]).await;
+    let output = on_terminal(&platform, &["delete", MACHINE], "ada\n", &[]).await;
+    assert!(printed(&output).contains("Type ada to go on"), "{}", printed(&output));
+    assert_eq!(output.status.code(), Some(0), "{}", printed(&output));
+    assert!(platform.seen().iter().any(|request| request.line.starts_with("DELETE ")));
+
+    for typed in ["yes\n", "\n", "Ada\n"] {
+        let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
+        let output = on_terminal(&platform, &["delete", MACHINE], typed, &[]).await;
+        assert_eq!(output.status.code(), Some(65), "{typed:?}: {}", printed(&output));
+        assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")), "{typed:?}");
+    }
+}
+
+#[tokio::test]
+async fn before_a_recovery_the_age_of_the_backup_is_said() {
+    let mut machine = record("running", None);
+    machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
+    let page = json!({"machines": [machine], "nextCursor": null});
+    let platform = Platform::start([Reply::Json(200, page)]).await;
+    let output = on_terminal(&platform, &["recover", "user_1"], "no\n", &[]).await;
+    assert!(printed(&output).contains("2026-01-01 00:00:00 UTC"), "{}", printed(&output));
+    assert_eq!(output.status.code(), Some(65));
+}
+
+#[tokio::test]
+async fn colours_are_for_terminals_that_want_them() {
+    let page = || Reply::Json(200, json!({"machines": [record("failed", None)], "nextCursor": Value::Null}));
+    for (env, coloured) in [
+        (&[][..], true),
+        (&[("NO_COLOR", "1")], false),
+        (&[("NO_COLOR", "")], true),
+        (&[("TERM", "dumb")], false),
+    ] {
+        let platform = Platform::start([page()]).await;
+        let output = on_terminal(&platform, &["list"], "", env).await;
+        assert_eq!(printed(&output).contains('\x1b'), coloured, "{env:?}: {:?}", printed(&output));
+    }
+    let platform = Platform::start([page()]).await;
+    let output = platform.svcctl(&["list"]).await;
+    assert!(!printed(&output).contains('\x1b'), "{:?}", printed(&output));
+}

@@ -1,0 +1,296 @@
+//! The feed of changes: whoever made them, in an order that skips none, from where a listener left off.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+use svc::http::proof::Route;
+
+use super::bridge::App;
+use super::host::Host;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// An open stream, read event by event.
+struct Events {
+    response: reqwest::Response,
+    text: String,
+    id: String,
+}
+
+/// One event: its name (`message` where it has none) and data.
+type Event = (String, Value);
+
+impl Events {
+    async fn open(request: reqwest::RequestBuilder) -> Result<Self> {
+        let response = request.send().await?;
+        ensure!(response.status() == StatusCode::OK, "{} {}", response.status(), response.text().await?);
+        let mut events = Self { response, text: String::new(), id: String::new() };
+        let (name, _) = events.next().await?;
+        ensure!(name == "ready", "the stream begins with {name}");
+        Ok(events)
+    }
+
+    /// The next block of lines, whatever it is.
+    async fn block(&mut self) -> Result<String> {
+        let end = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            if let Some(at) = self.text.find("\n\n") {
+                let block = self.text[..at].to_owned();
+                self.text.drain(..at + 2);
+                return Ok(block);
+            }
+            let chunk = tokio::time::timeout_at(end, self.response.chunk()).await.context("no event")??;
+            let Some(chunk) = chunk else { bail!("the stream has ended") };
+            self.text.push_str(std::str::from_utf8(&chunk)?);
+        }
+    }
+
+    async fn next(&mut self) -> Result<Event> {
+        loop {
+            let block = self.block().await?;
+            let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name));
+            if let Some(id) = field("id: ") {
+                self.id = id.to_owned();
+            }
+            if let Some(data) = field("data: ") {
+                return Ok((field("event: ").unwrap_or("message").to_owned(), serde_json::from_str(data)?));
+            }
+        }
+    }
+
+    /// The next change's entries, without ids but with their number.
+    async fn entries(&mut self) -> Result<Vec<String>> {
+        let (_, data) = self.next().await?;
+        let entries = data["changes"].as_array().cloned().unwrap_or_default();
+        let told = |entry: &Value| {
+            let rows = entry["ids"].as_array().map_or("?".to_owned(), |ids| ids.len().to_string());
+            format!(
+                "{} {} {rows}",
+                entry["table"].as_str().unwrap_or("-"),
+                entry["action"].as_str().unwrap_or("-")
+            )
+        };
+        Ok(entries.iter().map(told).collect())
+    }
+}
+
+fn listening(host: &Host, query: &str, last: Option<&str>) -> reqwest::RequestBuilder {
+    let request = host.owner(Method::GET, &format!("/api/bridge/changes{query}"));
+    match last {
+        Some(last) => request.header("last-event-id", last),
+        None => request,
+    }
+}
+
+#[tokio::test]
+async fn every_change_is_told_whoever_made_it() -> Result<()> {
+    let app = App::new().await?;
+    app.insert(json!({ "title": "before anybody listened" })).await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let row = app.insert(json!({ "title": "a" })).await?;
+    let (name, data) = events.next().await?;
+    assert_eq!(name, "message");
+    let entry = json!({ "app": app.slug, "table": "things", "action": "insert", "ids": [row["id"]] });
+    assert_eq!(data["changes"], json!([entry]), "{data}");
+    assert!(events.id.starts_with("1-"), "{}", events.id);
+
+    app.data("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "b" }, { "title": "c" }] })).await?;
+    assert_eq!(events.entries().await?, ["things insert 3"]);
+    app.data("update", json!({ "filter": { "title": "b" }, "data": { "size": 1 } })).await?;
+    assert_eq!(events.entries().await?, ["things update 2"]);
+    app.data("update", json!({ "filter": { "title": "none" }, "data": { "size": 1 } })).await?;
+    let on = |title: &str| json!({ "action": "insert", "table": "things", "data": { "title": title } });
+    let operations = json!([on("d"), on("e"), { "action": "delete", "table": "things", "id": row["id"] }]);
+    app.host.data(&json!({ "action": "transaction", "app": app.slug, "operations": operations })).await?;
+    let whole = ["things insert 1", "things insert 1", "things delete 1"];
+    assert_eq!(events.entries().await?, whole, "one event of one transaction, and none of no row");
+    let failing = json!([on("x"), { "action": "get", "table": "things", "id": row["id"] }]);
+    let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
+    assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);
+
+    let admin = app.database.connect().await?;
+    let table = format!("{}.things", app.schema());
+    admin.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('psql'), ('psql')")).await?;
+    assert_eq!(events.entries().await?, ["things insert 2"], "nothing of what was rolled back");
+    admin
+        .batch_execute(&format!("INSERT INTO {table} (size) SELECT n FROM generate_series(1, 1001) n"))
+        .await?;
+    assert_eq!(events.entries().await?, ["things insert ?"], "too many to name: look at the table");
+    admin.batch_execute(&format!("TRUNCATE {table}")).await?;
+    assert_eq!(events.entries().await?, ["things truncate ?"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_commits_late_is_not_skipped() -> Result<()> {
+    let app = App::new().await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let mut admin = app.database.connect().await?;
+    let slow = admin.transaction().await?;
+    // It takes its place in the order first, and commits last.
+    let sql = format!("INSERT INTO {}.things (title) VALUES ('slow'), ('slow')", app.schema());
+    slow.batch_execute(&sql).await?;
+    for _ in 0..3 {
+        app.insert(json!({ "title": "quick" })).await?;
+    }
+    let early = tokio::time::timeout(Duration::from_millis(1500), events.entries()).await;
+    assert!(early.is_err(), "nothing is told before what may come before it: {early:?}");
+    slow.commit().await?;
+    assert_eq!(events.entries().await?, ["things insert 2"]);
+    for _ in 0..3 {
+        assert_eq!(events.entries().await?, ["things insert 1"]);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_listener_goes_on_where_it_left_off() -> Result<()> {
+    let app = App::new().await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let start = events.id.clone();
+    app.insert(json!({ "title": "seen" })).await?;
+    assert_eq!(events.entries().await?, ["things insert 1"]);
+    let last = events.id.clone();
+    drop(events);
+    for n in 1..=45 {
+        let rows = vec![json!({ "title": "missed" }); n];
+        app.data("insertMany", json!({ "rows": rows })).await?;
+    }
+    let mut late = Events::open(listening(&app.host, "", Some(&last))).await?;
+    let mut early = Events::open(listening(&app.host, "", Some(&start))).await?;
+    assert_eq!(early.entries().await?, ["things insert 1"]);
+    app.insert(json!({ "title": "now" })).await?;
+    for events in [&mut late, &mut early] {
+        for n in (1..=45).chain([1]) {
+            assert_eq!(events.entries().await?, [format!("things insert {n}")]);
+        }
+    }
+    let code = async |id: &str| -> Result<(u16, Value)> {
+        let sent = listening(&app.host, "", Some(id)).send().await?;
+        Ok((sent.status().as_u16(), sent.json::<Value>().await?["code"].take()))
+    };
+    let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
+    assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "another epoch");
+    assert_eq!(code("1-1").await?, (410, json!("gone")), "before anybody listened");
+    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "never told");
+    for bad in ["x", "1", "1-", "1-x"] {
+        assert_eq!(code(bad).await?, (400, json!("invalid_request")), "{bad}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_old_is_forgotten_and_said_to_be() -> Result<()> {
+    let app = App::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let start = events.id.clone();
+    app.insert(json!({ "title": "a" })).await?;
+    events.entries().await?;
+    let admin = app.database.connect().await?;
+    let kept = async || -> Result<i64> {
+        Ok(admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0))
+    };
+    app.host.until("the outbox is empty", async || Ok(kept().await? == 0)).await?;
+    let sent = listening(&app.host, "", Some(&start)).send().await?;
+    assert_eq!(sent.status(), StatusCode::GONE);
+    let last = events.id.clone();
+    Events::open(listening(&app.host, "", Some(&last))).await?;
+    app.insert(json!({ "title": "b" })).await?;
+    assert_eq!(events.entries().await?, ["things insert 1"], "who listened on has missed nothing");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_app_hears_of_itself_alone_and_new_tables_are_heard_of() -> Result<()> {
+    let app = App::new().await?;
+    let other = super::host::unique("other");
+    app.host.machine.app(&other, &json!({ "t": { "columns": { "a": "text" } } }))?;
+    app.host.until_registered(&other).await?;
+    let as_app = |slug: &str, query: &str| {
+        let mut claims = app.host.machine.claims(Route::App);
+        claims.app = Some(slug.to_owned());
+        let path = format!("/api/bridge/changes{query}");
+        app.host.bare(Method::GET, &path).header("x-svc-proof", app.host.machine.signer.sign(&claims))
+    };
+    let mut own = Events::open(as_app(&other, "")).await?;
+    let mut one = Events::open(listening(&app.host, &format!("?app={other}"), None)).await?;
+    let mut all = Events::open(listening(&app.host, "", None)).await?;
+    app.insert(json!({ "title": "not for the other" })).await?;
+    let insert =
+        |table: &str| json!({ "action": "insert", "app": other, "table": table, "data": { "a": "x" } });
+    app.host.data(&insert("t")).await?;
+    assert_eq!(own.entries().await?, ["t insert 1"]);
+    assert_eq!(one.entries().await?, ["t insert 1"]);
+    assert_eq!(all.entries().await?, ["things insert 1"]);
+    assert_eq!(all.entries().await?, ["t insert 1"]);
+    assert_eq!(as_app(&other, &format!("?app={}", app.slug)).send().await?.status(), StatusCode::FORBIDDEN);
+    assert_eq!(listening(&app.host, "?app=none", None).send().await?.status(), StatusCode::NOT_FOUND);
+    assert_eq!(listening(&app.host, "?nope=1", None).send().await?.status(), StatusCode::BAD_REQUEST);
+    assert_eq!(
+        app.host.bare(Method::GET, "/api/bridge/changes").send().await?.status(),
+        StatusCode::UNAUTHORIZED
+    );
+
+    let tables = json!({ "t": { "columns": { "a": "text" } }, "late": { "columns": { "a": "text" } } });
+    app.host.machine.app(&other, &tables)?;
+    let made = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
+    app.host.until("the new table", made).await?;
+    assert_eq!(own.entries().await?, ["late insert 1"]);
+    assert_eq!(all.entries().await?, ["late insert 1"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_restored_database_s_outbox_is_not_this_machine_s() -> Result<()> {
+    let mut app = App::new().await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    app.insert(json!({ "title": "a" })).await?;
+    events.entries().await?;
+    let last = events.id.clone();
+    drop(events);
+    app.insert(json!({ "title": "of the old epoch" })).await?;
+    app.host.machine.env.insert("SVC_EPOCH".into(), "2".into());
+    app.host = app.host.restart()?;
+    app.host.until_registered(&app.slug).await?;
+    let admin = app.database.connect().await?;
+    let kept: i64 = admin.query_one("SELECT count(*) FROM svc.changes", &[]).await?.get(0);
+    assert_eq!(kept, 0);
+    assert_eq!(listening(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
+    let same_place = last.replacen("1-", "2-", 1);
+    let sent = listening(&app.host, "", Some(&same_place)).send().await?;
+    assert_eq!(sent.status(), StatusCode::GONE, "the old place under the new epoch");
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    assert!(events.id.starts_with("2-"), "{}", events.id);
+    app.insert(json!({ "title": "b" })).await?;
+    assert_eq!(events.entries().await?, ["things insert 1"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_silent_stream_has_a_heartbeat_and_ends_with_the_gateway() -> Result<()> {
+    let mut app = App::new().await?;
+    let mut events = Events::open(listening(&app.host, "", None)).await?;
+    let began = std::time::Instant::now();
+    let block = events.block().await?;
+    assert!(block.starts_with(": heartbeat\nid: 1-") && !block.contains("data:"), "{block}");
+    assert!(began.elapsed() > Duration::from_secs(10));
+    app.host.terminate()?;
+    assert!(app.host.ended().await?.success(), "an open stream does not hold the end up");
+    Ok(())
+}
+
+#[tokio::test]
+async fn who_does_not_listen_does_not_pay() -> Result<()> {
+    let app = App::new().await?;
+    let admin = app.database.connect().await?;
+    let triggers = async || -> Result<i64> {
+        let sql = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'svc_changes_%'";
+        Ok(admin.query_one(sql, &[]).await?.get(0))
+    };
+    assert_eq!(triggers().await?, 0);
+    drop(Events::open(listening(&app.host, "", None)).await?);
+    assert_eq!(triggers().await?, 4);
+    Ok(())
+}

@@ -1,0 +1,144 @@
+//! Pages: every order of every type, ties and NULLs, rows that come in between, cursors that belong elsewhere.
+
+use std::collections::HashSet;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::bridge::App;
+
+#[tokio::test]
+async fn pages_join_in_every_order_of_every_type() -> Result<()> {
+    let app = App::new().await?;
+    let nothing = Value::Null;
+    let rows: Vec<Value> = (0..24_i64)
+        .map(|n| {
+            let value = |value: Value| if n % 6 == 5 { nothing.clone() } else { value };
+            let k = n % 4;
+            json!({
+                "title": value(json!(["", "B", "a", "é\"'\\"][k as usize])),
+                "done": value(json!(k > 1)), "size": value(json!(k - 2)),
+                "big": value(json!((i64::MAX - k).to_string())), "price": value(json!(format!("{k}.{k}0"))),
+                "ratio": value([json!("NaN"), json!("-Infinity"), json!(0.1), json!(-0.0)][k as usize].clone()),
+                "day": value(json!(format!("000{}-01-01", k + 1))),
+                "at": value(json!(format!("2026-01-01T00:00:00.00{k}Z"))),
+                "raw": value(json!(["", "AA==", "AAA=", "/w=="][k as usize])),
+            })
+        })
+        .collect();
+    app.data("insertMany", json!({ "rows": rows })).await?;
+    for column in ["id", "title", "done", "size", "big", "price", "ratio", "day", "at", "raw", "created_at"] {
+        for direction in ["asc", "desc"] {
+            let order = json!([{ "column": column, "direction": direction }, { "column": "size", "direction": "desc" }]);
+            let find = |limit: u32, after: Option<&Value>| {
+                let mut more = json!({ "orderBy": order, "limit": limit });
+                if let Some(after) = after {
+                    more["after"] = after.clone();
+                }
+                app.body("find", more)
+            };
+            let ids = |page: &Value| -> Vec<Value> {
+                page["data"].as_array().into_iter().flatten().map(|row| row["id"].clone()).collect()
+            };
+            let whole = ids(&app.host.query(&find(1000, None)).await?.1);
+            let (mut joined, mut after) = (Vec::new(), None);
+            loop {
+                let (status, page) = app.host.query(&find(5, after.as_ref())).await?;
+                assert!(status.is_success(), "{column} {direction} {page}");
+                joined.extend(ids(&page));
+                after = Some(page["nextCursor"].clone()).filter(Value::is_string);
+                if after.is_none() {
+                    break;
+                }
+            }
+            assert_eq!(joined, whole, "{column} {direction}");
+            assert_eq!(joined.len(), 24);
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn rows_that_come_in_between_do_no_harm() -> Result<()> {
+    let app = App::new().await?;
+    let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
+    app.data("insertMany", json!({ "rows": rows })).await?;
+    let (mut seen, mut after) = (Vec::new(), Value::Null);
+    for round in 0.. {
+        let mut find = json!({ "orderBy": ["size"], "limit": 3 });
+        if after.is_string() {
+            find["after"] = after.take();
+        }
+        let (_, mut page) = app.query("find", find).await?;
+        let rows = page["data"].as_array().cloned().unwrap_or_default();
+        seen.extend(rows.into_iter().filter(|row| row["title"] == "first").map(|row| row["id"].to_string()));
+        after = page["nextCursor"].take();
+        if after.is_null() {
+            break;
+        }
+        // Before the cursor, at it, and behind it.
+        for size in [-1, round % 5, 9] {
+            app.insert(json!({ "title": "later", "size": size })).await?;
+        }
+        if round > 60 {
+            break;
+        }
+    }
+    assert_eq!(seen.len(), 20, "each of them once");
+    assert_eq!(seen.iter().collect::<HashSet<_>>().len(), 20);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_cursor_stays_with_its_order_and_its_filter() -> Result<()> {
+    let app = App::new().await?;
+    app.data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
+    let (_, page) = app.query("find", json!({ "filter": { "title": "a" }, "limit": 2 })).await?;
+    let cursor = page["nextCursor"].clone();
+    let with = async |more: Value| -> Result<(u16, String)> {
+        let mut find = json!({ "limit": 2, "after": cursor });
+        find.as_object_mut()
+            .into_iter()
+            .for_each(|find| find.extend(more.as_object().cloned().unwrap_or_default()));
+        let (status, answer) = app.query("find", find).await?;
+        Ok((status, answer["detail"].as_str().unwrap_or_default().to_owned()))
+    };
+    assert_eq!(with(json!({ "filter": { "title": { "eq": "a" } } })).await?.0, 200, "the same filter");
+    for (more, why) in [
+        (json!({}), "belongs to another filter"),
+        (json!({ "filter": { "title": "b" } }), "belongs to another filter"),
+        (json!({ "filter": { "title": "a" }, "orderBy": ["size"] }), "belongs to another orderBy"),
+        (json!({ "filter": { "title": "a" }, "after": "AAAA" }), "is not a cursor"),
+        (json!({ "filter": { "title": "a" }, "after": "" }), "is not a cursor"),
+    ] {
+        let (status, detail) = with(more.clone()).await?;
+        assert_eq!(status, 400, "{more}");
+        assert!(detail.starts_with("/after") && detail.contains(why), "{more}: {detail}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn nulls_are_neither_equal_nor_different() -> Result<()> {
+    let app = App::new().await?;
+    app.data("insertMany", json!({ "rows": [{ "size": 1 }, { "size": 2 }, { "size": null }] })).await?;
+    let cases = [
+        (json!({ "size": { "ne": 1 } }), 1),
+        (json!({ "not": { "size": 1 } }), 1),
+        (json!({ "size": null }), 1),
+        (json!({ "size": { "eq": null } }), 1),
+        (json!({ "size": { "ne": null } }), 2),
+        (json!({ "or": [{ "size": { "ne": 1 } }, { "size": { "isNull": true } }] }), 2),
+        (json!({ "size": { "in": [] } }), 0),
+        (json!({ "not": { "size": { "in": [] } } }), 3),
+        (json!({ "not": { "size": { "isNull": true } } }), 2),
+    ];
+    for (filter, count) in cases {
+        let found = app.data("count", json!({ "filter": filter })).await?;
+        assert_eq!(found["count"], count, "{filter}");
+    }
+    for filter in [json!({ "size": { "gt": null } }), json!({ "size": { "in": [1, null] } })] {
+        assert_eq!(app.query("count", json!({ "filter": filter })).await?.0, 400, "{filter}");
+    }
+    Ok(())
+}

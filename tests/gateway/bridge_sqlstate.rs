@@ -1,0 +1,130 @@
+//! Each class of the database's refusals: its status, its code, and not one value in an answer or a log.
+
+use anyhow::Result;
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::bridge::App;
+
+const CANARY: &str = "s3cret-canary";
+
+/// An app whose inserts are refused with the SQLSTATE that their title names, in the words of a database that tells all.
+async fn refusing() -> Result<App> {
+    let app = App::with_env(&[("RUST_LOG", "debug")]).await?;
+    let admin = app.database.connect().await?;
+    admin
+        .batch_execute(&format!(
+            "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                RAISE NOTICE 'notice of %', new.meta;
+                RAISE WARNING 'warning of %', new.meta;
+                RAISE EXCEPTION USING ERRCODE = new.title, MESSAGE = 'message ' || new.meta::text,
+                    DETAIL = 'detail ' || new.meta::text, HINT = 'hint ' || new.meta::text,
+                    CONSTRAINT = 'a_constraint'; END $$;
+             CREATE TRIGGER refuse BEFORE INSERT ON {}.things FOR EACH ROW WHEN (length(new.title) = 5)
+                EXECUTE FUNCTION public.refuse()",
+            app.schema()
+        ))
+        .await?;
+    Ok(app)
+}
+
+#[tokio::test]
+async fn every_sqlstate_has_its_status_and_none_its_words() -> Result<()> {
+    let app = refusing().await?;
+    let cases = [
+        ("23505", 409, "conflict", Some(false), false),
+        ("23503", 409, "conflict", Some(false), false),
+        ("23P01", 409, "conflict", Some(false), false),
+        ("40001", 409, "conflict", Some(true), true),
+        ("40P01", 409, "conflict", Some(true), true),
+        ("23502", 400, "invalid_request", None, false),
+        ("23514", 400, "invalid_request", None, false),
+        ("22001", 400, "invalid_request", None, false),
+        ("22P02", 400, "invalid_request", None, false),
+        ("54000", 400, "invalid_request", None, false),
+        ("P0001", 400, "invalid_request", None, false),
+        ("42501", 403, "forbidden", None, false),
+        ("57014", 504, "deadline_exceeded", None, false),
+        ("53100", 503, "database_unavailable", None, true),
+        ("53300", 503, "database_unavailable", None, true),
+        ("08006", 503, "database_unavailable", None, true),
+        ("57P03", 503, "database_unavailable", None, true),
+        ("42P01", 500, "internal", None, false),
+        ("XX000", 500, "internal", None, false),
+    ];
+    for (state, status, code, retryable, waits) in cases {
+        let body = app.body("insert", json!({ "data": { "title": state, "meta": { "v": CANARY } } }));
+        let sent = app.host.owner(Method::POST, "/api/bridge/query").json(&body).send().await?;
+        assert_eq!(sent.headers().contains_key("retry-after"), waits, "{state}");
+        assert_eq!(sent.status().as_u16(), status, "{state}");
+        let text = sent.text().await?;
+        let problem: Value = serde_json::from_str(&text)?;
+        assert_eq!(problem["code"], code, "{state} {problem}");
+        assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{state} {problem}");
+        assert!(!text.contains("canary") && problem["requestId"].is_string(), "{text}");
+    }
+    nothing_told(&app);
+    Ok(())
+}
+
+fn nothing_told(app: &App) {
+    for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's", app.database.server().log())]
+    {
+        let told = text.lines().find(|line| line.contains("canary"));
+        assert_eq!(told, None, "in {log}");
+    }
+}
+
+#[tokio::test]
+async fn real_refusals_tell_no_value_either() -> Result<()> {
+    let app = refusing().await?;
+    let admin = app.database.connect().await?;
+    let schema = app.schema();
+    admin
+        .batch_execute(&format!(
+            "ALTER TABLE {schema}.things ADD CONSTRAINT short CHECK (length(title) < 60);
+             CREATE UNIQUE INDEX one_title ON {schema}.things (title);
+             ALTER TABLE {schema}.things ADD COLUMN must text NOT NULL DEFAULT 'x'"
+        ))
+        .await?;
+    let title = format!("{CANARY}-title");
+    let row = app.insert(json!({ "title": title, "size": 1 })).await?;
+    let other = app.insert(json!({ "title": "other", "size": 2 })).await;
+    assert!(other.is_err(), "five letters are refused: a trigger of this test");
+    let other = app.insert(json!({ "title": "another", "size": 2 })).await?;
+    let long = format!("{CANARY}{}", "x".repeat(60));
+    let overflow = format!("1{}e140000", "0".repeat(3));
+    let forged = {
+        use base64::Engine;
+        let keys = json!({ "order": "size,id", "filter": "", "keys": [CANARY, CANARY] }).to_string();
+        base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(keys)
+    };
+    let surrogate = format!("{{\"v\":\"{CANARY}\\u0000\"}}");
+    let surrogate: Value = serde_json::from_str(&surrogate)?;
+    let cases = [
+        (app.body("insert", json!({ "data": { "title": title } })), 409),
+        (app.body("insertMany", json!({ "rows": [{ "title": "one" }, { "title": title }] })), 409),
+        (app.body("update", json!({ "id": other["id"], "data": { "title": title } })), 409),
+        (app.body("insert", json!({ "data": { "id": row["id"], "title": CANARY } })), 409),
+        (app.body("insert", json!({ "data": { "title": long } })), 400),
+        (app.body("insert", json!({ "data": { "title": CANARY, "price": overflow } })), 400),
+        (app.body("insert", json!({ "data": { "meta": surrogate } })), 400),
+        (app.body("insert", json!({ "data": { "size": CANARY } })), 400),
+        (app.body("insert", json!({ "data": { "at": CANARY } })), 400),
+        (app.body("find", json!({ "filter": { "size": CANARY } })), 400),
+        (app.body("find", json!({ "orderBy": ["size"], "after": forged })), 400),
+        (app.body("upsert", json!({ "data": { "meta": CANARY }, "onConflict": ["meta"] })), 400),
+        (app.body("get", json!({ "id": CANARY })), 400),
+    ];
+    for (body, status) in cases {
+        let (got, problem) = app.host.query(&body).await?;
+        assert_eq!(got.as_u16(), status, "{body} {problem}");
+        assert!(!problem.to_string().contains("canary"), "{problem}");
+    }
+    let operations = json!([{ "action": "insert", "table": "things", "data": { "title": title } }]);
+    let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
+    let (status, problem) = app.host.query(&body).await?;
+    assert_eq!((status.as_u16(), problem["constraint"].as_str()), (409, Some("one_title")), "{problem}");
+    nothing_told(&app);
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! `transaction`: all of it or nothing, and which operation is to blame.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::bridge::App;
+
+const KEY: &str = "0192d1f0-0000-7000-8000-000000000001";
+
+async fn together(app: &App, operations: Value) -> Result<(u16, Value)> {
+    let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
+    let (status, answer) = app.host.query(&body).await?;
+    Ok((status.as_u16(), answer))
+}
+
+fn on(action: &str, more: Value) -> Value {
+    let mut operation = json!({ "action": action, "table": "things" });
+    if let (Some(operation), Value::Object(more)) = (operation.as_object_mut(), more) {
+        operation.extend(more);
+    }
+    operation
+}
+
+#[tokio::test]
+async fn every_action_answers_in_its_place_as_it_would_alone() -> Result<()> {
+    let app = App::new().await?;
+    let operations = json!([
+        on("insert", json!({ "data": { "id": KEY, "title": "a" } })),
+        on("insertMany", json!({ "rows": [{ "title": "b" }, { "title": "c", "size": 3 }] })),
+        on("upsert", json!({ "data": { "id": KEY, "size": 1 }, "onConflict": ["id"] })),
+        on(
+            "upsert",
+            json!({ "data": { "id": KEY, "size": 9 }, "onConflict": ["id"], "resolution": "ignore" })
+        ),
+        on("update", json!({ "filter": { "title": "b" }, "data": { "size": 2 }, "maxAffected": 1 })),
+        on("get", json!({ "id": KEY })),
+        on("find", json!({ "orderBy": ["size"], "columns": ["title"], "limit": 2, "count": "exact" })),
+        on("delete", json!({ "filter": { "title": "c" }, "returning": true })),
+        on("count", json!({})),
+    ]);
+    let (status, answer) = together(&app, operations).await?;
+    assert_eq!(status, 200, "{answer}");
+    let results = &answer["data"];
+    assert_eq!(results.as_array().map(Vec::len), Some(9));
+    assert_eq!(results[0]["data"]["title"], "a");
+    assert_eq!(results[1]["data"][1]["title"], "c");
+    assert_eq!(results[2]["data"]["size"], 1);
+    assert_eq!(results[3]["data"]["size"], 1, "left alone");
+    assert_eq!(results[4], json!({ "data": { "affected": 1 } }));
+    assert_eq!(results[5]["data"]["size"], 1);
+    assert_eq!(results[6]["data"], json!([{ "title": "a" }, { "title": "b" }]));
+    assert!(results[6]["nextCursor"].is_string() && results[6]["count"] == 3);
+    assert_eq!(results[7]["data"]["rows"][0]["title"], "c");
+    assert_eq!(results[8], json!({ "data": { "count": 2 } }));
+    assert_eq!(app.count().await?, 2);
+    Ok(())
+}
+
+#[tokio::test]
+async fn whatever_fails_nothing_is_done_and_the_operation_is_named() -> Result<()> {
+    let app = App::new().await?;
+    app.insert(json!({ "title": "there", "ref": KEY })).await?;
+    let good = || on("insert", json!({ "data": { "title": "new" } }));
+    let cases = [
+        (on("insert", json!({ "data": { "ref": KEY } })), 409, "conflict"),
+        (on("get", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
+        (on("delete", json!({ "id": "0192d1f0-0000-7000-8000-00000000dead" })), 404, "not_found"),
+        (on("delete", json!({ "filter": { "title": "there" }, "maxAffected": 0 })), 409, "conflict"),
+        (on("insert", json!({ "data": { "price": "1e140000" } })), 400, "invalid_request"),
+        (on("upsert", json!({ "data": { "title": "x" }, "onConflict": ["title"] })), 400, "invalid_request"),
+        (on("insert", json!({ "data": { "size": "x" } })), 400, "invalid_request"),
+        (json!({ "action": "get", "table": "none", "id": KEY }), 404, "not_found"),
+    ];
+    for (bad, status, code) in cases {
+        // As the first, in the middle, and as the last: what comes after the failure does not commit either.
+        for at in [0, 1, 2] {
+            let mut operations = vec![good(), good()];
+            operations.insert(at, bad.clone());
+            let (got, problem) = together(&app, json!(operations)).await?;
+            assert_eq!((got, problem["code"].as_str()), (status, Some(code)), "{bad} {problem}");
+            assert_eq!(problem["operation"], at, "{bad} {problem}");
+            assert_eq!(app.titles(json!({})).await?, ["there"], "{bad} at {at}");
+        }
+    }
+    let wrong = on("insert", json!({ "data": { "size": "x" } }));
+    let (_, problem) = together(&app, json!([good(), wrong])).await?;
+    assert_eq!(problem["errors"][0]["pointer"], "/operations/1/data/size", "{problem}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_constraint_that_waits_for_the_commit_is_not_told_as_done() -> Result<()> {
+    let app = App::new().await?;
+    let admin = app.database.connect().await?;
+    admin
+        .batch_execute(&format!(
+            "ALTER TABLE {0}.things ADD CONSTRAINT whose FOREIGN KEY (ref) REFERENCES {0}.things (id)
+                DEFERRABLE INITIALLY DEFERRED",
+            app.schema()
+        ))
+        .await?;
+    let orphan = on("insert", json!({ "data": { "ref": KEY } }));
+    let (status, problem) = together(&app, json!([orphan])).await?;
+    assert_eq!((status, problem["constraint"].as_str()), (409, Some("whose")), "{problem}");
+    assert_eq!(app.query("insert", json!({ "data": { "ref": KEY } })).await?.0, 409, "alone neither");
+    assert_eq!(app.count().await?, 0);
+    let parent = on("insert", json!({ "data": { "id": KEY } }));
+    let child = on("insert", json!({ "data": { "ref": KEY } }));
+    assert_eq!(together(&app, json!([child, parent])).await?.0, 200);
+    Ok(())
+}
+
+#[tokio::test]
+async fn transactions_and_single_requests_do_not_mix() -> Result<()> {
+    let app = App::new().await?;
+    let pair = |n: i32, good: bool| {
+        let second = if good { json!(n) } else { json!("1e140000") };
+        json!([
+            on("insert", json!({ "data": { "title": format!("pair{n}") } })),
+            on("insert", json!({ "data": { "title": format!("pair{n}"), "price": second } })),
+        ])
+    };
+    let transactions = (0..60).map(|n| {
+        let app = &app;
+        async move {
+            let (status, answer) = together(app, pair(n, n % 3 > 0)).await?;
+            anyhow::ensure!(status == if n % 3 > 0 { 200 } else { 400 }, "{status} {answer}");
+            Ok(())
+        }
+    });
+    let singles = (0..120).map(|n| {
+        let app = &app;
+        async move { app.insert(json!({ "title": format!("single{n}") })).await.map(drop) }
+    });
+    let (pairs, singles) = tokio::join!(
+        futures_util::future::try_join_all(transactions),
+        futures_util::future::try_join_all(singles)
+    );
+    pairs?;
+    singles?;
+    let single = json!({ "filter": { "title": { "like": "single%" } } });
+    assert_eq!(app.data("count", single).await?["count"], 120, "no single insert fell with a transaction");
+    let pair = json!({ "filter": { "title": { "like": "pair%" } } });
+    assert_eq!(app.data("count", pair).await?["count"], 80, "40 pairs, each whole");
+    Ok(())
+}

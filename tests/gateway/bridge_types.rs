@@ -1,0 +1,277 @@
+//! What goes in comes out equal: arbitrary values of every type through the bridge into PostgreSQL and back.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use reqwest::Method;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use super::bridge::App;
+
+/// A value as it is sent, and as it comes back.
+type Pair = (Value, Value);
+
+fn same(value: Value) -> Pair {
+    (value.clone(), value)
+}
+
+fn text() -> BoxedStrategy<Pair> {
+    any::<String>().prop_map(|text| same(json!(text.replace('\0', "\u{fffd}")))).boxed()
+}
+
+fn bigint() -> BoxedStrategy<Pair> {
+    let safe = (1_i64 << 53) - 1;
+    let number =
+        prop_oneof![any::<i64>(), -safe - 2..=-safe + 2, safe - 2..=safe + 2, Just(i64::MIN), Just(i64::MAX)];
+    (number, any::<bool>())
+        .prop_map(move |(number, as_text)| {
+            let given = if as_text { json!(number.to_string()) } else { json!(number) };
+            let is_safe = number.unsigned_abs() <= safe.unsigned_abs();
+            (given, if is_safe { json!(number) } else { json!(number.to_string()) })
+        })
+        .boxed()
+}
+
+fn numeric() -> BoxedStrategy<Pair> {
+    let digits = ("-?", "(0|[1-9][0-9]{0,60})", proptest::option::of("[0-9]{1,60}"));
+    digits
+        .prop_map(|(sign, whole, part)| {
+            let part = part.map_or_else(String::new, |part| format!(".{part}"));
+            let is_zero = format!("{whole}{part}").bytes().all(|byte| matches!(byte, b'0' | b'.'));
+            let text = format!("{}{whole}{part}", if is_zero { "" } else { &sign });
+            same(json!(text))
+        })
+        .boxed()
+}
+
+fn double() -> BoxedStrategy<Pair> {
+    let number = prop_oneof![any::<f64>(), Just(-0.0), Just(f64::MAX), Just(f64::MIN_POSITIVE), Just(5e-324)];
+    let finite =
+        number.prop_filter("finite", |number| number.is_finite()).prop_map(|number| same(json!(number)));
+    let other =
+        prop_oneof![Just("NaN"), Just("Infinity"), Just("-Infinity")].prop_map(|word| same(json!(word)));
+    prop_oneof![8 => finite, 1 => other].boxed()
+}
+
+fn date() -> BoxedStrategy<Pair> {
+    let any = (1_i16..=9999, 1_i8..=12, 1_i8..=28).prop_map(|(y, m, d)| format!("{y:04}-{m:02}-{d:02}"));
+    let edge = prop_oneof![Just("0001-01-01"), Just("9999-12-31"), Just("2024-02-29"), Just("1582-10-10")];
+    prop_oneof![any, edge.prop_map(str::to_owned)].prop_map(|text| same(json!(text))).boxed()
+}
+
+fn timestamptz() -> BoxedStrategy<Pair> {
+    let ms = prop_oneof![
+        -62_135_596_800_000_i64..=253_402_200_000_000,
+        Just(-62_135_596_800_000),
+        -5_i64..5,
+        Just(-1)
+    ];
+    let offset = (0_i64..=14 * 4).prop_map(|quarters| quarters * 15);
+    (ms, offset, any::<bool>())
+        .prop_map(|(ms, minutes, east)| {
+            let at = jiff::Timestamp::from_millisecond(ms).expect("in range");
+            let seconds = i32::try_from(minutes * 60).unwrap_or(0);
+            let offset =
+                jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds }).expect("an offset");
+            // Local time may leave the years that have a form.
+            let local = offset.to_datetime(at);
+            let given = if (1..=9999).contains(&local.year()) {
+                format!("{local:.3}{}{:02}:{:02}", if east { '+' } else { '-' }, minutes / 60, minutes % 60)
+            } else {
+                format!("{at:.3}")
+            };
+            (json!(given), json!(format!("{at:.3}")))
+        })
+        .boxed()
+}
+
+fn jsonb() -> BoxedStrategy<Pair> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<String>().prop_map(|text| json!(text.replace('\0', "\u{1}"))),
+    ];
+    let tree = leaf.prop_recursive(5, 24, 4, |inner| {
+        prop_oneof![
+            proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            proptest::collection::btree_map("[a-z\"\\\\é]{0,5}", inner, 0..4).prop_map(|map| json!(map)),
+        ]
+    });
+    tree.prop_filter("not null at the top", |value| !value.is_null()).prop_map(same).boxed()
+}
+
+fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
+    let bytes = proptest::collection::vec(any::<u8>(), 0..200);
+    vec![
+        ("title", text()),
+        ("done", any::<bool>().prop_map(|value| same(json!(value))).boxed()),
+        ("size", any::<i32>().prop_map(|value| same(json!(value))).boxed()),
+        ("big", bigint()),
+        ("price", numeric()),
+        ("ratio", double()),
+        ("day", date()),
+        ("at", timestamptz()),
+        ("meta", jsonb()),
+        ("ref", any::<u128>().prop_map(|bits| same(json!(uuid::Uuid::from_u128(bits)))).boxed()),
+        ("raw", bytes.prop_map(|bytes| same(json!(STANDARD.encode(bytes)))).boxed()),
+    ]
+}
+
+/// Equal as values: objects of a jsonb column have no order.
+fn is_equal(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len() && a.iter().all(|(key, value)| b.get(key).is_some_and(|b| is_equal(value, b)))
+        }
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_equal(a, b))
+        }
+        _ => a == b,
+    }
+}
+
+/// Rows with each value still text: `serde_json` itself would round the last digit of a double.
+type Raw = BTreeMap<String, Box<RawValue>>;
+
+async fn made(app: &App, action: &str, more: Value) -> Result<Vec<Raw>> {
+    let request = app.host.owner(Method::POST, "/api/bridge/query").json(&app.body(action, more));
+    let text = request.send().await?.error_for_status()?.text().await?;
+    let text = text.strip_prefix("{\"data\":").and_then(|text| text.strip_suffix('}')).unwrap_or_default();
+    let list = if text.starts_with('[') { text.to_owned() } else { format!("[{text}]") };
+    Ok(serde_json::from_str(&list)?)
+}
+
+fn check(row: &Raw, given: &Value, expected: &serde_json::Map<String, Value>) -> Result<()> {
+    for (name, value) in expected {
+        let got = row[name].get();
+        let is_same = match value.as_f64().filter(|_| name == "ratio") {
+            Some(number) => got.parse::<f64>()?.to_bits() == number.to_bits(),
+            None => is_equal(&serde_json::from_str(got)?, value),
+        };
+        ensure!(is_same, "{name}: {} became {got}", given[name]);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_goes_in_comes_out_equal_and_is_found_again() -> Result<()> {
+    let app = App::new().await?;
+    let columns = columns();
+    let mut runner = TestRunner::default();
+    let mut draw = |strategy: &BoxedStrategy<Pair>| {
+        strategy.new_tree(&mut runner).map(|tree| tree.current()).expect("a value")
+    };
+    for _ in 0..8 {
+        let (mut rows, mut expected) = (Vec::new(), Vec::new());
+        for _ in 0..50 {
+            let (mut row, mut back) = (serde_json::Map::new(), serde_json::Map::new());
+            for (name, strategy) in &columns {
+                let (given, got) = draw(strategy);
+                row.insert((*name).to_owned(), given);
+                back.insert((*name).to_owned(), got);
+            }
+            rows.push(Value::Object(row));
+            expected.push(back);
+        }
+        let all = made(&app, "insertMany", json!({ "rows": rows })).await?;
+        for ((row, given), expected) in all.iter().zip(&rows).zip(&expected) {
+            check(row, given, expected)?;
+        }
+        // One of them alone by `insert`, and each of its values as a filter.
+        let (given, back) = (&rows[0], &expected[0]);
+        let id: Value = serde_json::from_str(all[0]["id"].get())?;
+        app.data("delete", json!({ "id": id })).await?;
+        let alone = made(&app, "insert", json!({ "data": given })).await?;
+        check(&alone[0], given, back)?;
+        let id: Value = serde_json::from_str(alone[0]["id"].get())?;
+        for name in back.keys() {
+            for filter in [json!({ name: { "eq": given[name] } }), json!({ name: { "in": [given[name]] } })] {
+                let filter = json!({ "and": [{ "id": id }, filter] });
+                let found = app.data("count", json!({ "filter": filter })).await?;
+                ensure!(found["count"] == 1, "{name} is not found by {filter}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_type_has_its_edges() -> Result<()> {
+    let app = App::new().await?;
+    let refused = [
+        ("title", json!("a\u{0}b")),
+        ("size", json!(2_147_483_648_i64)),
+        ("big", json!("9223372036854775808")),
+        ("price", json!("NaN")),
+        ("price", json!("1_000")),
+        ("ratio", json!("nan")),
+        ("day", json!("0000-01-01")),
+        ("day", json!("2026-02-29")),
+        ("day", json!("infinity")),
+        ("at", json!("2026-01-02 03:04:05")),
+        ("at", json!("0000-06-01T00:00:00Z")),
+        ("at", json!("infinity")),
+        ("meta", json!({ "a": "\u{0}" })),
+        ("ref", json!("not a uuid")),
+        ("raw", json!("AA")),
+        ("done", json!(1)),
+    ];
+    for (name, value) in refused {
+        let (status, problem) = app.query("insert", json!({ "data": { name: value } })).await?;
+        assert_eq!(
+            (status, problem["code"].as_str()),
+            (400, Some("invalid_request")),
+            "{name} {value} {problem}"
+        );
+        assert!(
+            problem["errors"][0]["pointer"].as_str().is_some_and(|at| at.starts_with("/data")),
+            "{problem}"
+        );
+    }
+    let at = |text: &str| json!({ "at": text });
+    let row = app.insert(at("2026-01-02T03:04:05.9996+00:00")).await?;
+    assert_eq!(row["at"], "2026-01-02T03:04:06.000Z", "to the millisecond, as the column rounds");
+    let bounds = [
+        (json!({ "gt": "2026-01-02T03:04:05.9999Z" }), 1),
+        (json!({ "lt": "2026-01-02T03:04:06.0001Z" }), 1),
+        (json!({ "lt": "2026-01-02T03:04:06Z" }), 0),
+        (json!({ "gte": "2026-01-02T04:04:06+01:00" }), 1),
+        (json!({ "gte": "2026-01-02T03:04:06.0001Z" }), 0),
+    ];
+    for (bound, count) in bounds {
+        let found = app.data("count", json!({ "filter": { "at": bound } })).await?;
+        assert_eq!(found["count"], count, "{bound}");
+    }
+    assert_eq!(app.insert(json!({ "meta": null })).await?["meta"], Value::Null, "SQL's NULL");
+    Ok(())
+}
+
+#[tokio::test]
+async fn json_inside_of_a_row_keeps_its_digits_and_has_its_bounds() -> Result<()> {
+    let app = App::new().await?;
+    let send = async |meta: &str| -> Result<(u16, String)> {
+        let head = json!({ "action": "insert", "app": app.slug, "table": "things" }).to_string();
+        let body = format!("{},\"data\":{{\"meta\":{meta}}}}}", head.trim_end_matches('}'));
+        let request = app.host.owner(Method::POST, "/api/bridge/query");
+        let sent = request.header("content-type", "application/json").body(body).send().await?;
+        Ok((sent.status().as_u16(), sent.text().await?))
+    };
+    let (status, text) = send(r#"{"n": 12345678901234567890.123456789, "s": 1.500}"#).await?;
+    assert_eq!(status, 201, "{text}");
+    assert!(text.contains("12345678901234567890.123456789") && text.contains("1.500"), "{text}");
+    let (_, text) = send(r#"{"a": 1, "a": 2}"#).await?;
+    assert!(text.contains(r#"{"a": 2}"#), "the last of a name that comes twice, as in JavaScript: {text}");
+    let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
+    assert_eq!(send(&deep(1000)).await?.0, 201);
+    assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack");
+    assert_eq!(send("\"\\ud800\"").await?.0, 400, "half a character");
+    assert_eq!(app.count().await?, 3, "and the gateway lives on");
+    Ok(())
+}

@@ -1,0 +1,223 @@
+//! `insertMany`, `upsert`, `update` and `delete`, and what each leaves in the table.
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::bridge::App;
+
+const ABSENT: &str = "0192d1f0-0000-7000-8000-000000000000";
+
+fn list(rows: &Value) -> &[Value] {
+    rows.as_array().map_or(&[], Vec::as_slice)
+}
+
+#[tokio::test]
+async fn many_rows_are_made_at_once_and_come_back_in_their_order() -> Result<()> {
+    let app = App::new().await?;
+    let admin = app.database.connect().await?;
+    // A default of the owner's own: a row that does not name the column gets it, one with null does not.
+    admin
+        .batch_execute(&format!("ALTER TABLE {}.things ALTER COLUMN size SET DEFAULT 7", app.schema()))
+        .await?;
+    let rows = json!([
+        { "title": "a", "size": 1, "price": "1.50", "meta": { "x": [1] }, "raw": "AAE=" },
+        { "title": "b" },
+        { "title": "c", "size": null },
+        { "title": "d", "big": "9223372036854775807", "done": true, "ratio": 0.5, "day": "2026-01-02",
+          "at": "2026-01-02T03:04:05Z", "ref": ABSENT },
+        { "title": "e" }
+    ]);
+    let (status, answer) = app.query("insertMany", json!({ "rows": rows })).await?;
+    assert_eq!(status, 201, "{answer}");
+    let made: Vec<_> = list(&answer["data"]).iter().map(|row| (&row["title"], &row["size"])).collect();
+    let expected = json!([["a", 1], ["b", 7], ["c", null], ["d", 7], ["e", 7]]);
+    let expected: Vec<_> = list(&expected).iter().map(|pair| (&pair[0], &pair[1])).collect();
+    assert_eq!(made, expected, "{answer}");
+    assert_eq!(answer["data"][0]["price"], "1.50");
+    assert_eq!(answer["data"][3]["big"], "9223372036854775807");
+    assert_eq!(app.count().await?, 5);
+
+    let thousand: Vec<Value> = (0..1000).map(|n| json!({ "title": format!("n{n}"), "size": n })).collect();
+    let made = app.data("insertMany", json!({ "rows": thousand })).await?;
+    assert!(list(&made).iter().zip(0..).all(|(row, n)| row["size"] == json!(n)), "in the request's order");
+    Ok(())
+}
+
+#[tokio::test]
+async fn of_many_rows_with_a_bad_one_none_is_made() -> Result<()> {
+    let app = App::new().await?;
+    let taken = "0192d1f0-0000-7000-8000-000000000001";
+    let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
+    let (status, problem) = app.query("insertMany", json!({ "rows": refused })).await?;
+    assert_eq!(status, 400);
+    let text = problem["detail"].as_str().unwrap_or_default();
+    for place in ["/rows/1/size", "/rows/2/nope", "/rows/3:"] {
+        assert!(text.contains(place), "{place} in {text}");
+    }
+    // One set of columns, then two: the second is a transaction of two statements.
+    for rows in
+        [json!([{ "ref": taken }, { "ref": taken }]), json!([{ "ref": taken }, { "ref": taken, "size": 1 }])]
+    {
+        let (status, problem) = app.query("insertMany", json!({ "rows": rows })).await?;
+        assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{problem}");
+        assert_eq!(app.count().await?, 0, "all or nothing");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_upsert_makes_merges_or_leaves_alone() -> Result<()> {
+    let app = App::new().await?;
+    let key = "0192d1f0-0000-7000-8000-000000000001";
+    let upsert = |data: Value, resolution: Value| {
+        let mut more = json!({ "data": data, "onConflict": ["ref"] });
+        if resolution.is_string() {
+            more["resolution"] = resolution;
+        }
+        more
+    };
+    let made =
+        app.data("upsert", upsert(json!({ "ref": key, "title": "a", "size": 1 }), json!(null))).await?;
+    assert_eq!((&made["title"], &made["size"]), (&json!("a"), &json!(1)));
+    let merged = app.data("upsert", upsert(json!({ "ref": key, "title": "b" }), json!("merge"))).await?;
+    assert_eq!((&merged["id"], &merged["title"], &merged["size"]), (&made["id"], &json!("b"), &json!(1)));
+    let emptied = app.data("upsert", upsert(json!({ "ref": key, "title": null }), json!(null))).await?;
+    assert_eq!((&emptied["title"], &emptied["size"]), (&Value::Null, &json!(1)), "null is a value");
+    let left = app.data("upsert", upsert(json!({ "ref": key, "title": "c" }), json!("ignore"))).await?;
+    assert_eq!(left, emptied, "the row as it was");
+    assert_eq!(app.count().await?, 1);
+    let by_id = json!({ "data": { "id": made["id"], "title": "d" }, "onConflict": ["id"] });
+    assert_eq!(app.data("upsert", by_id).await?["title"], "d");
+
+    for (data, key) in [
+        (json!({ "title": "x" }), json!(["title"])),
+        (json!({ "title": "x", "ref": key }), json!(["title", "ref"])),
+        (json!({ "title": "x" }), json!(["ref"])),
+        (json!({ "ref": null }), json!(["ref"])),
+    ] {
+        let (status, problem) = app.query("upsert", json!({ "data": data, "onConflict": key })).await?;
+        assert_eq!((status, problem["code"].as_str()), (400, Some("invalid_request")), "{key} {problem}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn upserts_of_one_key_at_once_make_one_row() -> Result<()> {
+    let app = App::new().await?;
+    let key = "0192d1f0-0000-7000-8000-000000000001";
+    let all = (0..60).map(|n| {
+        let resolution = if n % 2 == 0 { "ignore" } else { "merge" };
+        let data = json!({ "ref": key, "size": n });
+        let app = &app;
+        async move {
+            app.data("upsert", json!({ "data": data, "onConflict": ["ref"], "resolution": resolution })).await
+        }
+    });
+    let rows = futures_util::future::try_join_all(all).await?;
+    assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "everybody saw the same row");
+    assert_eq!(app.count().await?, 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_update_changes_what_it_names() -> Result<()> {
+    let app = App::new().await?;
+    let row = app.insert(json!({ "title": "a", "size": 1, "price": "1" })).await?;
+    for n in 2..6 {
+        app.insert(json!({ "title": "b", "size": n })).await?;
+    }
+    let by_id = json!({ "id": row["id"], "data": { "title": "z", "price": null } });
+    assert_eq!(app.data("update", by_id.clone()).await?, json!({ "affected": 1 }));
+    let now = app.data("get", json!({ "id": row["id"] })).await?;
+    assert_eq!((&now["title"], &now["price"], &now["size"]), (&json!("z"), &Value::Null, &json!(1)));
+    assert_eq!(now["created_at"], row["created_at"]);
+    assert_ne!(now["updated_at"], row["updated_at"]);
+    let mut returned = by_id;
+    returned["returning"] = json!(true);
+    let data = app.data("update", returned).await?;
+    assert_eq!((&data["affected"], &data["rows"][0]["title"]), (&json!(1), &json!("z")));
+
+    let many = json!({ "filter": { "title": "b" }, "data": { "done": true } });
+    assert_eq!(app.data("update", many).await?, json!({ "affected": 4 }));
+    let none = json!({ "filter": { "title": "none" }, "data": { "done": true } });
+    assert_eq!(app.data("update", none).await?, json!({ "affected": 0 }));
+    let absent = json!({ "id": ABSENT, "data": { "done": true } });
+    assert_eq!(app.query("update", absent).await?.0, 404);
+    Ok(())
+}
+
+#[tokio::test]
+async fn nothing_changes_when_more_match_than_may() -> Result<()> {
+    let app = App::new().await?;
+    for n in 0..5 {
+        app.insert(json!({ "title": "b", "size": n })).await?;
+    }
+    for returning in [false, true] {
+        for (action, data) in [("update", json!({ "title": "c" })), ("delete", Value::Null)] {
+            let mut more = json!({ "filter": { "title": "b" }, "maxAffected": 4, "returning": returning });
+            if !data.is_null() {
+                more["data"] = data;
+            }
+            let (status, problem) = app.query(action, more.clone()).await?;
+            assert_eq!((status, problem["code"].as_str()), (409, Some("conflict")), "{action} {problem}");
+            assert_eq!(problem["maxAffected"], 4);
+            assert_eq!(app.titles(json!({})).await?, ["b"; 5], "{action}");
+            more["filter"] = json!({ "size": { "gte": 3 }, "title": "b" });
+            more["maxAffected"] = json!(2);
+            let done = app.data(action, more).await?;
+            assert_eq!(done["affected"], 2, "{action} {done}");
+            assert_eq!(done.get("rows").map(|rows| list(rows).len()), returning.then_some(2));
+            app.data("delete", json!({ "filter": { "size": { "gte": 3 } } })).await?;
+            for n in 3..5 {
+                app.insert(json!({ "title": "b", "size": n })).await?;
+            }
+        }
+    }
+    let none = json!({ "filter": { "title": "b" }, "maxAffected": 0 });
+    assert_eq!(app.query("delete", none).await?.0, 409);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_delete_takes_what_it_names_and_never_all_by_accident() -> Result<()> {
+    let app = App::new().await?;
+    let row = app.insert(json!({ "title": "a" })).await?;
+    app.insert(json!({ "title": "b", "size": 1 })).await?;
+    let deleted = app.data("delete", json!({ "id": row["id"], "returning": true })).await?;
+    assert_eq!(deleted, json!({ "affected": 1, "rows": [row] }));
+    assert_eq!(app.query("delete", json!({ "id": row["id"] })).await?.0, 404);
+    for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "title": "x" }, {}] }), Value::Null] {
+        for action in ["delete", "update"] {
+            let mut more = json!({ "filter": filter });
+            if action == "update" {
+                more["data"] = json!({ "size": 9 });
+            }
+            assert_eq!(app.query(action, more).await?.0, 400, "{action} {filter}");
+        }
+    }
+    assert_eq!(app.count().await?, 1);
+    assert_eq!(app.data("delete", json!({ "filter": { "size": 1 } })).await?, json!({ "affected": 1 }));
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_update_under_another_s_sees_what_that_left() -> Result<()> {
+    let app = App::new().await?;
+    for n in 0..3 {
+        app.insert(json!({ "title": "b", "size": n })).await?;
+    }
+    let mut admin = app.database.connect().await?;
+    let other = admin.transaction().await?;
+    let sql = format!("UPDATE {}.things SET title = 'gone' WHERE size = 0", app.schema());
+    other.execute(&sql, &[]).await?;
+    let change = json!({ "filter": { "title": "b" }, "data": { "done": true }, "maxAffected": 3 });
+    let waiting = app.data("update", change);
+    let committing = async {
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        other.commit().await
+    };
+    let (changed, committed) = tokio::join!(waiting, committing);
+    committed?;
+    assert_eq!(changed?, json!({ "affected": 2 }), "the row that no longer matches is left alone");
+    Ok(())
+}

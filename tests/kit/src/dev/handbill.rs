@@ -1,0 +1,97 @@
+//! `dev.json`: where everything is and with which credentials it is reached, for programs.
+
+use std::process;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::provider::Simulator;
+use crate::story::first_life::Machine;
+use crate::story::slot::BUCKET;
+use crate::story::stack::{HANDLE, Stack, USER};
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Handbill {
+    pub(super) platform_url: String,
+    /// A request for the router carries one of these as its `Host`.
+    pub(super) app_host: String,
+    pub(super) code_host: String,
+    pub(super) router_url: String,
+    pub(super) operator_token: String,
+    pub(super) idp: IdentityProvider,
+    pub(super) s3: Store,
+    /// The provider's API; its control stands beside it, at `/_sim`.
+    pub(super) provider_url: String,
+    pub(super) provider_token: String,
+    pub(super) platform_database_url: String,
+    pub(super) owner: Owner,
+    /// Disks and logs.
+    pub(super) dir: String,
+    pub(super) pid: u32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct IdentityProvider {
+    pub(super) issuer: String,
+    /// With `?sub=<user>`, and `&ttl=<seconds>` for longer than five minutes, it answers a session JWT as plain text.
+    pub(super) mint_url: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Store {
+    pub(super) endpoint: String,
+    pub(super) access_key: String,
+    pub(super) secret_key: String,
+    pub(super) bucket: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Owner {
+    pub(super) idp_user_id: String,
+    pub(super) handle: String,
+    pub(super) machine_id: String,
+    pub(super) database_url: String,
+}
+
+impl Handbill {
+    pub(super) fn of(stack: &Stack, machine: &Machine) -> Result<Self> {
+        let issuer = stack.issuer();
+        Ok(Self {
+            platform_url: stack.api.clone(),
+            app_host: stack.front.app_host().to_owned(),
+            code_host: stack.front.code_host().to_owned(),
+            router_url: stack.router_url(),
+            operator_token: stack.secret.clone(),
+            idp: IdentityProvider { mint_url: format!("{issuer}/mint"), issuer },
+            s3: Store {
+                endpoint: stack.store.endpoint(),
+                access_key: stack.store.access_key().to_owned(),
+                secret_key: stack.store.secret_key().to_owned(),
+                bucket: BUCKET.to_owned(),
+            },
+            provider_url: stack.provider.base_url(),
+            provider_token: stack.provider.token().to_owned(),
+            platform_database_url: stack.platform_database_url(),
+            owner: Owner {
+                idp_user_id: USER.to_owned(),
+                handle: HANDLE.to_owned(),
+                machine_id: machine.id.clone(),
+                database_url: database_url(&stack.provider, machine)?,
+            },
+            dir: stack.dir.display().to_string(),
+            pid: process::id(),
+        })
+    }
+}
+
+/// As the machine's own first boot wrote it down.
+fn database_url(provider: &Simulator, machine: &Machine) -> Result<String> {
+    let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
+    let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;
+    let url = text.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));
+    Ok(url.context("no DATABASE_URL in host.env")?.trim_matches('"').to_owned())
+}

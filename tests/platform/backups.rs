@@ -1,0 +1,103 @@
+//! POST `/vps/:id/backup` and GET `/vps/:id/backups`: a host is asked; what the store has is listed.
+
+use serde_json::{Value, json};
+use svc::http::proof::Route;
+
+use super::last_backup::host;
+use super::stack::{BUCKET, DIGEST, Stack};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_host_of_a_running_machine_is_asked_by_proof() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let host = host(&stack, &process).await;
+    let path = format!("/vps/{}/backup", host.guest.machine);
+    let answer = stack.post(&process, &path, &json!({})).await;
+    assert_eq!((answer.status, &answer.body["machineId"]), (202, &json!(host.guest.machine)), "{answer:?}");
+    assert!(answer.body["requestedAt"].as_str().unwrap().ends_with('Z'));
+    let seen = host.seen.lock().unwrap().clone();
+    assert_eq!(seen.len(), 1);
+    assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some("/_svc/internal/backup")));
+
+    stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
+    let machine = host.guest.machine.clone();
+    drop(host);
+    stack.post(&process, &path, &json!({})).await.assert_problem(502, "host_unreachable");
+    stack.post(&process, &format!("/vps/{machine}/fail"), &json!({"reason": "r"})).await;
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert_eq!(refused.body["allowed"], json!(["running"]));
+    stack.delete(&process, &format!("/vps/{machine}")).await;
+    stack.post(&process, &path, &json!({})).await.assert_problem(404, "machine_not_found");
+    let client = stack.database.connect().await.unwrap();
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1, "only what was asked of the host");
+}
+
+fn key(hour: usize) -> String {
+    format!("system/db/snapshots/2026-01-02T{hour:02}-00-00.000Z-1.dump")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn verified_snapshots_are_listed_newest_first_in_pages() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let path = format!("/vps/{}/backups", guest.machine);
+    let none = stack.get(&process, &path).await;
+    assert_eq!(none.body, json!({"latest": null, "backups": [], "nextCursor": null}));
+
+    let latest = stack.snapshot("user_1");
+    let latest = latest.strip_prefix("user_1/primary/").unwrap();
+    for hour in 4..9 {
+        let at = format!("2026-01-02T{hour:02}:00:00.000Z");
+        let side = json!({"version": 1, "key": key(hour), "sizeBytes": hour, "sha256": DIGEST, "pgVersion": "16",
+            "machineId": guest.machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
+        stack.store.write(BUCKET, &format!("user_1/primary/{}", key(hour)), "dump");
+        stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(hour)), side.to_string());
+    }
+    // Never verified to its end; unreadable; another slot's.
+    stack.store.write(BUCKET, &format!("user_1/primary/{}", key(20)), "dump");
+    stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(21)), "{torn");
+    stack.store.write(BUCKET, &format!("user_1/other/{}.json", key(22)), "{}");
+
+    let all = stack.get(&process, &path).await.body;
+    let keys: Vec<&str> =
+        all["backups"].as_array().unwrap().iter().map(|one| one["key"].as_str().unwrap()).collect();
+    let wanted: Vec<String> = (4..9).rev().map(key).chain([latest.to_owned()]).collect();
+    assert_eq!(keys, wanted);
+    assert_eq!((&all["latest"], &all["nextCursor"]), (&json!(latest), &Value::Null));
+    let flags: Vec<bool> =
+        all["backups"].as_array().unwrap().iter().map(|one| one["latest"] == true).collect();
+    assert_eq!(flags, [false, false, false, false, false, true]);
+    let first = &all["backups"][0];
+    assert_eq!(
+        (&first["sizeBytes"], &first["machineId"], &first["epoch"]),
+        (&json!(8), &json!(guest.machine), &json!(1))
+    );
+
+    let mut paged = Vec::new();
+    let mut cursor = String::new();
+    loop {
+        let page = stack.get(&process, &format!("{path}?limit=4{cursor}")).await.body;
+        paged.extend(
+            page["backups"].as_array().unwrap().iter().map(|one| one["key"].as_str().unwrap().to_owned()),
+        );
+        let Some(next) = page["nextCursor"].as_str() else { break };
+        cursor = format!("&cursor={next}");
+    }
+    assert_eq!(paged, wanted);
+
+    for wrong in ["limit=0", "limit=201", "limit=x", "page=2"] {
+        stack.get(&process, &format!("{path}?{wrong}")).await.assert_problem(400, "invalid_request");
+    }
+    stack.store.down();
+    stack.get(&process, &path).await.assert_problem(503, "store_unavailable");
+    stack.store.up().unwrap();
+    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    assert_eq!(
+        stack.get(&process, &path).await.body["backups"].as_array().unwrap().len(),
+        6,
+        "objects are kept"
+    );
+}

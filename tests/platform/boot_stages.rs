@@ -1,0 +1,60 @@
+//! POST `/vps/:id/boot-stage`: progress of a boot, which changes no state.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{Answer, Guest, Process, Stack};
+
+async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: &Value) -> Answer {
+    let request = stack.request(process, Method::POST, &format!("/vps/{}/boot-stage", guest.machine));
+    stack.send(request.bearer_auth(token).json(body)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_stages_show_in_the_record_in_their_order() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}", guest.machine);
+    let record = || stack.get(&process, &path);
+    assert_eq!(record().await.body["boot"], Value::Null);
+    for stage in ["bundle", "database", "restore"] {
+        let answer = at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": stage})).await;
+        assert_eq!((answer.status, answer.text.as_str()), (204, ""));
+    }
+    let now = record().await.body;
+    assert_eq!((&now["status"], &now["boot"]["stage"]), (&json!("provisioning"), &json!("restore")));
+    let stages: Vec<_> =
+        now["boot"]["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].clone()).collect();
+    assert_eq!(json!(stages), json!(["bundle", "database", "restore"]));
+    assert_eq!(now["boot"]["at"], now["boot"]["stages"][2]["at"]);
+    // It did not use the token up.
+    assert_eq!(stack.register(&process, &guest).await.status, 200);
+    for _ in 0..30 {
+        at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
+    }
+    assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_the_machines_own_token_and_known_stages_are_taken() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let made = stack.provision(&process, "user_2").await;
+    let other = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let stage = json!({"stage": "bundle"});
+    let refused = at(&stack, &process, &guest, &other.registration_token, &stage).await;
+    refused.assert_problem(401, "registration_rejected");
+    let refused = at(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
+    refused.assert_problem(401, "registration_rejected");
+    for wrong in [json!({"stage": "tea"}), json!({}), json!({"stage": "bundle", "message": "x"})] {
+        let refused = at(&stack, &process, &guest, &guest.registration_token, &wrong).await;
+        refused.assert_problem(400, "invalid_request");
+    }
+    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let refused = at(&stack, &process, &guest, &guest.registration_token, &stage).await;
+    refused.assert_problem(401, "registration_rejected");
+}

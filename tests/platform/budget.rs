@@ -1,0 +1,61 @@
+//! One rate budget for all processes: together they never ask more than the provider allows.
+
+use futures_util::future::join_all;
+use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
+
+use super::stack::Stack;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn processes_share_the_providers_rate_and_none_is_refused() {
+    let limit = RateLimit { limit: 16, per_second: 8.0 };
+    let stack =
+        Stack::start_on(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() }).await;
+    let quiet = [("RECONCILE_SECONDS", "5")];
+    let processes = [stack.platform_with(&quiet), stack.platform_with(&quiet), stack.platform_with(&quiet)];
+    let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
+    // All at once, so that each process has as much to do as it can.
+    let made = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
+    let made = join_all(made).await;
+    for made in &made {
+        let operation = stack.ended(&processes[0], made["operationId"].as_str().unwrap()).await;
+        assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
+    }
+    let deleted = made.iter().enumerate().map(|(n, made)| {
+        let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+        let process = &processes[n % 3];
+        let stack = &stack;
+        async move { stack.delete(process, &path).await }
+    });
+    for deleted in join_all(deleted).await {
+        stack.ended(&processes[0], deleted.body["operationId"].as_str().unwrap()).await;
+    }
+    let calls = stack.provider.calls();
+    let refused = calls.iter().filter(|call| call.status == Some(429)).count();
+    assert!(calls.len() >= 48, "{} calls are more than the bucket holds", calls.len());
+    assert_eq!(refused, 0, "of {} calls", calls.len());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_that_one_process_gets_is_obeyed_by_the_others() {
+    let stack = Stack::start().await;
+    let quiet = [("RECONCILE_SECONDS", "600")];
+    let (one, two) = (stack.platform_with(&quiet), stack.platform_with(&quiet));
+    stack.running(&one, "user_1").await;
+    let spent =
+        Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(3) };
+    stack.provider.fault(FaultRule::once("POST", "/servers", spent));
+    stack.provision(&one, "user_2").await;
+    let refused =
+        || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
+    stack.eventually("one is refused", refused).await;
+    let began = std::time::Instant::now();
+    let before = stack.provider.calls().len();
+    // The other one has not called for a while, and has something to do now.
+    stack.subscribe(&two, "user_3").await;
+    stack.provision(&two, "user_3").await;
+    while began.elapsed() < std::time::Duration::from_millis(1500) {
+        assert_eq!(stack.provider.calls().len(), before, "nobody calls while the provider is spent");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    stack.eventually("both go on", || async { (stack.provider.servers().len() == 3).then_some(()) }).await;
+}

@@ -1,0 +1,110 @@
+//! POST `/vps/:id/fail`: the operator's way out of `running` and out of what is stuck; and what may follow.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{SECRET, Stack, provision_body};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_is_taken_out_of_running_and_keeps_its_server() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let path = format!("/vps/{}/fail", guest.machine);
+    let answer = stack.post(&process, &path, &json!({"reason": "rolled back"})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let failure = json!({"cause": "operator", "stage": "operator", "message": "rolled back"});
+    assert_eq!((&answer.body["status"], &answer.body["failure"]), (&json!("failed"), &failure));
+    assert_eq!(answer.body["machineId"], guest.machine);
+    stack.assert_only_server(&guest.machine);
+    // Once more changes nothing, not even why; nor does its host bring it back.
+    let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
+    assert_eq!((again.status, &again.body["failure"]), (200, &failure));
+    stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    assert_eq!(stack.status(&process, &guest.machine).await, "failed");
+    let client = stack.database.connect().await.unwrap();
+    let audit = client
+        .query("SELECT before->>'status', after->>'status' FROM operator_audit WHERE action = 'fail'", &[]);
+    let audit = audit.await.unwrap();
+    assert_eq!(audit.len(), 1);
+    assert_eq!((audit[0].get::<_, &str>(0), audit[0].get::<_, &str>(1)), ("running", "failed"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_ends_what_is_under_way_and_refuses_what_it_must() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let machine = made["machineId"].as_str().unwrap();
+    let guest = stack.guest(&process, machine).await;
+    let path = format!("/vps/{machine}/fail");
+    stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
+    stack.post(&process, &path, &json!({"reason": ""})).await.assert_problem(400, "invalid_request");
+    stack.post(&process, "/vps/x/fail", &json!({"reason": "r"})).await.assert_problem(400, "invalid_request");
+    let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    stack.send(own.json(&json!({"reason": "r"}))).await.assert_problem(401, "unauthorized");
+
+    let answer = stack.post(&process, &path, &json!({"reason": "stuck"})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let operation = format!("/vps/operations/{}", made["operationId"].as_str().unwrap());
+    assert_eq!(stack.get(&process, &operation).await.body["state"], "cancelled");
+    let late = stack.register(&process, &guest).await;
+    late.assert_problem(409, "invalid_state");
+
+    stack.delete(&process, &format!("/vps/{machine}")).await;
+    stack.post(&process, &path, &json!({"reason": "r"})).await.assert_problem(404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_slot_is_provisioned_anew_with_another_server() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
+
+    let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
+    let machine = again.body["machineId"].as_str().unwrap();
+    let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    stack.assert_only_server(machine);
+    let new = stack.guest(&process, machine).await;
+    assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"), "its data is restored");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
+    let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));
+    assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 1);
+    let superseded = stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    assert_eq!(superseded.body["superseded"], true);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_none() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {
+        let guest = stack.running(&process, user).await;
+        if snapshot {
+            stack.snapshot(user);
+        }
+        let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+        stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+        let again = stack.post(&process, "/vps/provision", &provision_body(user)).await;
+        assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
+        let new = stack.guest(&process, again.body["machineId"].as_str().unwrap()).await;
+        assert_eq!(new.restore_mode, mode);
+        assert_eq!(stack.pointer(user)["snapshot"].is_null(), !snapshot);
+    }
+    // What should be a snapshot and is none is no reason to start empty.
+    let guest = stack.running(&process, "user_3").await;
+    let dump = stack.snapshot("user_3");
+    stack.store.remove(super::stack::BUCKET, &dump);
+    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
+    let new = stack.guest(&process, again.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(new.restore_mode, "required");
+    let unknown: Value = json!({"reason": "r"});
+    let request = stack.request(&process, Method::POST, &format!("/vps/{}/fail", uuid::Uuid::now_v7()));
+    stack.send(request.bearer_auth(SECRET).json(&unknown)).await.assert_problem(404, "machine_not_found");
+}

@@ -1,0 +1,83 @@
+//! Proof keys that change under a working platform of two processes: no request is ever signed with a key that its host
+//! does not have, and an old key goes when nobody needs it.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use svc::http::proof::ProofKeys;
+
+use super::last_backup::{Host, host};
+use super::stack::{Process, Stack, beat_of};
+
+const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];
+
+fn kids(keys: &ProofKeys) -> Vec<String> {
+    keys.keys.iter().map(|key| key.kid.clone()).collect()
+}
+
+/// A heartbeat as a host sends it: it tells what it has, and keeps what it is given.
+async fn beat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
+    let had = kids(&host.keys.lock().unwrap());
+    let mut body = beat_of(&host.guest);
+    body["proofKids"] = json!(had);
+    let answer = stack.beat(process, &host.guest, &body).await;
+    let given: ProofKeys = serde_json::from_value(answer.body["proofKeys"].clone()).unwrap();
+    *host.keys.lock().unwrap() = given.clone();
+    kids(&given)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_rotate_without_a_proof_that_its_host_refuses() {
+    let stack = Stack::start().await;
+    let (one, two) = (stack.platform_with(&FAST), stack.platform_with(&FAST));
+    let host = host(&stack, &one).await;
+    let path = format!("/vps/{}/backup", host.guest.machine);
+    let first = kids(&host.keys.lock().unwrap()).remove(0);
+    let mut known = BTreeSet::from([first.clone()]);
+    let deadline = Instant::now() + Duration::from_secs(40);
+    let mut asked = 0;
+    // Three successors, the first key long gone. The host hears of a key long after the platform has it.
+    while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
+        assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
+        let process = if asked % 2 == 0 { &one } else { &two };
+        if asked % 15 == 0 {
+            let given = beat(&stack, process, &host).await;
+            assert!((1..=3).contains(&given.len()), "{given:?}");
+            known.extend(given);
+        }
+        let answer = stack.post(process, &path, &json!({})).await;
+        assert_eq!(answer.status, 202, "{answer:?}\n{}", stack.log());
+        asked += 1;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(host.seen.lock().unwrap().len(), asked);
+    let client = stack.database.connect().await.unwrap();
+    let retired =
+        client.query("SELECT kid FROM signing_keys WHERE retired_at IS NOT NULL", &[]).await.unwrap();
+    assert!(retired.iter().any(|row| row.get::<_, &str>(0) == first));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&FAST);
+    let host = host(&stack, &process).await;
+    let first = kids(&host.keys.lock().unwrap()).remove(0);
+    let silent = stack.running(&process, "user_2").await;
+    let began = Instant::now();
+    let mut most = 0;
+    while began.elapsed() < Duration::from_secs(8) {
+        let given = beat(&stack, &process, &host).await;
+        assert!(given.contains(&first), "{given:?}");
+        most = most.max(given.len());
+        let asked = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
+        assert_eq!(asked.status, 202, "{asked:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(most >= 2, "there is a successor, and others go on with it");
+    // What keeps it is gone: so is the key.
+    stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
+    let gone = || async { (!beat(&stack, &process, &host).await.contains(&first)).then_some(()) };
+    stack.eventually("the first key is retired", gone).await;
+}

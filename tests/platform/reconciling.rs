@@ -1,0 +1,215 @@
+//! The reconciler against a real provider's books: vanished servers, orphans, hanging operations, retried deletions.
+
+use kit::provider::{Fault, FaultRule};
+use serde_json::{Value, json};
+
+use super::stack::{Guest, Process, Stack, provision_body};
+
+async fn failed_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
+    let failed = || async {
+        let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
+        (record["status"] == "failed").then_some(record)
+    };
+    let record = stack.eventually("the machine fails", failed).await;
+    assert_eq!(record["failure"]["cause"], cause, "{record}");
+}
+
+/// Waits until the platform has looked at the provider's servers so many times more.
+async fn looks(stack: &Stack, more: usize) {
+    let listings = || stack.provider.call_count("GET", "label_selector=svc-machine&");
+    let wanted = listings() + more;
+    stack.eventually("the reconciler looks", || async { (listings() >= wanted).then_some(()) }).await;
+}
+
+/// A server as anybody with the project's token may make one.
+async fn foreign(stack: &Stack, name: &str, labels: &Value) -> i64 {
+    let body = json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1", "labels": labels,
+        "start_after_create": true, "public_net": {"enable_ipv4": true, "enable_ipv6": true}});
+    let request = reqwest::Client::new().post(format!("{}/servers", stack.provider.base_url()));
+    let answer = request.bearer_auth(stack.provider.token()).json(&body).send().await.unwrap();
+    assert_eq!(answer.status(), 201);
+    answer.json::<Value>().await.unwrap()["server"]["id"].as_i64().unwrap()
+}
+
+async fn installation(stack: &Stack) -> String {
+    let client = stack.database.connect().await.unwrap();
+    let row = client.query_one("SELECT installation_id::text FROM installation", &[]).await.unwrap();
+    row.get(0)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vanished_server_fails_its_machine_which_nothing_replaces_by_itself() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let (guest, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    failed_with(&stack, &process, &guest, "server_gone").await;
+    looks(&stack, 2).await;
+    assert_eq!(stack.status(&process, &other.machine).await, "running");
+    assert_eq!(stack.provider.creations().len(), 2);
+    // Its host may live on somewhere: that brings nothing back.
+    stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
+    assert_eq!(stack.status(&process, &guest.machine).await, "failed");
+    let client = stack.database.connect().await.unwrap();
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
+
+    let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outage_and_a_label_taken_away_are_no_vanishing() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    let missing = || async {
+        let sql = "SELECT count(*) FROM user_machines WHERE server_missing_since IS NOT NULL";
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0)
+    };
+    let down = || Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(5, "GET", "/servers", down()));
+    let over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
+    stack.eventually("the outage is over", over).await;
+    looks(&stack, 2).await;
+    assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
+
+    // A listing that does not show it, while it is there: one look by id says so.
+    client
+        .execute("UPDATE user_machines SET server_missing_since = now() - interval '1 hour'", &[])
+        .await
+        .unwrap();
+    looks(&stack, 2).await;
+    assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_token_of_another_project_fails_nobody() {
+    let stack = Stack::start().await;
+    let mut process = stack.platform();
+    let mut guests = Vec::new();
+    for n in 0..4 {
+        guests.push(stack.running(&process, &format!("user_{n}")).await);
+    }
+    process.kill();
+    let other = kit::provider::Simulator::start(kit::provider::SimulatorOptions::record()).await.unwrap();
+    let settings = [("PROVIDER_API_URL", other.base_url()), ("PROVIDER_API_TOKEN", other.token().to_owned())];
+    let settings: Vec<_> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
+    let process = stack.platform_with(&settings);
+    let said = || async { stack.log().contains("another project").then_some(()) };
+    stack.eventually("it is said", said).await;
+    let listings = || other.call_count("GET", "label_selector=svc-machine&");
+    let wanted = listings() + 3;
+    stack.eventually("more looks", || async { (listings() >= wanted).then_some(()) }).await;
+    for guest in &guests {
+        assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_without_a_machine_are_deleted_if_they_are_ours() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
+    let guest = stack.running(&process, "user_1").await;
+    let ours = installation(&stack).await;
+    let server = stack.provider.servers().remove(0);
+    assert_eq!(server.labels["svc-installation"], ours);
+
+    let unknown = uuid::Uuid::now_v7().to_string();
+    foreign(&stack, "orphan", &json!({"svc-machine": unknown, "svc-installation": ours})).await;
+    foreign(&stack, "damaged", &json!({"svc-machine": "what", "svc-installation": ours})).await;
+    let elsewhere = uuid::Uuid::now_v7().to_string();
+    foreign(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere})).await;
+    foreign(&stack, "older", &json!({"svc-machine": unknown})).await;
+    foreign(&stack, "unrelated", &json!({})).await;
+    looks(&stack, 1).await;
+    assert!(stack.provider.server_by_name("orphan").is_some(), "not before the grace is over");
+    let gone = || async {
+        let left = ["orphan", "damaged"].iter().filter(|name| stack.provider.server_by_name(name).is_some());
+        (left.count() == 0).then_some(())
+    };
+    stack.eventually("the orphans are deleted", gone).await;
+    looks(&stack, 3).await;
+    let mut names: Vec<_> = stack.provider.servers().into_iter().map(|server| server.name).collect();
+    names.sort();
+    assert_eq!(
+        names,
+        ["older".to_owned(), format!("svc-{}", guest.machine), "theirs".into(), "unrelated".into()]
+    );
+    assert_eq!(stack.status(&process, &guest.machine).await, "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_comes_up_after_its_machines_end_is_deleted() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    // As a create that was thought lost.
+    let client = stack.database.connect().await.unwrap();
+    let sql =
+        "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
+    client.execute(sql, &[]).await.unwrap();
+    foreign(&stack, &format!("svc-{}", guest.machine), &json!({"svc-machine": guest.machine})).await;
+    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
+    stack.eventually("the late server is deleted", gone).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_operation_that_hangs_is_ended_and_its_machine_fails_with_the_cause() {
+    let stack = Stack::start().await;
+    // Each process that takes the step dies in it: nobody is left to see that it never ends.
+    let mut dying = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
+    stack.subscribe(&dying, "user_1").await;
+    let _ = stack.try_post(&dying, "/vps/provision", &provision_body("user_1")).await;
+    dying.killed().await;
+    let settings = [
+        ("FAILPOINTS", "operations.provision.fence.before=return(error)"),
+        ("OPERATION_DEADLINE_SECONDS", "3"),
+    ];
+    let process = stack.platform_with(&settings);
+    let found = stack.get(&process, "/vps?idpUserId=user_1").await.body["machines"][0].clone();
+    let machine = found["machineId"].as_str().unwrap();
+    let failed = || async {
+        let record = stack.get(&process, &format!("/vps/{machine}")).await.body;
+        (record["status"] == "failed").then_some(record)
+    };
+    let record = stack.eventually("the machine fails", failed).await;
+    assert_eq!(
+        (&record["failure"]["cause"], &record["failure"]["stage"]),
+        (&json!("operation_hung"), &json!("fence"))
+    );
+    let operation = &record["operations"][0];
+    assert_eq!((&operation["state"], &operation["errorCode"]), (&json!("failed"), &json!("operation_hung")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deletion_goes_on_until_the_provider_does_it() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
+    let guest = stack.running(&process, "user_1").await;
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(4, "DELETE", "/servers", down));
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert!(stack.provider.servers().is_empty());
+    assert!(stack.provider.pending_faults().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_processes_ask_the_provider_no_more_often_than_one() {
+    let stack = Stack::start().await;
+    let _processes: Vec<Process> = (0..3).map(|_| stack.platform()).collect();
+    looks(&stack, 1).await;
+    let began = std::time::Instant::now();
+    let before = stack.provider.call_count("GET", "label_selector=svc-machine&");
+    looks(&stack, 5).await;
+    let made = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
+    // One a second; three processes of their own mind would have made three.
+    let most = 2.0 + began.elapsed().as_secs_f64() * 1.5;
+    assert!((made as f64) <= most, "{made} in {:?}", began.elapsed());
+}

@@ -1,0 +1,205 @@
+//! Resize: what is refused before anything changes, and the change itself, on the same server and disk.
+
+use kit::provider::{Fault, FaultRule, Power};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{Answer, Guest, Process, SECRET, Stack, beat_of};
+
+pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -> Answer {
+    stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": to})).await
+}
+
+/// Resizes to `cpx32`, the host coming back by itself; the operation.
+pub async fn resized(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+    let answer = resize(stack, process, &guest.machine, "cpx32").await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    stack.ended_while_beating(process, answer.body["operationId"].as_str().unwrap()).await
+}
+
+pub async fn record(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+    stack.get(process, &format!("/vps/{}", guest.machine)).await.body
+}
+
+pub fn actions(stack: &Stack, name: &str) -> usize {
+    stack.provider.call_count("POST", &format!("/actions/{name}"))
+}
+
+/// Waits until the platform has looked at the server a few times more.
+async fn looked_at_again(stack: &Stack) {
+    let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
+    let wanted = stack.provider.call_count("GET", &path) + 3;
+    let looked = || async { (stack.provider.call_count("GET", &path) >= wanted).then_some(()) };
+    stack.eventually("the server is looked at", looked).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resize_changes_the_type_and_nothing_else() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let before = stack.provider.servers().remove(0);
+
+    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    let operation = answer.body["operationId"].as_str().unwrap().to_owned();
+    let shape = json!({"machineId": guest.machine, "serverType": "cpx32", "status": "resizing",
+        "operationId": operation});
+    assert_eq!(answer.body, shape);
+    // A heartbeat from before the power came on says nothing.
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let on = || async {
+        let server = stack.provider.servers().remove(0);
+        (server.server_type == "cpx32" && server.status == Power::Running).then_some(())
+    };
+    stack.eventually("the server is on again", on).await;
+    let waits = || async {
+        let found = stack.get(&process, &format!("/vps/operations/{operation}")).await.body;
+        (found["step"] == "await_health").then_some(())
+    };
+    stack.eventually("it waits for the host", waits).await;
+    looked_at_again(&stack).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "its last word was from before");
+    let mut ill = beat_of(&guest);
+    ill["health"]["database"] = json!("failing");
+    stack.beat(&process, &guest, &ill).await;
+    looked_at_again(&stack).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "it is back, and not well");
+    resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
+
+    let ended = stack.ended_while_beating(&process, &operation).await;
+    assert_eq!((&ended["state"], &ended["kind"]), (&json!("succeeded"), &json!("resize")), "{ended}");
+    let begun: Vec<_> =
+        ended["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "begun").collect();
+    let steps: Vec<_> = begun.iter().map(|line| line["step"].as_str().unwrap()).collect();
+    assert_eq!(steps, ["shut_down", "power_off", "change_type", "power_on", "await_health"]);
+    let now = record(&stack, &process, &guest).await;
+    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
+    let after = stack.provider.servers().remove(0);
+    assert_eq!((after.id, after.disk_gb, after.server_type.as_str()), (before.id, before.disk_gb, "cpx32"));
+    assert_eq!(stack.provider.creations().len(), 1);
+    // The host heard the button, so its power was never cut.
+    assert_eq!(
+        ["shutdown", "poweroff", "change_type", "poweron"].map(|name| actions(&stack, name)),
+        [1, 0, 1, 1]
+    );
+
+    let client = stack.database.connect().await.unwrap();
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'resize'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_current_type_is_no_change_and_a_keyed_request_is_answered_again() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let same = resize(&stack, &process, &guest.machine, "cpx22").await;
+    let shape =
+        json!({"machineId": guest.machine, "serverType": "cpx22", "status": "running", "operationId": null});
+    assert_eq!((same.status, same.body), (200, shape));
+    assert_eq!(actions(&stack, ""), 0);
+
+    let keyed = |to: &str| {
+        let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
+        request.bearer_auth(SECRET).header("idempotency-key", "k").json(&json!({"serverType": to}))
+    };
+    let first = stack.send(keyed("cpx32")).await;
+    let again = stack.send(keyed("cpx32")).await;
+    assert_eq!((first.status, &first.body), (again.status, &again.body));
+    stack.send(keyed("cpx52")).await.assert_problem(422, "idempotency_mismatch");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_done_is_refused_and_changes_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let path = format!("/vps/{}/resize", guest.machine);
+    let no = |answer: Answer, status: u16, code: &'static str| {
+        answer.assert_problem(status, code);
+        let text = answer.text.to_lowercase();
+        assert!(
+            !text.contains("scripted") && !text.contains("hetzner") && !text.contains("action"),
+            "{text}"
+        );
+        assert_eq!(actions(&stack, ""), 0, "{code}");
+    };
+    let none = stack.request(&process, Method::POST, &path).json(&json!({"serverType": "cpx32"}));
+    no(stack.send(none).await, 401, "unauthorized");
+    let own = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    no(stack.send(own.json(&json!({"serverType": "cpx32"}))).await, 401, "unauthorized");
+    no(resize(&stack, &process, "not-a-uuid", "cpx32").await, 400, "invalid_request");
+    no(stack.post(&process, &path, &json!({})).await, 400, "invalid_request");
+    no(stack.post(&process, &path, &json!({"serverType": "cpx32", "x": 1})).await, 400, "invalid_request");
+    no(stack.post(&process, &path, &json!({"serverType": 32})).await, 400, "invalid_request");
+    let unknown = uuid::Uuid::now_v7().to_string();
+    no(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
+    let strange = resize(&stack, &process, &guest.machine, "cpx99").await;
+    assert_eq!(strange.body["errors"][0]["pointer"], "/serverType", "{strange:?}");
+    no(strange, 400, "invalid_request");
+    // Offered by the provider, in no plan.
+    no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
+
+    let slot = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
+    let set =
+        |body: Value| stack.request(&process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&body);
+    assert_eq!(stack.send(set(slot("starter", "active"))).await.status, 200);
+    no(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
+    assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
+    no(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
+    // Without enforcement the slot's plan is not asked, and the disk is still the server's own.
+    let free = stack.platform_with(&[("BILLING_ENFORCEMENT", "false")]);
+    no(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
+    assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);
+
+    let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(9, "GET", "/server_types", broken()));
+    no(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
+    stack.provider.clear_faults();
+    assert_eq!(record(&stack, &process, &guest).await["status"], "running");
+
+    let made = stack.provision(&process, "user_2").await;
+    let booting = made["machineId"].as_str().unwrap();
+    let refused = resize(&stack, &process, booting, "cpx32").await;
+    assert_eq!(
+        (&refused.body["machineStatus"], &refused.body["allowed"]),
+        (&json!("provisioning"), &json!(["running"]))
+    );
+    no(refused, 409, "invalid_state");
+    stack.delete(&process, &format!("/vps/{booting}")).await;
+    no(resize(&stack, &process, booting, "cpx32").await, 404, "machine_not_found");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_was_kept_small_is_what_counts_on_the_way_back() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    assert_eq!(resized(&stack, &process, &guest).await["state"], "succeeded");
+    // By its type it would have 160 GB; it still has 80, so it fits.
+    let back = resize(&stack, &process, &guest.machine, "cpx22").await;
+    assert_eq!(back.status, 202, "{back:?}");
+    let ended = stack.ended_while_beating(&process, back.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert_eq!(record(&stack, &process, &guest).await["serverType"], "cpx22");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_that_waits_is_told_the_type_that_came_about() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.provider.fault(FaultRule::once("POST", "change_type", Fault::ActionError));
+    let request = stack.request(&process, Method::POST, &format!("/vps/{}/resize", guest.machine));
+    let request =
+        request.bearer_auth(SECRET).header("prefer", "wait=30").json(&json!({"serverType": "cpx32"}));
+    let beats = async {
+        loop {
+            stack.try_beats(process.base.clone()).await;
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    let answer = tokio::select! { answer = stack.send(request) => answer, () = beats => unreachable!() };
+    assert_eq!((&answer.body["status"], &answer.body["serverType"]), (&json!("running"), &json!("cpx22")));
+}

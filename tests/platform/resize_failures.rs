@@ -1,0 +1,209 @@
+//! A resize that goes wrong: whatever it is, the server is switched on again, and the row says what it then is.
+
+use kit::provider::{Fault, FaultRule, Power};
+use serde_json::{Value, json};
+
+use super::resize::{actions, record, resize, resized};
+use super::stack::{Guest, Process, Stack, beat_of};
+
+fn refusing(status: u16) -> Fault {
+    Fault::Status { status, code: "server_error".to_owned(), reset_in_seconds: None }
+}
+
+fn server(stack: &Stack) -> (Power, String) {
+    let server = stack.provider.servers().remove(0);
+    (server.status, server.server_type)
+}
+
+/// The change did not happen, and the machine runs as before.
+async fn assert_reverted(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
+    assert_eq!(
+        (&operation["state"], &operation["errorCode"]),
+        (&json!("failed"), &json!("resize")),
+        "{operation}"
+    );
+    let now = record(stack, process, guest).await;
+    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx22")), "{}", stack.log());
+    assert_eq!(now["failure"], Value::Null);
+    assert_eq!(server(stack), (Power::Running, "cpx22".to_owned()));
+    assert_eq!(stack.provider.creations().len(), 1);
+}
+
+async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operation: &Value) {
+    assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
+    let now = record(stack, process, guest).await;
+    assert_eq!((&now["status"], &now["serverType"]), (&json!("running"), &json!("cpx32")));
+    assert_eq!(server(stack), (Power::Running, "cpx32".to_owned()));
+    assert_eq!(stack.provider.creations().len(), 1);
+}
+
+/// A platform with one running machine.
+async fn set() -> (Stack, Process, Guest) {
+    set_with(&[]).await
+}
+
+async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(settings);
+    let guest = stack.running(&process, "user_1").await;
+    (stack, process, guest)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_ignores_the_button_loses_its_power() {
+    let (stack, process, guest) = set().await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    let ended = resized(&stack, &process, &guest).await;
+    assert_changed(&stack, &process, &guest, &ended).await;
+    assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_replies_are_settled_by_what_the_server_is() {
+    for lost in ["shutdown", "change_type", "poweron"] {
+        let (stack, process, guest) = set().await;
+        stack.provider.fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
+        let ended = resized(&stack, &process, &guest).await;
+        assert_changed(&stack, &process, &guest, &ended).await;
+        assert!(stack.provider.pending_faults().is_empty(), "{lost}");
+        assert_eq!(actions(&stack, "change_type"), 1, "{lost}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failures_that_pass_are_borne() {
+    for (step, fault) in [
+        ("shutdown", refusing(503)),
+        ("change_type", refusing(500)),
+        ("change_type", Fault::LostRequest),
+        ("poweron", refusing(502)),
+        ("poweron", Fault::ActionError),
+    ] {
+        let (stack, process, guest) = set().await;
+        stack.provider.fault(FaultRule::times(2, "POST", step, fault.clone()));
+        let ended = resized(&stack, &process, &guest).await;
+        assert_changed(&stack, &process, &guest, &ended).await;
+        assert!(stack.provider.pending_faults().is_empty(), "{step} {fault:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_change_that_fails_leaves_the_old_type_running() {
+    let invalid = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
+    for (fault, why) in [
+        (Fault::ActionError, "the provider's change of type ended as an error"),
+        (invalid, "the provider refused"),
+    ] {
+        let (stack, process, guest) = set().await;
+        stack.provider.fault(FaultRule::once("POST", "change_type", fault));
+        let ended = resized(&stack, &process, &guest).await;
+        assert_reverted(&stack, &process, &guest, &ended).await;
+        let lines = ended["log"].as_array().unwrap();
+        let given_up = lines.iter().find(|line| line["outcome"] == "given_up").unwrap();
+        assert_eq!((&given_up["step"], given_up["detail"].as_str()), (&json!("change_type"), Some(why)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_provider_that_never_does_it_is_given_up() {
+    for step in ["poweroff", "change_type"] {
+        let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
+        let (stack, process, guest) = set_with(&settings).await;
+        stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+        stack.provider.fault(FaultRule::times(1000, "POST", step, refusing(503)));
+        let ended = resized(&stack, &process, &guest).await;
+        assert_reverted(&stack, &process, &guest, &ended).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat() {
+    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusing(503)));
+    let ended = resized(&stack, &process, &guest).await;
+    assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
+    let now = record(&stack, &process, &guest).await;
+    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
+    assert_eq!(now["failure"]["stage"], "power_on");
+
+    // One that is ill, or of another epoch, heals nothing.
+    let mut ill = beat_of(&guest);
+    ill["health"]["gateway"] = json!("failing");
+    stack.beat(&process, &guest, &ill).await;
+    let mut other = beat_of(&guest);
+    other["epoch"] = json!(7);
+    stack.beat(&process, &guest, &other).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    // Nor does a word that was on its way when the power went.
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    stack.provider.clear_faults();
+    let id = stack.provider.servers().remove(0).id;
+    let on =
+        reqwest::Client::new().post(format!("{}/servers/{id}/actions/poweron", stack.provider.base_url()));
+    assert!(on.bearer_auth(stack.provider.token()).send().await.unwrap().status().is_success());
+    stack.provider.wait_for_power(&format!("svc-{}", guest.machine), Power::Running).await.unwrap();
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let now = record(&stack, &process, &guest).await;
+    assert_eq!((&now["status"], &now["failure"]), (&json!("running"), &Value::Null));
+    assert_eq!(now["serverType"], "cpx32", "the type that the provider reports");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_does_not_speak_again_is_a_failed_resize() {
+    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
+    let path = format!("/vps/operations/{}", answer.body["operationId"].as_str().unwrap());
+    let ended = || async {
+        let found = stack.get(&process, &path).await.body;
+        (found["state"] != "running").then_some(found)
+    };
+    let ended = stack.eventually("the operation ends", ended).await;
+    assert_eq!(ended["state"], "failed", "{ended}");
+    let failure = record(&stack, &process, &guest).await["failure"].clone();
+    assert_eq!((&failure["cause"], &failure["stage"]), (&json!("resize"), &json!("await_health")));
+    assert_eq!(server(&stack), (Power::Running, "cpx32".to_owned()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_vanishes_meanwhile_is_gone() {
+    let (stack, process, guest) = set().await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
+    stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
+    let ended = stack.ended_while_beating(&process, answer.body["operationId"].as_str().unwrap()).await;
+    assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("server_gone")), "{ended}");
+    let now = record(&stack, &process, &guest).await;
+    assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("server_gone")));
+    assert_eq!(stack.provider.creations().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fail_delete_and_recover_end_a_resize_under_way() {
+    let (stack, process, guest) = set_with(&[("RESIZE_SHUTDOWN_SECONDS", "30")]).await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
+    let reason = json!({"reason": "it hangs"});
+    let failed = stack.post(&process, &format!("/vps/{}/fail", guest.machine), &reason).await;
+    assert_eq!((failed.status, &failed.body["failure"]["cause"]), (200, &json!("operator")));
+    let path = format!("/vps/operations/{}", operation.as_str().unwrap());
+    assert_eq!(stack.get(&process, &path).await.body["state"], "cancelled");
+
+    let guest = stack.running(&process, "user_2").await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    resize(&stack, &process, &guest.machine, "cpx32").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+
+    let guest = stack.running(&process, "user_3").await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.snapshot("user_3");
+    resize(&stack, &process, &guest.machine, "cpx32").await;
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3"})).await.body;
+    let ended = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    let mut names: Vec<_> = stack.provider.servers().into_iter().map(|server| server.name).collect();
+    names.retain(|name| name.contains(recovery["machineId"].as_str().unwrap()));
+    assert_eq!((names.len(), stack.provider.servers().len()), (1, 2), "user_1's failed one is kept");
+}

@@ -1,0 +1,279 @@
+//! An action of a plan, done to the world.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use secrecy::SecretString;
+use serde_json::{Value, json};
+
+use super::host::Host;
+use super::ledger::{Ledger, Told};
+use super::look::{Look, MachineSeen};
+use super::plan::{Action, PROCESSES, SLOTS, Step};
+use super::process::{Answer, Process, SECRET, request};
+use super::world::World;
+
+/// A request as it can be sent to any process.
+#[derive(Debug, Clone)]
+struct Asked {
+    what: &'static str,
+    method: &'static str,
+    path: String,
+    token: SecretString,
+    body: Option<Value>,
+    key: Option<String>,
+}
+
+impl World<'_> {
+    /// Does one step, and waits for its answer as long as the step says.
+    pub async fn act(&mut self, step: &Step) -> Result<()> {
+        match &step.action {
+            Action::BackUp { host, breaks_off } => {
+                if let Some(host) = self.host(*host) {
+                    let (store, ledger) = (Arc::clone(&self.store), self.ledger.clone());
+                    let (breaks_off, broken) = (*breaks_off, self.broken);
+                    self.tally.snapshots += 1;
+                    self.under_way.spawn(async move {
+                        let server = host.server.clone();
+                        let end = host.back_up(store, breaks_off, broken).await;
+                        ledger.note(format!("{server} backed up: {end}"));
+                    });
+                    tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
+                }
+            }
+            Action::ServerVanishes { host } => {
+                if let Some(host) = self.host(*host) {
+                    self.sky.vanish(&host.server).await;
+                }
+            }
+            Action::ProviderFails { call, fault, times } => self.sky.fault(*call, *fault, *times),
+            Action::StoreFails { write, fault, times } => self.store.fault(*write, *fault, *times),
+            Action::DatabaseCuts => self.seat.cut().await?,
+            Action::Crash { process } => {
+                self.tally.crashes += 1;
+                self.processes[*process].switch.kill();
+            }
+            Action::CrashAt { process, moment, nth } => {
+                self.tally.crashes += 1;
+                self.processes[*process].switch.arm(*moment, *nth);
+            }
+            Action::Stop { process } => {
+                let process = Arc::clone(&self.processes[*process]);
+                self.under_way.spawn(async move { process.stop().await });
+            }
+            Action::Start { process } => {
+                if !self.processes[*process].is_alive() {
+                    self.start(*process);
+                }
+            }
+            Action::TimePasses { seconds, leases } => self.seat.pass_time(*seconds, *leases).await?,
+            Action::Rest => self.rest().await?,
+            _ => {
+                if let Some(asked) = self.asked(step) {
+                    self.ask(asked, step).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The host of the n-th server, counted from the newest.
+    fn host(&mut self, nth: usize) -> Option<Host> {
+        let hosts = self.hosts();
+        (!hosts.is_empty()).then(|| hosts[hosts.len() - 1 - nth % hosts.len()].clone())
+    }
+
+    fn machine(&self, nth: usize) -> Option<String> {
+        let known = self.ledger.machines();
+        (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
+    }
+
+    fn asked(&mut self, step: &Step) -> Option<Asked> {
+        let operator = |what, method, path: String, body: Option<Value>| {
+            // The same key always carries the same request.
+            let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
+            Asked { what, method, path, token: SECRET.to_owned().into(), body, key }
+        };
+        let of_host = |what, path: String, token: &str, body: Value| Asked {
+            what,
+            method: "POST",
+            path,
+            token: token.to_owned().into(),
+            body: Some(body),
+            key: None,
+        };
+        Some(match &step.action {
+            Action::Subscribe { slot } => {
+                let (user, slot) = SLOTS[*slot];
+                let body = json!({"idpUserId": user, "slot": slot, "plan": "max", "status": "active"});
+                operator("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
+            }
+            Action::Provision { slot } => {
+                let (user, slot) = SLOTS[*slot];
+                let handle = user.replace('_', "-");
+                let body = json!({"idpUserId": user, "slot": slot, "handle": handle});
+                operator("provision", "POST", "/vps/provision".to_owned(), Some(body))
+            }
+            Action::Recover { slot, empty } => {
+                let (user, slot) = SLOTS[*slot];
+                let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": empty});
+                operator("recover", "POST", "/vps/recover".to_owned(), Some(body))
+            }
+            Action::Resize { machine, to } => {
+                let path = format!("/vps/{}/resize", self.machine(*machine)?);
+                operator("resize", "POST", path, Some(json!({"serverType": to})))
+            }
+            Action::Fail { machine } => {
+                let path = format!("/vps/{}/fail", self.machine(*machine)?);
+                operator("fail", "POST", path, Some(json!({"reason": "the plan says so"})))
+            }
+            Action::Delete { machine } => {
+                operator("delete", "DELETE", format!("/vps/{}", self.machine(*machine)?), None)
+            }
+            Action::Register { host, body } => {
+                let host = self.host(*host)?;
+                self.ledger.registers(&host.machine);
+                let path = "/vps/register".to_owned();
+                of_host("register", path, &host.registration, host.registration_body(*body))
+            }
+            Action::Heartbeat { host } => {
+                let host = self.host(*host)?;
+                let path = format!("/vps/{}/heartbeat", host.machine);
+                of_host("heartbeat", path, &host.upgrade, host.heartbeat_body())
+            }
+            Action::BootFailure { host } => {
+                let host = self.host(*host)?;
+                let path = format!("/vps/{}/boot-failure", host.machine);
+                let body = json!({"stage": "restore", "message": "the plan says so"});
+                of_host("boot-failure", path, &host.registration, body)
+            }
+            _ => return None,
+        })
+    }
+
+    async fn ask(&mut self, asked: Asked, step: &Step) {
+        let copies = if step.twice { 2 } else { 1 };
+        for copy in 0..copies {
+            let via = (step.via + copy) % PROCESSES;
+            let process = Arc::clone(&self.processes[via]);
+            let (ledger, asked) = (self.ledger.clone(), asked.clone());
+            self.tally.requests += 1;
+            self.under_way.spawn(async move {
+                send(&process, via, &ledger, &asked).await;
+            });
+        }
+        // One that takes longer than the step waits overlaps the next.
+        let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.answered()).await;
+    }
+
+    /// Until every request so far has ended.
+    async fn answered(&mut self) {
+        while self.under_way.join_next().await.is_some() {}
+    }
+
+    /// A heartbeat, answered; by the first process from `via` on that lives.
+    pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<Answer> {
+        let path = format!("/vps/{}/heartbeat", host.machine);
+        let token = host.upgrade.clone().into();
+        let body = Some(host.heartbeat_body());
+        let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key: None };
+        send(&self.processes[via], via, &self.ledger, &asked).await
+    }
+
+    /// The host registers, as it was made to.
+    pub async fn register(&self, host: &Host, via: usize) -> Option<Answer> {
+        self.ledger.registers(&host.machine);
+        let token = host.registration.clone().into();
+        let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
+        let asked = Asked { what: "register", method: "POST", path, token, body, key: None };
+        send(&self.processes[via], via, &self.ledger, &asked).await
+    }
+
+    /// For a while, or until no operation has anything to do but wait for a host.
+    async fn rest(&mut self) -> Result<()> {
+        for _ in 0..20 {
+            let look = Look::at(&self.seat.client).await?;
+            let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
+            if !look.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
+                return Ok(());
+            }
+            self.nudge();
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    pub fn nudge(&self) {
+        self.processes.iter().for_each(|process| process.nudge());
+    }
+
+    /// Ends the faults, brings everybody back, and gives everything its time; until nothing is left to do, or no more
+    /// time is given.
+    pub async fn settle(&mut self) -> Result<()> {
+        self.sky.heal();
+        self.store.heal();
+        let _ = tokio::time::timeout(Duration::from_secs(20), self.answered()).await;
+        for process in 0..PROCESSES {
+            self.processes[process].switch.disarm();
+            if !self.processes[process].is_alive() {
+                self.start(process);
+            }
+        }
+        let mut calm = 0;
+        // With a rule broken, it may never come to rest.
+        let rounds = if self.broken.is_some() { 100 } else { 400 };
+        for round in 0..rounds {
+            self.nudge();
+            tokio::time::sleep(Duration::from_millis(30)).await;
+            let look = Look::at(&self.seat.client).await?;
+            let live = self.sky.live();
+            let stray = |id: &String| !look.machine(id).is_some_and(MachineSeen::is_active);
+            let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
+            let under_way = look.operations.iter().any(|it| it.state == "running");
+            let quiet = !under_way && !live.iter().any(stray) && !look.machines.iter().any(bare);
+            if quiet {
+                calm += 1;
+                if calm == 2 {
+                    return Ok(());
+                }
+            } else {
+                calm = 0;
+            }
+            // Those that still boot come up, those that were resized are well; for the others the time runs out.
+            for host in self.hosts().to_vec() {
+                let Some(machine) = look.machine(&host.machine).filter(|_| live.contains(&host.machine))
+                else {
+                    continue;
+                };
+                if machine.is_booting() {
+                    self.register(&host, round % PROCESSES).await;
+                } else if machine.is_active() && machine.status != "running" {
+                    self.heartbeat(&host, round % PROCESSES).await;
+                }
+            }
+            self.seat.pass_time(10, false).await?;
+        }
+        self.ledger.note("it did not come to rest");
+        Ok(())
+    }
+}
+
+async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> Option<Answer> {
+    let request_id = ledger.request_id();
+    let Asked { what, method, path, token, body, key } = asked;
+    let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
+    let answer = process.api(request).await;
+    let said =
+        answer.as_ref().map_or_else(|| "no answer".to_owned(), |it| format!("{} {}", it.status, it.body));
+    ledger.note(format!("p{via} {what} {path} {}: {said}", key.as_deref().unwrap_or("")));
+    if let Some(answer) = &answer {
+        if let ("register", 200, Some(body)) = (*what, answer.status, body) {
+            ledger.registered(body);
+        }
+        ledger.answered(Told { what, key: key.clone(), request_id, status: answer.status }, answer);
+    } else {
+        ledger.unanswered(Told { what, key: key.clone(), request_id, status: 0 });
+    }
+    answer
+}

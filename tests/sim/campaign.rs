@@ -1,0 +1,279 @@
+//! Three real platform processes on one database, a hundred overlapping requests, and kill -9 all the while.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::future::join_all;
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::http::client::{self, Deadlines};
+
+use super::check::{self, Known, Memory};
+use super::cloud::Made;
+use super::host::Host;
+use super::ledger::{Ledger, Told};
+use super::look::{self, Look, MachineSeen};
+use super::process::Answer;
+use super::rng::Rng;
+use super::seat::Times;
+use crate::platform::stack::{Process, SECRET, Stack};
+
+const PROCESSES: usize = 3;
+const USERS: usize = 9;
+const REQUESTS: u32 = 100;
+/// Twice what a caller waits for a process to come back.
+const TRIES: usize = 150;
+
+struct Fleet {
+    stack: Stack,
+    client: reqwest::Client,
+    bases: Mutex<Vec<String>>,
+    ledger: Ledger,
+}
+
+struct Asked {
+    what: &'static str,
+    method: Method,
+    path: String,
+    token: String,
+    body: Option<Value>,
+    key: Option<String>,
+}
+
+impl Fleet {
+    /// Asks until there is an answer that says more than "later", each time whichever process comes.
+    async fn ask(&self, rng: &mut Rng, asked: &Asked) -> Option<Answer> {
+        for _ in 0..TRIES {
+            let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
+            let request_id = self.ledger.request_id();
+            let mut request = self.client.request(asked.method.clone(), format!("{base}{}", asked.path));
+            request = request.bearer_auth(&asked.token).header("x-request-id", &request_id);
+            if let Some(key) = &asked.key {
+                request = request.header("idempotency-key", key);
+            }
+            if let Some(body) = &asked.body {
+                request = request.json(body);
+            }
+            let answered = async {
+                let answer = request.send().await?;
+                let status = answer.status().as_u16();
+                anyhow::Ok(Answer { status, body: answer.json().await.unwrap_or_default() })
+            };
+            let answered = answered.await;
+            let status = answered.as_ref().map_or(0, |answer| answer.status);
+            let told = Told { what: asked.what, key: asked.key.clone(), request_id, status };
+            match answered {
+                Ok(answer) => {
+                    self.ledger.note(format!("{} {}: {} {}", asked.what, asked.path, status, answer.body));
+                    self.ledger.answered(told, &answer);
+                    if status != 503 {
+                        return Some(answer);
+                    }
+                }
+                Err(_) => self.ledger.unanswered(told),
+            }
+            tokio::time::sleep(Duration::from_millis(40)).await;
+        }
+        None
+    }
+
+    async fn operator(
+        &self,
+        rng: &mut Rng,
+        what: &'static str,
+        method: Method,
+        path: String,
+        body: Option<Value>,
+    ) -> Answer {
+        let key = Some(format!("{what} {}", rng.next()));
+        let asked = Asked { what, method, path, token: SECRET.to_owned(), body, key };
+        let mut other = Rng::new(rng.next());
+        let (first, again) = match rng.below(3) {
+            // At once, at two processes.
+            0 => tokio::join!(self.ask(rng, &asked), self.ask(&mut other, &asked)),
+            1 => {
+                let first = self.ask(rng, &asked).await;
+                (first, self.ask(&mut other, &asked).await)
+            }
+            _ => (self.ask(rng, &asked).await, None),
+        };
+        first.or(again).unwrap_or_else(|| panic!("no answer to {what}\n{}", self.stack.log()))
+    }
+
+    /// One user's operator: what is asked depends on nothing but chance, so that refusals are asked for too.
+    async fn serve(&self, number: usize, seed: u64) -> u32 {
+        let mut rng = Rng::new(seed ^ (number as u64) << 32);
+        let user = format!("user_{number}");
+        let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
+        let provision = json!({"idpUserId": user, "handle": format!("user-{number}")});
+        let recover = json!({"idpUserId": user, "allowEmpty": true});
+        let path = |path: &str| path.to_owned();
+        self.operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())).await;
+        let made = self.operator(
+            &mut rng,
+            "provision",
+            Method::POST,
+            path("/vps/provision"),
+            Some(provision.clone()),
+        );
+        let mut machine = made.await.body["machineId"].as_str().unwrap_or_default().to_owned();
+        let mut asked = 2;
+        let mine = REQUESTS.div_ceil(USERS as u32);
+        while asked < mine {
+            asked += 1;
+            let (what, method, path, body) = match rng.weighted(&[3, 3, 2, 2, 2, 1]) {
+                0 => ("provision", Method::POST, path("/vps/provision"), Some(provision.clone())),
+                1 => ("recover", Method::POST, path("/vps/recover"), Some(recover.clone())),
+                2 => {
+                    let to = rng.pick(&["cpx22", "cpx32", "cpx52"]);
+                    let body = Some(json!({"serverType": to}));
+                    ("resize", Method::POST, format!("/vps/{machine}/resize"), body)
+                }
+                3 => ("delete", Method::DELETE, format!("/vps/{machine}"), None),
+                4 => {
+                    let body = Some(json!({"reason": "the campaign says so"}));
+                    ("fail", Method::POST, format!("/vps/{machine}/fail"), body)
+                }
+                _ => ("subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())),
+            };
+            let answer = self.operator(&mut rng, what, method, path, body).await;
+            if let Some(named) = answer.body["machineId"].as_str() {
+                named.clone_into(&mut machine);
+            }
+            // Some come on each other's heels, some find a machine that runs.
+            tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
+        }
+        asked
+    }
+
+    /// All hosts, for as long as it is polled: they register, and then send heartbeats.
+    async fn hosts(&self, seed: u64) {
+        let mut rng = Rng::new(seed);
+        let mut known: Vec<Host> = Vec::new();
+        loop {
+            for server in self.stack.provider.servers() {
+                if !known.iter().any(|host| host.server == server.name) {
+                    known.push(Host::of(&Made { name: server.name, user_data: server.user_data }));
+                }
+            }
+            let newest: Vec<Host> = known.iter().rev().take(12).cloned().collect();
+            for host in newest {
+                let (what, path, token, body) = if rng.percent(60) {
+                    self.ledger.registers(&host.machine);
+                    ("register", "/vps/register".to_owned(), &host.registration, host.registration_body(0))
+                } else {
+                    let path = format!("/vps/{}/heartbeat", host.machine);
+                    ("heartbeat", path, &host.upgrade, host.heartbeat_body())
+                };
+                let body = Some(body);
+                let token = token.clone();
+                let asked = Asked { what, method: Method::POST, path, token, body, key: None };
+                // A host that is not answered tries again by itself, later.
+                let _ = tokio::time::timeout(Duration::from_secs(1), self.ask(&mut rng, &asked)).await;
+            }
+            tokio::time::sleep(Duration::from_millis(30)).await;
+        }
+    }
+
+    fn start(self: &Arc<Self>, number: usize) -> Process {
+        let process = self.stack.platform();
+        process.base.clone_into(&mut self.bases.lock().unwrap_or_else(PoisonError::into_inner)[number]);
+        process
+    }
+}
+
+/// Kills and restarts until it is told to end; then all processes run. How often it killed.
+async fn kill_again_and_again(
+    fleet: Arc<Fleet>,
+    mut processes: Vec<Process>,
+    seed: u64,
+    mut end: tokio::sync::oneshot::Receiver<()>,
+) -> (Vec<Process>, u32) {
+    let mut rng = Rng::new(seed);
+    let mut kills = 0;
+    loop {
+        let pause = Duration::from_millis(40 + rng.below(300) as u64);
+        if tokio::time::timeout(pause, &mut end).await.is_ok() {
+            return (processes, kills);
+        }
+        let victim = rng.below(PROCESSES);
+        processes[victim].kill();
+        kills += 1;
+        tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 100, 400]))).await;
+        let starting = Arc::clone(&fleet);
+        let started = tokio::task::spawn_blocking(move || starting.start(victim)).await;
+        processes[victim] = started.expect("it starts");
+    }
+}
+
+async fn campaign(seed: u64) -> Result<()> {
+    let stack = Stack::start().await;
+    let client = client::build(Deadlines { whole: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
+    let bases = Mutex::new(vec![String::new(); PROCESSES]);
+    let fleet = Arc::new(Fleet { stack, client, bases, ledger: Ledger::new() });
+    let starting = Arc::clone(&fleet);
+    let processes =
+        tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let killer = tokio::spawn(kill_again_and_again(Arc::clone(&fleet), processes, seed, told));
+    let playing = Arc::clone(&fleet);
+    let hosts = tokio::spawn(async move { playing.hosts(seed).await });
+
+    let asked: u32 = join_all((0..USERS).map(|number| fleet.serve(number, seed))).await.into_iter().sum();
+    let _ = tell.send(());
+    let (_processes, kills) = killer.await?;
+    assert!(asked >= REQUESTS && kills > 5, "{asked} requests, {kills} kills");
+
+    let database = fleet.stack.database.connect().await?;
+    let times = Times::of(&database).await?;
+    let came = comes_to_rest(&fleet, &database, &times).await?;
+    hosts.abort();
+    let look = Look::at(&database).await?;
+    let live = live(&fleet.stack);
+    let known = Known::of(&fleet.ledger);
+    let mut found = check::always(&look, &mut Memory::default(), &fleet.ledger, &known);
+    found.extend(check::settled(&look, &live, &look::audit(&database).await?, &fleet.ledger));
+    let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
+    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{look:#?}\n{}", log());
+    for machine in look.machines.iter().filter(|machine| machine.is_running()) {
+        let servers = live.iter().filter(|id| **id == machine.machine_id).count();
+        assert_eq!(servers, 1, "{machine:?}\n{}", log());
+    }
+    let running = look.machines.iter().filter(|machine| machine.is_running()).count();
+    println!("seed {seed}: {asked} requests, {kills} kills, {} machines, {running} run", look.machines.len());
+    Ok(())
+}
+
+fn live(stack: &Stack) -> Vec<String> {
+    let machine = |server: kit::provider::ServerView| server.labels.get("svc-machine").cloned();
+    stack.provider.servers().into_iter().filter_map(machine).collect()
+}
+
+/// Until nothing is under way and no server is left over; time is helped along.
+async fn comes_to_rest(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
+    for _ in 0..300 {
+        let look = Look::at(database).await.context("look")?;
+        let stray = |id: &String| !look.machine(id).is_some_and(MachineSeen::is_active);
+        let under_way = look.operations.iter().any(|operation| operation.state == "running");
+        if !under_way && !live(&fleet.stack).iter().any(stray) {
+            return Ok(true);
+        }
+        times.pass(database, 3, false).await?;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(false)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hundred_overlapping_requests_survive_random_kills() {
+    campaign(1).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: ten campaigns"]
+async fn long_ten_campaigns_survive() {
+    for seed in 2..12 {
+        campaign(seed).await.unwrap();
+    }
+}

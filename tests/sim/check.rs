@@ -1,0 +1,149 @@
+//! The invariants, looked at from outside: the database, the provider's books, the store, and what callers were told.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::ledger::Ledger;
+use super::look::{AuditSeen, Look, MachineSeen};
+use super::violation::Violation;
+
+/// What was seen before, for what cannot be seen in a state.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// Ended machines, as they ended.
+    ended: BTreeMap<String, (String, bool, bool)>,
+    known: BTreeSet<String>,
+    highest: BTreeMap<String, u32>,
+}
+
+/// What callers knew before a look.
+pub struct Known {
+    pub operations: BTreeSet<String>,
+    pub ended: BTreeSet<String>,
+}
+
+impl Known {
+    pub fn of(ledger: &Ledger) -> Self {
+        Self { operations: ledger.operations(), ended: ledger.ended() }
+    }
+}
+
+/// What must hold at any instant.
+pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) -> BTreeSet<Violation> {
+    let mut found = ledger.violations();
+    let mut hold = |holds: bool, violation| {
+        if !holds {
+            found.insert(violation);
+        }
+    };
+    let registrations = ledger.registrations();
+    let mut active = BTreeMap::<String, u32>::new();
+    for machine in &look.machines {
+        if machine.is_active() {
+            *active.entry(machine.prefix()).or_default() += 1;
+        }
+        let running = machine.is_running();
+        hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
+        let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
+        hold(!waits || look.is_under_way(&machine.machine_id), Violation::Stuck);
+        let ended = known.ended.contains(&machine.machine_id);
+        hold(memory.has_stayed(machine) && !(ended && machine.is_active()), Violation::CameBack);
+    }
+    hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
+    hold(memory.epochs_grow(look), Violation::EpochDidNotGrow);
+    let there: BTreeSet<&str> = look.operations.iter().map(|it| it.operation_id.as_str()).collect();
+    hold(known.operations.iter().all(|told| there.contains(told.as_str())), Violation::AcceptedAndForgotten);
+    found
+}
+
+impl Memory {
+    fn has_stayed(&mut self, machine: &MachineSeen) -> bool {
+        let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
+        if let Some(ended) = self.ended.get(&machine.machine_id) {
+            return *ended == now;
+        }
+        if !machine.is_active() {
+            self.ended.insert(machine.machine_id.clone(), now);
+        }
+        true
+    }
+
+    fn epochs_grow(&mut self, look: &Look) -> bool {
+        let mut grow = true;
+        for machine in &look.machines {
+            if !self.known.insert(machine.machine_id.clone()) {
+                continue;
+            }
+            let highest = self.highest.entry(machine.prefix()).or_default();
+            grow &= machine.epoch > *highest;
+            *highest = machine.epoch.max(*highest);
+        }
+        grow
+    }
+}
+
+/// No server stands before its slot's fence does.
+pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
+    let mut found = BTreeSet::new();
+    for machine in live.iter().filter_map(|id| look.machine(id)) {
+        if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
+            found.insert(Violation::ServerBeforeFence);
+        }
+    }
+    found
+}
+
+/// What must hold besides, once everything had the time it needs and no fault is left.
+pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledger) -> BTreeSet<Violation> {
+    let mut found = BTreeSet::new();
+    if look.operations.iter().any(|operation| operation.state == "running") {
+        found.insert(Violation::OperationNeverEnds);
+    }
+    if live.iter().any(|id| !look.machine(id).is_some_and(MachineSeen::is_active)) {
+        found.insert(Violation::Orphan);
+    }
+    if look.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
+        found.insert(Violation::RunsWithoutServer);
+    }
+    if !is_complete(look, audit, ledger) {
+        found.insert(Violation::AuditIncomplete);
+    }
+    found
+}
+
+/// One row for each change, none twice, and none for an answer that was given again.
+fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
+    let rows = |actions: &[&str], of: &dyn Fn(&AuditSeen) -> bool| {
+        audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
+    };
+    let machines = look.machines.iter().all(|machine| {
+        let id = &machine.machine_id;
+        let made = |row: &AuditSeen| {
+            row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
+        };
+        let target = |row: &AuditSeen| row.target == *id;
+        rows(&["provision", "recover"], &made) == 1
+            && rows(&["delete", "preview.expired"], &target) == usize::from(machine.deleted_at.is_some())
+            && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
+    });
+    let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");
+    let resizes = rows(&["resize"], &|_| true) == resizes.count();
+    let failed = look.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
+    let failed =
+        failed.into_iter().all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
+    machines && resizes && failed && is_once_for_each(audit, ledger)
+}
+
+/// No request has two rows, nor have all that carried one key; and a subscription that was accepted has one.
+fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
+    let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
+    for told in ledger.told() {
+        let group = told.key.unwrap_or_else(|| told.request_id.clone());
+        let (accepted, requests) = groups.entry(group).or_default();
+        *accepted |= told.what == "subscribe" && told.status == 200;
+        requests.push(told.request_id);
+    }
+    groups.values().all(|(accepted, requests)| {
+        let rows = audit.iter().filter(|row| requests.contains(&row.request_id)).count();
+        if *accepted { rows == 1 } else { rows <= 1 }
+    })
+}

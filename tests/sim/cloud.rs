@@ -1,0 +1,364 @@
+//! The provider at the port: its books in memory, its rules, and the faults of a plan.
+//!
+//! It stands in for the adapter and the kit's simulator in the bulk of the runs, since an HTTP exchange in a dev build
+//! costs as much as a whole step; `wire` plays the same plans through both.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use secrecy::ExposeSecret;
+use svc::machine::name::ServerType;
+use svc::provider::{
+    Action, ActionId, ActionStatus, Cause, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
+    ServerOrder, ServerStatus, ServerTypeInfo,
+};
+
+use super::plan::{Call, CloudFault};
+use super::violation::Broken;
+
+/// How long an action takes, and an order that arrives late.
+const ACTION: Duration = Duration::from_millis(15);
+const LATE: Duration = Duration::from_millis(120);
+const SLOW: Duration = Duration::from_millis(200);
+const MACHINE_LABEL: &str = "svc-machine";
+const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
+
+/// A server as it was ordered; what a host is made of.
+#[derive(Debug, Clone)]
+pub struct Made {
+    pub name: String,
+    pub user_data: String,
+}
+
+pub struct Cloud {
+    books: Mutex<Books>,
+    broken: Option<Broken>,
+}
+
+#[derive(Default)]
+struct Books {
+    next: i64,
+    servers: BTreeMap<i64, Server>,
+    actions: BTreeMap<i64, Pending>,
+    made: Vec<Made>,
+    faults: Vec<(Call, CloudFault, u8)>,
+    doubles: bool,
+}
+
+struct Pending {
+    action: Action,
+    server: i64,
+    ends: Instant,
+    effect: Effect,
+    fails: bool,
+}
+
+#[derive(Debug, Clone)]
+enum Effect {
+    Power(ServerStatus),
+    Type(ServerType),
+}
+
+impl Cloud {
+    pub fn new(broken: Option<Broken>) -> Arc<Self> {
+        Arc::new(Self { books: Mutex::default(), broken })
+    }
+
+    pub fn fault(&self, call: Call, fault: CloudFault, times: u8) {
+        self.books().faults.push((call, fault, times));
+    }
+
+    pub fn heal(&self) {
+        self.books().faults.clear();
+    }
+
+    /// The machines that have a server now, by label.
+    pub fn live(&self) -> Vec<String> {
+        let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
+        self.books().servers.values().map(machine).collect()
+    }
+
+    /// Every server that was ever made, the oldest first.
+    pub fn made(&self) -> Vec<Made> {
+        self.books().made.clone()
+    }
+
+    /// Whether a machine ever had two servers at a time.
+    pub fn had_doubles(&self) -> bool {
+        self.books().doubles
+    }
+
+    pub fn vanish(&self, name: &str) {
+        self.books().servers.retain(|_, server| server.name != name);
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        let mut books = self.books.lock().unwrap_or_else(PoisonError::into_inner);
+        books.settle();
+        books
+    }
+
+    fn fault_of(&self, call: Call) -> Option<CloudFault> {
+        let mut books = self.books();
+        // Names matter where an answer is lost, which no plan is sure to bring soon.
+        if self.broken == Some(Broken::NamesRepeat) && call == Call::Create && books.next % 2 == 0 {
+            return Some(CloudFault::LostReply);
+        }
+        let at = books.faults.iter().position(|(known, _, _)| *known == call)?;
+        let fault = books.faults[at].1;
+        books.faults[at].2 -= 1;
+        if books.faults[at].2 == 0 {
+            books.faults.remove(at);
+        }
+        Some(fault)
+    }
+
+    fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+        let unique = self.broken != Some(Broken::NamesRepeat);
+        let mut books = self.books();
+        if unique && books.servers.values().any(|server| server.name == order.name) {
+            return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
+        }
+        books.next += 1;
+        let id = books.next;
+        let server = Server {
+            id: ServerId(id),
+            name: order.name.clone(),
+            status: ServerStatus::Running,
+            public_ipv4: Some(Ipv4Addr::new(127, 201, (id / 250) as u8, (id % 250 + 1) as u8)),
+            server_type: order.server_type.clone(),
+            disk_gb: disk_of(&order.server_type).unwrap_or(80),
+            labels: order.labels.clone(),
+            locked: false,
+        };
+        books
+            .made
+            .push(Made { name: order.name.clone(), user_data: order.user_data.expose_secret().to_owned() });
+        let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
+        books.doubles |= books.servers.values().any(|known| label(known) == label(&server));
+        books.servers.insert(id, server.clone());
+        Ok(server)
+    }
+
+    async fn look<T>(&self, call: &'static str, found: impl FnOnce(&Books) -> T) -> Result<T, ProviderError> {
+        match self.fault_of(Call::Look) {
+            Some(CloudFault::RateLimited) => {
+                Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
+            }
+            Some(CloudFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
+            Some(CloudFault::Slow) => {
+                tokio::time::sleep(SLOW).await;
+                Ok(found(&self.books()))
+            }
+            _ => Ok(found(&self.books())),
+        }
+    }
+
+    async fn act(&self, call: &'static str, id: ServerId, effect: Effect) -> Result<Action, ProviderError> {
+        let unclear =
+            if matches!(effect, Effect::Type(_)) { ErrorKind::Ambiguous } else { ErrorKind::Transient };
+        let fault = self.fault_of(Call::Act);
+        match fault {
+            Some(CloudFault::RateLimited) => {
+                return Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"));
+            }
+            Some(CloudFault::ServerError) => return Err(failure(call, unclear, 503, "")),
+            Some(CloudFault::Refused) => {
+                return Err(failure(call, ErrorKind::Refused, 403, "resource_limit_exceeded"));
+            }
+            _ => {}
+        }
+        let begun = self.books().begin(call, id, effect, fault == Some(CloudFault::ActionError));
+        match fault {
+            Some(CloudFault::Slow) => {
+                tokio::time::sleep(SLOW).await;
+                begun
+            }
+            Some(CloudFault::LostReply) => Err(failure(call, unclear, 504, "")),
+            _ => begun,
+        }
+    }
+}
+
+impl Books {
+    /// Lets the actions take effect whose time is over.
+    fn settle(&mut self) {
+        let now = Instant::now();
+        let Self { servers, actions, .. } = self;
+        for pending in actions.values_mut().filter(|pending| pending.ends <= now) {
+            if pending.action.status != ActionStatus::Running {
+                continue;
+            }
+            let Some(server) = servers.get_mut(&pending.server).filter(|_| !pending.fails) else {
+                let (code, message) = ("action_failed".to_owned(), "Action failed".to_owned());
+                pending.action.status = ActionStatus::Error { code, message };
+                continue;
+            };
+            match &pending.effect {
+                Effect::Power(status) => server.status = *status,
+                Effect::Type(to) => server.server_type = to.clone(),
+            }
+            pending.action.status = ActionStatus::Success;
+        }
+        let busy =
+            |id: i64| actions.values().any(|it| it.server == id && it.action.status == ActionStatus::Running);
+        for (id, server) in servers {
+            server.locked = busy(*id);
+        }
+    }
+
+    fn begin(
+        &mut self,
+        call: &'static str,
+        id: ServerId,
+        effect: Effect,
+        fails: bool,
+    ) -> Result<Action, ProviderError> {
+        let Some(server) = self.servers.get(&id.0) else {
+            return Err(failure(call, ErrorKind::NotFound, 404, "not_found"));
+        };
+        if server.locked {
+            return Err(failure(call, ErrorKind::Transient, 423, "locked"));
+        }
+        if let Effect::Type(to) = &effect {
+            let refused = |code| Err(failure(call, ErrorKind::Refused, 422, code));
+            if server.status != ServerStatus::Off {
+                return refused("server_not_stopped");
+            }
+            if server.server_type == *to || disk_of(to).is_none_or(|disk| disk < server.disk_gb) {
+                return refused("invalid_server_type");
+            }
+        }
+        self.next += 1;
+        let action =
+            Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
+        let pending =
+            Pending { action: action.clone(), server: id.0, ends: Instant::now() + ACTION, effect, fails };
+        self.actions.insert(self.next, pending);
+        Ok(action)
+    }
+}
+
+fn disk_of(server_type: &ServerType) -> Option<u32> {
+    TYPES.iter().find(|(name, _)| *name == server_type.as_str()).map(|(_, disk)| *disk)
+}
+
+fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> ProviderError {
+    let cause = Cause::Answer { status, code: code.to_owned(), message: "a fault of the plan".to_owned() };
+    ProviderError::new(call, kind, cause)
+}
+
+/// What the processes hold: the cloud, shared.
+pub struct AtThePort(pub Arc<Cloud>);
+
+#[async_trait]
+impl Provider for AtThePort {
+    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+        const CALL: &str = "create server";
+        match self.0.fault_of(Call::Create) {
+            Some(CloudFault::RateLimited) => {
+                Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"))
+            }
+            Some(CloudFault::ServerError) => Err(failure(CALL, ErrorKind::Ambiguous, 503, "")),
+            Some(CloudFault::Refused) => {
+                Err(failure(CALL, ErrorKind::Refused, 403, "resource_limit_exceeded"))
+            }
+            Some(CloudFault::LostReply) => {
+                let _ = self.0.order(order);
+                Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
+            }
+            Some(CloudFault::Late) => {
+                let (cloud, order) = (Arc::clone(&self.0), order.clone());
+                tokio::spawn(async move {
+                    tokio::time::sleep(LATE).await;
+                    // Where another order was faster, the name is taken.
+                    let _ = cloud.order(&order);
+                });
+                Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
+            }
+            Some(CloudFault::Slow) => {
+                let made = self.0.order(order);
+                tokio::time::sleep(SLOW).await;
+                made
+            }
+            Some(CloudFault::ActionError) | None => self.0.order(order),
+        }
+    }
+
+    async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
+        let blind = matches!(self.0.broken, Some(Broken::NamesRepeat | Broken::NothingIsDeleted));
+        let named = |server: &&Server| server.name == name && !blind;
+        self.0.look("find server", |books| books.servers.values().find(named).cloned()).await
+    }
+
+    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+        let (label, value) = selector.split_once('=').map_or((selector, None), |(l, v)| (l, Some(v)));
+        let blind = matches!(self.0.broken, Some(Broken::NamesRepeat | Broken::NothingIsDeleted));
+        let chosen = |server: &&Server| {
+            let found = server.labels.get(label);
+            !blind && found.is_some_and(|found| value.is_none_or(|value| value == found))
+        };
+        self.0.look("list servers", |books| books.servers.values().filter(chosen).cloned().collect()).await
+    }
+
+    async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
+        self.0.look("get server", |books| books.servers.get(&id.0).cloned()).await
+    }
+
+    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
+        const CALL: &str = "delete server";
+        let fault = self.0.fault_of(Call::Delete);
+        match fault {
+            Some(CloudFault::RateLimited) => {
+                return Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"));
+            }
+            Some(CloudFault::ServerError) => return Err(failure(CALL, ErrorKind::Transient, 503, "")),
+            _ => {}
+        }
+        if self.0.broken == Some(Broken::NothingIsDeleted) {
+            return Ok(Deleted::Done);
+        }
+        let there = {
+            let mut books = self.0.books();
+            if books.servers.get(&id.0).is_some_and(|server| server.locked) {
+                return Err(failure(CALL, ErrorKind::Transient, 423, "locked"));
+            }
+            books.servers.remove(&id.0).is_some()
+        };
+        match fault {
+            Some(CloudFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
+            Some(CloudFault::Slow) => tokio::time::sleep(SLOW).await,
+            _ => {}
+        }
+        Ok(if there { Deleted::Done } else { Deleted::WasAbsent })
+    }
+
+    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
+        let found = self.0.look("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
+        found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
+    }
+
+    async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.0.act("poweron", id, Effect::Power(ServerStatus::Running)).await
+    }
+
+    async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.0.act("poweroff", id, Effect::Power(ServerStatus::Off)).await
+    }
+
+    async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.0.act("shutdown", id, Effect::Power(ServerStatus::Off)).await
+    }
+
+    async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
+        self.0.act("change_type", id, Effect::Type(to.clone())).await
+    }
+
+    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+        let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
+        self.0.look("get server type", |_| disk_of(name).map(info)).await
+    }
+}

@@ -1,0 +1,151 @@
+//! A host at the level of its protocol: what its user-data tells it, and a backup by the production store code.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use svc::config::parse_env_file;
+use svc::machine::epoch::Epoch;
+use svc::machine::id::MachineId;
+use svc::store::key::{SlotPrefix, snapshot_key};
+use svc::store::pointer::{Pointer, SnapshotRef};
+use svc::store::snapshot::{self, FORMAT, SideRecord};
+use svc::store::upload::{Parts, Upload};
+use svc::store::{Bucket, pointer_io};
+
+use super::cloud::Made;
+use super::store::{Store, View};
+use super::violation::Broken;
+
+pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
+
+#[derive(Debug, Clone)]
+pub struct Host {
+    pub server: String,
+    pub machine: String,
+    pub user: String,
+    pub slot: String,
+    pub epoch: u32,
+    pub registration: String,
+    pub upgrade: String,
+}
+
+impl Host {
+    pub fn of(made: &Made) -> Self {
+        let text = made.user_data.strip_prefix("#cloud-config\n").expect("cloud-config");
+        let config: Value = serde_json::from_str(text).expect("JSON");
+        let mut told: BTreeMap<String, String> = BTreeMap::new();
+        for file in config["write_files"].as_array().expect("files") {
+            // Not every file is an env file.
+            if file["path"].as_str().is_some_and(|path| path.ends_with(".env")) {
+                told.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+            }
+        }
+        let take = |name: &str| told.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
+        Self {
+            server: made.name.clone(),
+            machine: take("SVC_MACHINE_ID"),
+            user: take("SVC_USER_ID"),
+            slot: take("SVC_SLOT"),
+            epoch: take("SVC_EPOCH").parse().expect("a number"),
+            registration: take("REGISTRATION_TOKEN"),
+            upgrade: take("UPGRADE_TOKEN"),
+        }
+    }
+
+    /// Bodies differ by the key that the host made, which a second boot of the same disk would keep.
+    pub fn registration_body(&self, body: u8) -> Value {
+        json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": DIGEST,
+            "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
+    }
+
+    pub fn heartbeat_body(&self) -> Value {
+        json!({"imageVersion": "v1", "epoch": self.epoch, "health": {"gateway": "ok", "database": "ok"},
+            "lastBackup": null, "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
+    }
+
+    /// Dump, side record, pointer, in that order, as the backup job does it; it may break off in between.
+    pub async fn back_up(self, store: Arc<Store>, breaks_off: Option<u8>, broken: Option<Broken>) -> String {
+        match self.backed_up(&store, breaks_off, broken).await {
+            Ok(what) => what.to_owned(),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+
+    async fn backed_up(
+        &self,
+        store: &Arc<Store>,
+        breaks_off: Option<u8>,
+        broken: Option<Broken>,
+    ) -> anyhow::Result<&'static str> {
+        let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+        let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
+        let (at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
+        let key = snapshot_key(at, epoch);
+        let content = Bytes::from(format!("dump of {} at {at}", self.machine));
+        let path = slot.snapshot(&key).expect("a key of ours");
+        let mut upload = Upload::begin(&bucket, &path, Parts::for_at_most(1 << 20)).await?;
+        upload.push(content.clone()).await?;
+        let etag = upload.complete().await?.e_tag;
+        if breaks_off == Some(1) {
+            return Ok("broke off after the dump");
+        }
+        let side = self.side_record(key, &content, at);
+        if broken == Some(Broken::HostDoesNotVerify) {
+            push(&bucket, &slot, &named(&side)).await?;
+            return Ok("moved the pointer too soon");
+        }
+        let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
+        if breaks_off == Some(2) {
+            return Ok("broke off after the side record");
+        }
+        if broken == Some(Broken::HostIgnoresFence) {
+            push(&bucket, &slot, recorded.named()).await?;
+        } else {
+            pointer_io::advance(&bucket, &slot, &recorded).await?;
+        }
+        Ok("moved the pointer")
+    }
+
+    fn side_record(&self, key: String, content: &Bytes, at: Timestamp) -> SideRecord {
+        SideRecord {
+            version: FORMAT,
+            key,
+            size_bytes: content.len() as u64,
+            sha256: hex::encode(Sha256::digest(content)),
+            pg_version: "16".to_owned(),
+            machine_id: self.machine.parse::<MachineId>().expect("an id"),
+            epoch: Epoch(self.epoch),
+            taken_at: at,
+            verified_at: at,
+            roles: Vec::new(),
+            tables: Vec::new(),
+            database: None,
+        }
+    }
+}
+
+fn named(side: &SideRecord) -> SnapshotRef {
+    SnapshotRef {
+        key: side.key.clone(),
+        size_bytes: side.size_bytes,
+        sha256: side.sha256.clone(),
+        etag: None,
+        machine_id: side.machine_id,
+        epoch: side.epoch,
+        taken_at: side.taken_at,
+        verified_at: side.verified_at,
+    }
+}
+
+/// Moves the pointer as nobody may: the fence is not obeyed, and nobody asks for a side record.
+async fn push(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> anyhow::Result<()> {
+    let now = pointer_io::read(bucket, slot).await?;
+    let Some(now) = now else { anyhow::bail!("no pointer yet") };
+    let next = Pointer { seq: now.value.seq + 1, snapshot: Some(named.clone()), ..now.value };
+    bucket.put_json_if(&slot.pointer(), &next, svc::store::bucket::Condition::Unchanged(now.version)).await?;
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! What callers were told: every request with its answer, and what of it can be held against the platform.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::process::Answer;
+use super::violation::Violation;
+
+/// One request that an answer came to.
+#[derive(Debug, Clone)]
+pub struct Told {
+    pub what: &'static str,
+    pub key: Option<String>,
+    pub request_id: String,
+    pub status: u16,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    lines: Vec<String>,
+    told: Vec<Told>,
+    /// What each key was answered first.
+    keys: BTreeMap<String, (u16, Value)>,
+    machines: Vec<String>,
+    operations: BTreeSet<String>,
+    registrations: BTreeSet<String>,
+    /// The body by which each machine was accepted first.
+    accepted: BTreeMap<String, Value>,
+    ended: BTreeSet<String>,
+    seen: BTreeSet<Violation>,
+    requests: u32,
+}
+
+#[derive(Debug, Clone)]
+pub struct Ledger {
+    book: Arc<Mutex<Book>>,
+    began: Instant,
+}
+
+impl Ledger {
+    pub fn new() -> Self {
+        Self { book: Arc::default(), began: Instant::now() }
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn note(&self, line: impl std::fmt::Display) {
+        let at = self.began.elapsed().as_millis();
+        self.book().lines.push(format!("{at:>6} ms  {line}"));
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        self.book().lines.clone()
+    }
+
+    pub fn request_id(&self) -> String {
+        let mut book = self.book();
+        book.requests += 1;
+        format!("request-{}", book.requests)
+    }
+
+    /// Takes an answer in.
+    pub fn answered(&self, told: Told, answer: &Answer) {
+        let mut book = self.book();
+        if answer.status == 500 {
+            book.seen.insert(Violation::InternalError);
+        }
+        if (200..300).contains(&answer.status) {
+            if let Some(key) = &told.key {
+                let now = (answer.status, answer.body.clone());
+                let first = book.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
+                if first != now {
+                    book.seen.insert(Violation::ReplayDiffers);
+                }
+            }
+            let named = |name: &str| answer.body[name].as_str().map(str::to_owned);
+            if let Some(operation) = named("operationId") {
+                book.operations.insert(operation);
+            }
+            book.ended.extend(named("oldMachineId"));
+            if told.what == "delete" {
+                book.ended.extend(named("machineId"));
+            }
+            if let Some(machine) = named("machineId")
+                && !book.machines.contains(&machine)
+            {
+                book.machines.push(machine);
+            }
+        }
+        book.told.push(told);
+    }
+
+    /// A request that may have been done, and of which nothing was heard.
+    pub fn unanswered(&self, told: Told) {
+        self.book().told.push(told);
+    }
+
+    /// A host was told that it is its machine's.
+    pub fn registered(&self, body: &Value) {
+        let mut book = self.book();
+        let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
+        if book.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
+            book.seen.insert(Violation::RegisteredTwice);
+        }
+    }
+
+    pub fn registers(&self, machine: &str) {
+        self.book().registrations.insert(machine.to_owned());
+    }
+
+    /// Machines whose hosts have sent a registration.
+    pub fn registrations(&self) -> BTreeSet<String> {
+        self.book().registrations.clone()
+    }
+
+    /// Machines that answers named, in that order.
+    pub fn machines(&self) -> Vec<String> {
+        self.book().machines.clone()
+    }
+
+    /// Machines that callers know as replaced or deleted.
+    pub fn ended(&self) -> BTreeSet<String> {
+        self.book().ended.clone()
+    }
+
+    pub fn operations(&self) -> BTreeSet<String> {
+        self.book().operations.clone()
+    }
+
+    pub fn told(&self) -> Vec<Told> {
+        self.book().told.clone()
+    }
+
+    pub fn violations(&self) -> BTreeSet<Violation> {
+        self.book().seen.clone()
+    }
+}

@@ -1,0 +1,73 @@
+//! One process's way to the provider: each call is a moment at which the process may die.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use svc::machine::name::ServerType;
+use svc::provider::{
+    Action, ActionId, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder, ServerTypeInfo,
+};
+
+use super::plan::Moment;
+use super::switch::Switch;
+
+pub struct Line {
+    pub provider: Arc<dyn Provider>,
+    pub switch: Arc<Switch>,
+}
+
+impl Line {
+    async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
+        self.switch.pass(Moment::BeforeProvider).await;
+        let answer = exchange.await;
+        self.switch.pass(Moment::AfterProvider).await;
+        answer
+    }
+}
+
+#[async_trait]
+impl Provider for Line {
+    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+        self.call(self.provider.create(order)).await
+    }
+
+    async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
+        self.call(self.provider.find(name)).await
+    }
+
+    async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
+        self.call(self.provider.find_by_label(selector)).await
+    }
+
+    async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
+        self.call(self.provider.get(id)).await
+    }
+
+    async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
+        self.call(self.provider.delete(id)).await
+    }
+
+    async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
+        self.call(self.provider.action(id)).await
+    }
+
+    async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.call(self.provider.power_on(id)).await
+    }
+
+    async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.call(self.provider.power_off(id)).await
+    }
+
+    async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.call(self.provider.shutdown(id)).await
+    }
+
+    async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
+        self.call(self.provider.change_type(id, to)).await
+    }
+
+    async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
+        self.call(self.provider.server_type(name)).await
+    }
+}

@@ -1,0 +1,89 @@
+//! The database as it is at one instant.
+
+use anyhow::Result;
+use serde::Deserialize;
+use tokio_postgres::Client;
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct MachineSeen {
+    pub machine_id: String,
+    pub idp_user_id: String,
+    pub slot: String,
+    pub status: String,
+    pub failure_cause: Option<String>,
+    pub epoch: u32,
+    pub registered_at: Option<String>,
+    pub retired_at: Option<String>,
+    pub deleted_at: Option<String>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct OperationSeen {
+    pub operation_id: String,
+    pub machine_id: String,
+    pub kind: String,
+    pub state: String,
+    pub step: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub struct AuditSeen {
+    pub action: String,
+    pub target: String,
+    pub after: Option<serde_json::Value>,
+    pub request_id: String,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Look {
+    pub machines: Vec<MachineSeen>,
+    pub operations: Vec<OperationSeen>,
+}
+
+/// One statement, hence one instant; the oldest machine first.
+const LOOK: &str = "SELECT \
+    (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
+        status, failure_cause, epoch, registered_at, retired_at, deleted_at FROM user_machines) m), \
+    (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
+        kind, state, step FROM operations) o)";
+
+impl Look {
+    pub async fn at(client: &Client) -> Result<Self> {
+        let row = client.query_one(LOOK, &[]).await?;
+        Ok(Self {
+            machines: serde_json::from_value(row.get(0))?,
+            operations: serde_json::from_value(row.get(1))?,
+        })
+    }
+
+    pub fn machine(&self, id: &str) -> Option<&MachineSeen> {
+        self.machines.iter().find(|machine| machine.machine_id == id)
+    }
+
+    pub fn is_under_way(&self, machine: &str) -> bool {
+        self.operations.iter().any(|it| it.machine_id == machine && it.state == "running")
+    }
+}
+
+impl MachineSeen {
+    pub fn is_active(&self) -> bool {
+        self.retired_at.is_none() && self.deleted_at.is_none()
+    }
+
+    pub fn is_booting(&self) -> bool {
+        self.is_active() && matches!(self.status.as_str(), "provisioning" | "recovering")
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.is_active() && self.status == "running"
+    }
+
+    pub fn prefix(&self) -> String {
+        format!("{}/{}", self.idp_user_id, self.slot)
+    }
+}
+
+pub async fn audit(client: &Client) -> Result<Vec<AuditSeen>> {
+    let sql = "SELECT coalesce(json_agg(a), '[]') FROM (SELECT action, target, after, request_id FROM operator_audit) a";
+    Ok(serde_json::from_value(client.query_one(sql, &[]).await?.get(0))?)
+}

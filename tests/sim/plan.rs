@@ -1,0 +1,285 @@
+//! What happens in a run: a seed's plan, as data that can be printed and cut short.
+
+use super::rng::Rng;
+
+/// Users and their slots; one user has two, since the platform lets a user's requests take turns.
+pub const SLOTS: [(&str, &str); 3] = [("user_a", "primary"), ("user_a", "second"), ("user_b", "primary")];
+pub const PROCESSES: usize = 3;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    Subscribe {
+        slot: usize,
+    },
+    Provision {
+        slot: usize,
+    },
+    Recover {
+        slot: usize,
+        empty: bool,
+    },
+    /// Of any machine that an answer ever named.
+    Resize {
+        machine: usize,
+        to: &'static str,
+    },
+    Fail {
+        machine: usize,
+    },
+    Delete {
+        machine: usize,
+    },
+    /// Of any host that ever was, also one whose server is gone: its disk may run anywhere.
+    Register {
+        host: usize,
+        body: u8,
+    },
+    Heartbeat {
+        host: usize,
+    },
+    BootFailure {
+        host: usize,
+    },
+    /// It may break off after the dump, or after the side record.
+    BackUp {
+        host: usize,
+        breaks_off: Option<u8>,
+    },
+    ServerVanishes {
+        host: usize,
+    },
+    ProviderFails {
+        call: Call,
+        fault: CloudFault,
+        times: u8,
+    },
+    StoreFails {
+        write: bool,
+        fault: StoreFault,
+        times: u8,
+    },
+    /// Every connection to the database is cut.
+    DatabaseCuts,
+    Crash {
+        process: usize,
+    },
+    /// At its `nth` call from now on of this sort, before or after it was done.
+    CrashAt {
+        process: usize,
+        moment: Moment,
+        nth: u8,
+    },
+    Stop {
+        process: usize,
+    },
+    Start {
+        process: usize,
+    },
+    /// All stored times move into the past; with the leases, whoever is at work has slept through them.
+    TimePasses {
+        seconds: u32,
+        leases: bool,
+    },
+    /// Nothing new until the operations stand still, for a bounded time.
+    Rest,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    Create,
+    Look,
+    Delete,
+    Act,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CloudFault {
+    RateLimited,
+    /// 5xx, nothing done.
+    ServerError,
+    /// Done, and no answer.
+    LostReply,
+    /// No answer, and done only a while later.
+    Late,
+    /// Done, answered late.
+    Slow,
+    Refused,
+    /// Accepted; the action ends as an error.
+    ActionError,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoreFault {
+    Unavailable,
+    LostReply,
+    Slow,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    BeforeProvider,
+    AfterProvider,
+    BeforeStore,
+    AfterStore,
+}
+
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// The process that a request goes to.
+    pub via: usize,
+    pub action: Action,
+    /// Sent to another process at the same time, under the same key.
+    pub twice: bool,
+    /// Of a few, so that keys are used again.
+    pub key: Option<u8>,
+    /// How long the next step waits for this one's answer.
+    pub wait_ms: u64,
+}
+
+/// The plan of a seed.
+pub fn plan(seed: u64) -> Vec<Step> {
+    let mut rng = Rng::new(seed);
+    let length = 20 + rng.below(21);
+    // A run is about its faults or about its requests; both in one would seldom get anywhere.
+    let troubled = rng.percent(60);
+    let mut steps: Vec<Step> =
+        (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
+    for step in &mut steps {
+        step.wait_ms = 2000;
+    }
+    while steps.len() < length {
+        if rng.percent(80) {
+            let action = action(&mut rng, troubled);
+            steps.push(step(&mut rng, action));
+            continue;
+        }
+        for action in life(&mut rng) {
+            steps.push(step(&mut rng, action));
+            if rng.percent(25) {
+                let between = self::action(&mut rng, troubled);
+                steps.push(step(&mut rng, between));
+            }
+        }
+    }
+    steps.truncate(length);
+    steps
+}
+
+/// What mostly happens to a slot, so that runs come as far as machines with something to lose.
+fn life(rng: &mut Rng) -> Vec<Action> {
+    let slot = rng.below(SLOTS.len());
+    let (newest, before) = (0, 1);
+    let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
+    let backs_up = |host| Action::BackUp { host, breaks_off: None };
+    let recovers = rng.percent(40);
+    let mut life = if recovers {
+        vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)]
+    } else if rng.percent(65) {
+        vec![Action::Provision { slot }]
+    } else {
+        vec![Action::Delete { machine: 0 }, Action::Provision { slot }]
+    };
+    life.extend(comes_up);
+    if rng.percent(20) {
+        let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
+        life.extend([resize, Action::Rest, Action::Heartbeat { host: newest }]);
+    }
+    if recovers || rng.percent(15) {
+        life.push(backs_up(before));
+    }
+    if rng.percent(50) {
+        life.push(backs_up(newest));
+    }
+    if rng.percent(15) {
+        life.push(Action::Register { host: newest, body: 1 });
+    }
+    life
+}
+
+fn step(rng: &mut Rng, action: Action) -> Step {
+    let twice = rng.percent(12);
+    let key = (twice || rng.percent(45)).then(|| rng.below(2) as u8);
+    let wait_ms = [0, 2, 15, 60, 250][rng.weighted(&[2, 3, 3, 3, 1])];
+    Step { via: rng.below(PROCESSES), action, twice, key, wait_ms }
+}
+
+fn action(rng: &mut Rng, troubled: bool) -> Action {
+    let trouble = u32::from(troubled);
+    let weights = [
+        1,
+        7,
+        5,
+        5,
+        3,
+        4,
+        14,
+        3,
+        2,
+        7,
+        1 + trouble,
+        1 + 4 * trouble,
+        3 * trouble,
+        trouble,
+        2 * trouble,
+        3 * trouble,
+        1,
+        3 * trouble,
+        2,
+        8,
+    ];
+    let machine = rng.below(64);
+    let slot = rng.below(SLOTS.len());
+    // Mostly the newest, which is where things go on.
+    let host = if rng.percent(70) { rng.below(3) } else { rng.below(64) };
+    let process = rng.below(PROCESSES);
+    match rng.weighted(&weights) {
+        0 => Action::Subscribe { slot },
+        1 => Action::Provision { slot },
+        2 => Action::Recover { slot, empty: rng.percent(70) },
+        3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
+        4 => Action::Fail { machine },
+        5 => Action::Delete { machine },
+        6 => Action::Register { host, body: u8::from(rng.percent(25)) },
+        7 => Action::Heartbeat { host },
+        8 => Action::BootFailure { host },
+        9 => Action::BackUp { host, breaks_off: rng.percent(25).then(|| 1 + rng.below(2) as u8) },
+        10 => Action::ServerVanishes { host },
+        11 => provider_fails(rng),
+        12 => Action::StoreFails {
+            write: rng.percent(60),
+            fault: rng.pick(&[StoreFault::Unavailable, StoreFault::LostReply, StoreFault::Slow]),
+            times: 1 + rng.below(3) as u8,
+        },
+        13 => Action::DatabaseCuts,
+        14 => Action::Crash { process },
+        15 => {
+            use Moment::{AfterProvider, AfterStore, BeforeProvider, BeforeStore};
+            let moment = rng.pick(&[BeforeProvider, AfterProvider, AfterProvider, BeforeStore, AfterStore]);
+            Action::CrashAt { process, moment, nth: rng.below(3) as u8 }
+        }
+        16 => Action::Stop { process },
+        17 => Action::Start { process },
+        18 => Action::TimePasses { seconds: rng.pick(&[1, 5, 30, 90, 1000]), leases: rng.percent(40) },
+        _ => Action::Rest,
+    }
+}
+
+fn provider_fails(rng: &mut Rng) -> Action {
+    use CloudFault::{ActionError, Late, LostReply, RateLimited, Refused, ServerError, Slow};
+    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Look, Call::Delete, Call::Act]);
+    let fault = match call {
+        Call::Create => rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused]),
+        Call::Look => rng.pick(&[RateLimited, ServerError, Slow]),
+        Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow]),
+        Call::Act => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
+    };
+    Action::ProviderFails { call, fault, times: 1 + rng.below(3) as u8 }
+}
+
+#[test]
+fn a_seed_decides_its_plan_and_seeds_differ() {
+    assert_eq!(format!("{:?}", plan(7)), format!("{:?}", plan(7)));
+    assert_ne!(format!("{:?}", plan(7)), format!("{:?}", plan(8)));
+    let lengths: std::collections::BTreeSet<usize> = (0..200).map(|seed| plan(seed).len()).collect();
+    assert!(lengths.iter().all(|length| (20..=40).contains(length)), "{lengths:?}");
+}

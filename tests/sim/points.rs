@@ -1,0 +1,78 @@
+//! Every fail point is enumerated where it stands, and every enumeration is walked by a test that kills at each.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use svc::host::{backup, register, restore, update};
+use svc::platform::operations::{OperationKind, points};
+
+/// Enumerations of the host's applets, each with the test that kills at every one of its points.
+fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 4] {
+    [
+        (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
+        (restore::POINTS, "svc::host::restore::POINTS", "tests/vault/gate.rs"),
+        (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
+        (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
+    ]
+}
+
+fn read(path: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn sources(below: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(below).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Names in calls of `failpoint::pass` in a text; an expression in place of a name is given as it stands.
+fn passed(text: &str) -> Vec<String> {
+    let calls = text.split("failpoint::pass(").skip(1);
+    calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
+}
+
+#[test]
+fn every_point_in_the_source_is_enumerated() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    let known: Vec<&str> = of_hosts().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
+    let mut found = Vec::new();
+    for file in files {
+        for name in passed(&fs::read_to_string(&file).unwrap()) {
+            // Operations make their points from kind, step and place, and enumerate them the same way.
+            let made = name.starts_with("&point(") && file.ends_with("platform/operations/held.rs");
+            assert!(made || known.contains(&name.as_str()), "{}: {name} is in no POINTS", file.display());
+            found.push(name);
+        }
+    }
+    for point in known {
+        assert!(found.iter().any(|name| name == point), "{point} is enumerated and passed nowhere");
+    }
+    assert_eq!(passed("x failpoint::pass(\"a.b\")?; failpoint::pass(&c)"), ["a.b", "&c"]);
+}
+
+#[test]
+fn every_enumeration_is_walked_by_a_kill() {
+    for (points, name, test) in of_hosts() {
+        let text = read(test);
+        assert!(!points.is_empty());
+        let walked = text
+            .split("\nasync fn ")
+            .chain(text.split("\nfn "))
+            .any(|one| one.contains(&format!("in {name}")) || one.contains(&format!("zip({name})")));
+        assert!(walked && text.contains("return(kill)"), "{test} does not kill at each of {name}");
+    }
+    let kills = read("tests/platform/kills.rs");
+    for kind in OperationKind::ALL {
+        assert!(!points(kind).is_empty());
+        let walk = format!("every_point(OperationKind::{kind:?},");
+        assert!(kills.contains(&walk), "tests/platform/kills.rs has no {walk} …)");
+    }
+}

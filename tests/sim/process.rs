@@ -1,0 +1,193 @@
+//! A platform process inside the test: the production API, router, runner and reconciler over one context.
+//!
+//! It dies by its switch, like a process by kill -9: no task of it runs on, its transactions are rolled back, its leases
+//! stay until they run out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use http::Request;
+use http_body_util::{BodyExt, Collected};
+use hyper::service::Service;
+use hyper_util::service::TowerToHyperService;
+use secrecy::SecretString;
+use serde_json::Value;
+use svc::config::Env;
+use svc::platform::api;
+use svc::platform::config::PlatformConfig;
+use svc::platform::context::Platform;
+use svc::platform::host_store::HostStore;
+use svc::platform::operations::{reconcile, runner};
+use svc::platform::router::{self, RouterContext};
+use svc::platform::tokens::TokenMint;
+use svc::provider::Provider;
+use svc::store::Bucket;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::line::Line;
+use super::seat::Seat;
+use super::store::{Store, View};
+use super::switch::Switch;
+
+pub const SECRET: &str = "operator-secret";
+
+pub struct Process {
+    pub switch: Arc<Switch>,
+    platform: Arc<Platform>,
+    api: Router,
+    public: Router,
+    tasks: TaskTracker,
+}
+
+#[derive(Debug, Clone)]
+pub struct Answer {
+    pub status: u16,
+    pub body: Value,
+}
+
+/// The production configuration, with times that a run has time for.
+pub fn config(database: &str) -> PlatformConfig {
+    let key = "07".repeat(32);
+    let env = Env::from_pairs([
+        ("PLATFORM_DATABASE_URL", database),
+        ("PLATFORM_KEY", &key),
+        ("PLATFORM_SECRET", SECRET),
+        ("PLATFORM_PUBLIC_URL", "http://platform.example"),
+        ("APP_HOST", "app.test"),
+        ("CODE_HOST", "code.test"),
+        ("IDP_ISSUER", "https://idp.test"),
+        ("IDP_AUDIENCE", "svc"),
+        ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
+        ("PLATFORM_ROUTES_POLL_MS", "500"),
+        ("CUSTOMER_VPS_ENABLED", "true"),
+        ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
+        // Nobody listens there: a host is asked in vain, and at once.
+        ("CUSTOMER_VPS_HTTPS_PORT", "9"),
+        ("PROVIDER_API_TOKEN", "token"),
+        ("OBJECT_STORE_URL", "s3://fleet"),
+        ("AWS_ACCESS_KEY_ID", "a"),
+        ("AWS_SECRET_ACCESS_KEY", "s"),
+        ("STORE_HOST_CREDENTIALS", "static"),
+        ("REGISTRATION_TTL_SECONDS", "120"),
+    ]);
+    let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
+    config.timing.poll = Duration::from_millis(150);
+    config.timing.lease = Duration::from_millis(800);
+    config.timing.reconcile = Duration::from_millis(400);
+    config.timing.last_backup_deadline = Duration::from_millis(300);
+    config
+}
+
+impl Process {
+    pub fn start(seat: &Seat, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
+        let switch = Arc::new(Switch::default());
+        let config = config(&seat.url());
+        let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
+        let stop = CancellationToken::new();
+        let routes = RouterContext {
+            pool: seat.db.pool().clone(),
+            database: config.database.clone(),
+            config: config.routing.clone(),
+            proof: seat.keys.clone(),
+            stop: switch.token(),
+        };
+        let platform = Arc::new(Platform {
+            provider: Arc::new(Line { provider, switch: Arc::clone(&switch) }),
+            bucket: Bucket::new(Arc::new(view)),
+            host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
+            mint: TokenMint::new(&config.key),
+            db: seat.db.clone(),
+            installation: seat.installation,
+            keys: seat.keys.clone(),
+            nudge: Notify::new(),
+            reconcile: Notify::new(),
+            stop,
+            config,
+        });
+        let process = Self {
+            api: api::router(platform.clone()),
+            public: router::router(routes).expect("a router"),
+            tasks: TaskTracker::new(),
+            switch,
+            platform,
+        };
+        process.spawn(runner::run(process.platform.clone()));
+        process.spawn(reconcile::run(process.platform.clone()));
+        process
+    }
+
+    fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let switch = Arc::clone(&self.switch);
+        self.tasks.spawn(async move {
+            switch.alive(work).await;
+        });
+    }
+
+    pub fn is_alive(&self) -> bool {
+        !self.switch.is_dead() && !self.platform.stop.is_cancelled()
+    }
+
+    pub fn nudge(&self) {
+        self.platform.nudge.notify_one();
+        self.platform.reconcile.notify_one();
+    }
+
+    /// An answer of the API; `None` where the process died before it came.
+    pub async fn api(&self, request: Request<Body>) -> Option<Answer> {
+        self.switch.alive(answer(self.api.clone(), request)).await
+    }
+
+    /// An answer of the public listener.
+    pub async fn public(&self, request: Request<Body>) -> Option<Answer> {
+        self.switch.alive(answer(self.public.clone(), request)).await
+    }
+
+    /// As told by a signal: the steps under way end, leases are given back.
+    pub async fn stop(&self) {
+        self.platform.stop.cancel();
+        self.tasks.close();
+        // What hangs is killed, as a supervisor would.
+        let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
+        self.switch.kill();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.switch.kill();
+    }
+}
+
+async fn answer(router: Router, request: Request<Body>) -> Answer {
+    let Ok(answer) = TowerToHyperService::new(router).call(request).await;
+    let (parts, body) = answer.into_parts();
+    let bytes = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
+    Answer { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
+}
+
+/// The request of an operator or a host; its id ties it to its audit row.
+pub fn request(
+    method: &str,
+    path: &str,
+    token: &SecretString,
+    body: Option<&Value>,
+    id: &str,
+    key: Option<&str>,
+) -> Request<Body> {
+    use secrecy::ExposeSecret;
+    let mut request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header("authorization", format!("Bearer {}", token.expose_secret()))
+        .header("content-type", "application/json")
+        .header("x-request-id", id);
+    if let Some(key) = key {
+        request = request.header("idempotency-key", key);
+    }
+    let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
+    request.body(body).expect("a request")
+}

@@ -1,0 +1,43 @@
+//! Random numbers that a seed decides (SplitMix64); nothing else of a plan is random.
+
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        // Neighbouring seeds shall not give neighbouring plans.
+        Self(seed.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(0x9E37_79B9))
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Less than `limit`, which is not 0.
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+
+    pub fn percent(&mut self, chance: u64) -> bool {
+        self.next() % 100 < chance
+    }
+
+    pub fn pick<T: Clone>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())].clone()
+    }
+
+    /// A place in `weights`, each as likely as its weight says.
+    pub fn weighted(&mut self, weights: &[u32]) -> usize {
+        let mut at = self.next() % u64::from(weights.iter().sum::<u32>());
+        for (place, weight) in weights.iter().enumerate() {
+            if at < u64::from(*weight) {
+                return place;
+            }
+            at -= u64::from(*weight);
+        }
+        weights.len() - 1
+    }
+}

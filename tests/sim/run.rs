@@ -1,0 +1,171 @@
+//! A run of a seed: its plan, acted out, and what it found; a failing plan is cut to its shortest failing beginning.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::Result;
+use object_store::ObjectStore;
+
+use super::plan::{Step, plan};
+use super::seat::Seat;
+use super::sky::Sky;
+use super::violation::{Broken, Violation};
+use super::world::{Tally, World};
+
+/// How a plan went.
+pub enum End {
+    Held(Tally),
+    Broken { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
+}
+
+/// The parts outside the platform.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Parts {
+    /// Provider and store in this process.
+    Near,
+    /// The adapter and the store's client over HTTP, to the kit's provider and S3 server.
+    Wire,
+}
+
+pub async fn play(seat: &Seat, parts: Parts, steps: &[Step], broken: Option<Broken>) -> Result<End> {
+    let (sky, objects, _s3) = match parts {
+        Parts::Near => (Sky::port(broken), None, None),
+        Parts::Wire => {
+            let (objects, s3) = s3()?;
+            (Sky::wire().await?, Some(objects), Some(s3))
+        }
+    };
+    let mut world = World::new(seat, sky, objects, broken).await?;
+    for (number, step) in steps.iter().enumerate() {
+        world.ledger.note(format!("{number:>2}. p{} {:?}", step.via, step.action));
+        world.act(step).await?;
+        let found = world.broken_now().await?;
+        if !found.is_empty() {
+            let log = world.ledger.lines();
+            world.end().await;
+            return Ok(End::Broken { found, after: number + 1, log });
+        }
+    }
+    world.ledger.note("the faults end");
+    world.settle().await?;
+    let mut found = world.broken_now().await?;
+    if found.is_empty() {
+        found = world.broken_at_rest().await?;
+    }
+    let log = world.ledger.lines();
+    let tally = world.end().await;
+    Ok(if found.is_empty() { End::Held(tally) } else { End::Broken { found, after: steps.len(), log } })
+}
+
+type Kept = (Arc<dyn ObjectStore>, kit::s3::S3Server);
+
+fn s3() -> Result<Kept> {
+    let server = kit::s3::S3Server::start(&std::env::temp_dir())?;
+    server.create_bucket("fleet");
+    let pairs = server.env("fleet");
+    let pairs = pairs.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    let mut env = svc::config::Env::from_pairs(pairs);
+    let config = svc::store::config::StoreConfig::read(&mut env).expect("whole settings");
+    Ok((Arc::clone(config.open()?.raw()), server))
+}
+
+/// Plays seeds until one breaks something, several at a time; panics with its log.
+pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> Tally {
+    let only: Option<u64> =
+        std::env::var("SVC_SIM_SEED").ok().map(|text| text.parse().expect("SVC_SIM_SEED is a number"));
+    let seeds = match only {
+        Some(seed) if seeds.contains(&seed) => seed..seed + 1,
+        Some(_) => return Tally::default(),
+        None => seeds,
+    };
+    let next = Arc::new(AtomicU64::new(seeds.start));
+    let mut seats = tokio::task::JoinSet::new();
+    for _ in 0..at_once.min((seeds.end - seeds.start) as usize) {
+        let (next, end) = (Arc::clone(&next), seeds.end);
+        seats.spawn(async move {
+            let seat = Seat::new(None).await.expect("a seat");
+            let mut tally = Tally::default();
+            loop {
+                let seed = next.fetch_add(1, Ordering::Relaxed);
+                if seed >= end {
+                    return tally;
+                }
+                match play(&seat, parts, &plan(seed), None).await.expect("the parts work") {
+                    End::Held(one) => tally.add(one),
+                    End::Broken { found, after, log } => {
+                        let report = report(seed, &found, after, &log);
+                        let shortest = shortest(&seat, parts, seed, after).await;
+                        panic!("{report}{shortest}");
+                    }
+                }
+            }
+        });
+    }
+    let mut tally = Tally::default();
+    while let Some(ended) = seats.join_next().await {
+        match ended {
+            Ok(one) => tally.add(one),
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        }
+    }
+    tally
+}
+
+fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {
+    let mut text = format!("seed {seed} broke {found:?} after {after} steps:\n");
+    for line in log {
+        let _ = writeln!(text, "  {line}");
+    }
+    let _ = writeln!(text, "again: SVC_SIM_SEED={seed} cargo xtask test sim::runs");
+    text
+}
+
+/// The shortest beginning of the plan that fails too, looked for by halving; timing is not the seed's, so that a try
+/// may pass by luck.
+async fn shortest(seat: &Seat, parts: Parts, seed: u64, failed: usize) -> String {
+    let steps = plan(seed);
+    let (mut holds, mut fails, mut last) = (0, failed, None);
+    while holds + 1 < fails {
+        let middle = (holds + fails) / 2;
+        match play(seat, parts, &steps[..middle], None).await {
+            Ok(End::Broken { found, after, log }) => {
+                fails = after.min(middle);
+                last = Some(report(seed, &found, after, &log));
+            }
+            Ok(End::Held(_)) | Err(_) => holds = middle,
+        }
+    }
+    match last {
+        Some(report) => format!("the shortest beginning that failed again has {fails} steps:\n{report}"),
+        None => "no shorter beginning failed again\n".to_owned(),
+    }
+}
+
+/// Plays seeds with a rule broken, at most so many, until one finds `wanted`. What any finds is among `wanted` and what
+/// follows from it: nothing is taken for what it is not.
+pub async fn caught(broken: Broken, most: u64, wanted: Violation, follows: &[Violation]) -> Option<u64> {
+    let seat = Seat::new(Some(broken)).await.expect("a seat");
+    for seed in 0..most {
+        let end = play(&seat, Parts::Near, &plan(seed), Some(broken)).await.expect("the parts work");
+        let End::Broken { found, log, .. } = end else { continue };
+        let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
+        assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));
+        if found.contains(&wanted) {
+            return Some(seed);
+        }
+    }
+    None
+}
+
+impl Tally {
+    pub fn add(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.running += other.running;
+        self.routed += other.routed;
+        self.resized += other.resized;
+        self.crashes += other.crashes;
+        self.snapshots += other.snapshots;
+    }
+}

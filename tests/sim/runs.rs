@@ -1,0 +1,64 @@
+//! The seeds that are played for every change, and the many more of the long mode.
+
+use super::run::{Parts, hold};
+
+const AT_ONCE: usize = 5;
+
+async fn near(first: u64, count: u64) {
+    let tally = hold(first..first + count, Parts::Near, AT_ONCE).await;
+    println!("{count} seeds from {first}: {tally:?}");
+    // Where all is played, enough has to be reached for the rest to mean anything.
+    if std::env::var_os("SVC_SIM_SEED").is_none() {
+        assert!(u64::from(tally.running) > count / 2, "{tally:?}");
+        assert!(u64::from(tally.routed) > count / 2, "{tally:?}");
+        assert!(u64::from(tally.resized) > count / 30, "{tally:?}");
+        assert!(u64::from(tally.crashes) > count / 4, "{tally:?}");
+        assert!(u64::from(tally.snapshots) > count / 2, "{tally:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_first_quarter_holds() {
+    near(0, 125).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_second_quarter_holds() {
+    near(125, 125).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_third_quarter_holds() {
+    near(250, 125).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_fourth_quarter_holds() {
+    near(375, 125).await;
+}
+
+/// The same plans through the production adapter and the store's client, over HTTP.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn plans_hold_over_the_wire() {
+    let tally = hold(10_000..10_012, Parts::Wire, 3).await;
+    println!("12 seeds over the wire: {tally:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "long: 2,500 runs"]
+async fn long_the_first_half_holds() {
+    near(100_000, 2500).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "long: 2,500 runs"]
+async fn long_the_second_half_holds() {
+    near(200_000, 2500).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "long: 200 runs over HTTP"]
+async fn long_over_the_wire() {
+    let tally = hold(300_000..300_200, Parts::Wire, 3).await;
+    println!("200 seeds over the wire: {tally:?}");
+}

@@ -1,0 +1,252 @@
+//! The object store of a run: every writer goes through it, so that it sees what becomes of pointers and snapshots.
+//!
+//! What lies behind is `object_store`'s in-memory store, which holds conditions exactly, or the kit's S3 server.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures_util::stream::BoxStream;
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
+    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
+};
+use sha2::{Digest, Sha256};
+use svc::store::pointer::Pointer;
+use svc::store::snapshot::SideRecord;
+
+use super::plan::{Moment, StoreFault};
+use super::switch::Switch;
+use super::violation::{Broken, Violation};
+
+const SLOW: Duration = Duration::from_millis(60);
+const POINTER: &str = "/system/db/latest";
+
+#[derive(Debug)]
+pub struct Store {
+    inner: Arc<dyn ObjectStore>,
+    broken: Option<Broken>,
+    faults: Mutex<Vec<(bool, StoreFault, u8)>>,
+    seen: Mutex<BTreeSet<Violation>>,
+    /// What each pointer was last. One write of a pointer at a time, so that this is the order they came in.
+    pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
+    dumps: Mutex<BTreeSet<String>>,
+}
+
+impl Store {
+    pub fn new(inner: Arc<dyn ObjectStore>, broken: Option<Broken>) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            broken,
+            faults: Mutex::default(),
+            seen: Mutex::default(),
+            pointers: tokio::sync::Mutex::default(),
+            dumps: Mutex::default(),
+        })
+    }
+
+    pub fn fault(&self, write: bool, fault: StoreFault, times: u8) {
+        lock(&self.faults).push((write, fault, times));
+    }
+
+    pub fn heal(&self) {
+        lock(&self.faults).clear();
+    }
+
+    /// What was broken so far; looks whether every snapshot is still there.
+    pub async fn violations(&self) -> BTreeSet<Violation> {
+        let listed: Result<Vec<ObjectMeta>> = self.inner.list(None).try_collect().await;
+        if let Ok(listed) = listed {
+            let there: BTreeSet<String> = listed.into_iter().map(|meta| meta.location.to_string()).collect();
+            let mut dumps = lock(&self.dumps);
+            if dumps.iter().any(|dump| !there.contains(dump)) {
+                lock(&self.seen).insert(Violation::SnapshotRemoved);
+            }
+            dumps.extend(there.into_iter().filter(|key| key.ends_with(".dump")));
+        }
+        lock(&self.seen).clone()
+    }
+
+    /// The fence of each slot, by its prefix.
+    pub async fn fences(&self) -> BTreeMap<String, u32> {
+        let pointers = self.pointers.lock().await;
+        let slot = |key: &str| key.strip_suffix(POINTER).unwrap_or(key).to_owned();
+        pointers.iter().map(|(key, pointer)| (slot(key), pointer.fence_epoch.0)).collect()
+    }
+
+    fn fault_of(&self, write: bool) -> Option<StoreFault> {
+        let mut faults = lock(&self.faults);
+        let at = faults.iter().position(|(known, _, _)| *known == write)?;
+        let fault = faults[at].1;
+        faults[at].2 -= 1;
+        if faults[at].2 == 0 {
+            faults.remove(at);
+        }
+        Some(fault)
+    }
+
+    async fn put(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+        if !at.as_ref().ends_with(POINTER) {
+            return self.inner.put_opts(at, payload, options).await;
+        }
+        let mut pointers = self.pointers.lock().await;
+        let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
+        let before = pointers.get(at.as_ref()).cloned();
+        if self.broken == Some(Broken::Unconditional) {
+            options.mode = PutMode::Overwrite;
+        }
+        let is_fence = next.as_ref().is_some_and(|next| {
+            before.as_ref().map_or(0, |before| before.fence_epoch.0) < next.fence_epoch.0
+        });
+        if is_fence && self.broken == Some(Broken::FenceIsNotWritten) {
+            return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
+        }
+        let put = self.inner.put_opts(at, payload, options).await?;
+        if let Some(next) = next {
+            self.judge(at, before.as_ref(), &next).await;
+            if self.broken == Some(Broken::StorePrunes) {
+                self.prune(at, &next).await;
+            }
+            pointers.insert(at.to_string(), next);
+        }
+        Ok(put)
+    }
+
+    async fn judge(&self, at: &Path, before: Option<&Pointer>, next: &Pointer) {
+        let mut found = BTreeSet::new();
+        if let Some(before) = before {
+            let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
+            let older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
+            if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 && !older {
+                found.insert(Violation::PointerMovedByFencedHost);
+            } else if older || epoch(next) < epoch(before) {
+                found.insert(Violation::PointerWentBack);
+            }
+        }
+        if !self.names_whole_snapshot(at, next).await {
+            found.insert(Violation::PointerNamesUnverified);
+        }
+        lock(&self.seen).extend(found);
+    }
+
+    async fn names_whole_snapshot(&self, at: &Path, pointer: &Pointer) -> bool {
+        let Some(named) = &pointer.snapshot else { return true };
+        let slot = at.as_ref().strip_suffix("system/db/latest").unwrap_or_default();
+        let read = async |key: String| self.inner.get(&Path::from(key)).await.ok()?.bytes().await.ok();
+        let (dump, side) = (read(format!("{slot}{}", named.key)), read(format!("{slot}{}.json", named.key)));
+        let (Some(dump), Some(side)) = (dump.await, side.await) else { return false };
+        let Ok(side) = serde_json::from_slice::<SideRecord>(&side) else { return false };
+        let digest = hex::encode(Sha256::digest(&dump));
+        digest == named.sha256 && side.sha256 == named.sha256 && dump.len() as u64 == named.size_bytes
+    }
+
+    async fn prune(&self, at: &Path, pointer: &Pointer) {
+        let Some(named) = &pointer.snapshot else { return };
+        let slot = at.as_ref().strip_suffix("/latest").unwrap_or_default();
+        let listed = self.inner.list(Some(&Path::from(format!("{slot}/snapshots"))));
+        let listed: Vec<ObjectMeta> = listed.try_collect().await.unwrap_or_default();
+        for meta in listed.iter().filter(|meta| !meta.location.as_ref().contains(named.key.as_str())) {
+            let _ = self.inner.delete(&meta.location).await;
+        }
+    }
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The store as one process or host has it.
+#[derive(Debug)]
+pub struct View {
+    pub store: Arc<Store>,
+    /// A process's end; hosts have none.
+    pub switch: Option<Arc<Switch>>,
+}
+
+impl View {
+    async fn pass(&self, moment: Moment) {
+        if let Some(switch) = &self.switch {
+            switch.pass(moment).await;
+        }
+    }
+
+    async fn write<T>(&self, done: impl Future<Output = Result<T>>) -> Result<T> {
+        self.pass(Moment::BeforeStore).await;
+        let fault = self.store.fault_of(true);
+        if fault == Some(StoreFault::Unavailable) {
+            return Err(trouble());
+        }
+        let done = done.await;
+        if fault == Some(StoreFault::Slow) {
+            tokio::time::sleep(SLOW).await;
+        }
+        self.pass(Moment::AfterStore).await;
+        if fault == Some(StoreFault::LostReply) { Err(trouble()) } else { done }
+    }
+}
+
+fn trouble() -> Error {
+    Error::Generic { store: "simulated", source: "a fault of the plan".into() }
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the store of a simulation")
+    }
+}
+
+#[async_trait]
+impl ObjectStore for View {
+    async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
+        self.write(self.store.put(at, payload, options)).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        at: &Path,
+        options: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.write(self.store.inner.put_multipart_opts(at, options)).await
+    }
+
+    async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+        match self.store.fault_of(false) {
+            Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(trouble()),
+            Some(StoreFault::Slow) => tokio::time::sleep(SLOW).await,
+            None => {}
+        }
+        let got = self.store.inner.get_opts(at, options).await;
+        // Without conditions, what was read has to get old to do harm.
+        if self.store.broken == Some(Broken::Unconditional) && at.as_ref().ends_with(POINTER) {
+            tokio::time::sleep(SLOW).await;
+        }
+        got
+    }
+
+    fn delete_stream(&self, at: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
+        let store = Arc::clone(&self.store);
+        let noted = at.inspect_ok(move |path| {
+            if path.as_ref().contains("/snapshots/") {
+                lock(&store.seen).insert(Violation::SnapshotRemoved);
+            }
+        });
+        self.store.inner.delete_stream(noted.boxed())
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.store.inner.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.store.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.store.inner.copy_opts(from, to, options).await
+    }
+}

@@ -1,0 +1,64 @@
+//! What ends a simulated platform process as kill -9 would: all its tasks stop where they are.
+
+use std::sync::{Mutex, PoisonError};
+
+use tokio_util::sync::CancellationToken;
+
+use super::plan::Moment;
+
+/// One process's end; armed, it comes at the process's n-th call of a sort.
+#[derive(Debug, Default)]
+pub struct Switch {
+    dead: CancellationToken,
+    armed: Mutex<Option<(Moment, u8)>>,
+}
+
+impl Switch {
+    pub fn kill(&self) {
+        self.dead.cancel();
+    }
+
+    pub fn arm(&self, moment: Moment, nth: u8) {
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = Some((moment, nth));
+    }
+
+    pub fn disarm(&self) {
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    pub fn is_dead(&self) -> bool {
+        self.dead.is_cancelled()
+    }
+
+    /// For parts that end by a token of their own.
+    pub fn token(&self) -> CancellationToken {
+        self.dead.clone()
+    }
+
+    /// Work of the process: `None` when it died before the end.
+    pub async fn alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.dead.cancelled() => None,
+            done = work => Some(done),
+        }
+    }
+
+    /// A moment of the process, at which it may be made to die; then nothing after it ever runs.
+    pub async fn pass(&self, moment: Moment) {
+        {
+            let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
+            match &mut *armed {
+                Some((at, 0)) if *at == moment => {
+                    *armed = None;
+                    self.dead.cancel();
+                }
+                Some((at, left)) if *at == moment => *left -= 1,
+                _ => {}
+            }
+        }
+        if self.is_dead() {
+            std::future::pending::<()>().await;
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! What must never be, and the rules that tests break on purpose to see it noticed.
+
+/// One for each invariant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Violation {
+    TwoServersOfOneMachine,
+    TwoActiveMachinesOfOneSlot,
+    RoutedWhileNotRunning,
+    RunningUnregistered,
+    /// Two hosts with different keys were both accepted as one machine.
+    RegisteredTwice,
+    EpochDidNotGrow,
+    /// A retired or deleted machine changed again.
+    CameBack,
+    /// A server stands whose machine's epoch is above the slot's fence.
+    ServerBeforeFence,
+    /// `seq`, the fence or the named snapshot's epoch became smaller.
+    PointerWentBack,
+    PointerMovedByFencedHost,
+    PointerNamesUnverified,
+    SnapshotRemoved,
+    /// A state that waits for an operation, and none is under way.
+    Stuck,
+    OperationNeverEnds,
+    /// An operation that a caller was told of is not there.
+    AcceptedAndForgotten,
+    Orphan,
+    /// A machine runs, everything has settled, and it has no server.
+    RunsWithoutServer,
+    AuditIncomplete,
+    /// The same key and body, another answer.
+    ReplayDiffers,
+    /// A replaced host does not learn of it, or a current one is sent away.
+    HostNotTold,
+    /// The platform answered that it does not know what went wrong.
+    InternalError,
+}
+
+/// A rule broken from outside: by the provider, the store, a host, or behind the platform's back in the database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Broken {
+    /// The provider takes a name twice, and finds nothing by it.
+    NamesRepeat,
+    /// The provider says that it deleted, and did not.
+    NothingIsDeleted,
+    /// The store takes every write, whatever its condition.
+    Unconditional,
+    /// The store says that it wrote a fence, and did not.
+    FenceIsNotWritten,
+    /// The store keeps one snapshot for each slot.
+    StorePrunes,
+    /// A host moves the pointer whatever the fence says.
+    HostIgnoresFence,
+    /// A host moves the pointer before the side record is there.
+    HostDoesNotVerify,
+    /// SQL, run on the database before the run.
+    Sql(&'static str),
+}
+
+impl Broken {
+    /// Each machine of a slot brings a second one, which nobody was told of.
+    pub const SLOTS_ARE_SHARED: Self = Self::Sql(
+        "DROP INDEX user_machines_active;
+         CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF NEW.epoch = 1 THEN
+                NEW.machine_id := gen_random_uuid(); NEW.epoch := 2; NEW.status := 'failed';
+                INSERT INTO user_machines SELECT NEW.*;
+            END IF; RETURN NULL; END $$;
+         CREATE TRIGGER broken AFTER INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
+    );
+    /// Routers do not learn of anything but a machine that begins to run.
+    pub const CHANGES_ARE_SILENT: Self = Self::Sql(
+        "DROP TRIGGER user_machines_changed ON user_machines;
+         CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            IF NEW.status = 'running' AND OLD.status <> 'running' THEN
+                NEW.change_seq := nextval('machine_change_seq');
+            END IF; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();
+         CREATE FUNCTION inherited() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.change_seq := coalesce((SELECT change_seq FROM user_machines WHERE slot = NEW.slot
+                AND idp_user_id = NEW.idp_user_id ORDER BY epoch DESC LIMIT 1), NEW.change_seq);
+            RETURN NEW; END $$;
+         CREATE TRIGGER user_machines_inherited BEFORE INSERT ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION inherited();",
+    );
+    /// A machine runs as soon as it has a server.
+    pub const RUNS_AT_ONCE: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.status := 'running'; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF provider_server_id ON user_machines
+            FOR EACH ROW WHEN (NEW.status IN ('provisioning', 'recovering')) EXECUTE FUNCTION broken();",
+    );
+    pub const EPOCH_STAYS: Self = Self::Sql(
+        "ALTER TABLE user_machines DROP CONSTRAINT user_machines_idp_user_id_slot_epoch_key;
+         CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.epoch := 1; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
+    );
+    /// A machine whose server is deleted is free to come back.
+    pub const COMES_BACK: Self = Self::Sql(
+        "DROP INDEX user_machines_active;
+         CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.deleted_at := NULL; NEW.status := 'failed'; NEW.failure_cause := 'operator'; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF server_deleted_at ON user_machines
+            FOR EACH ROW WHEN (OLD.deleted_at IS NOT NULL) EXECUTE FUNCTION broken();",
+    );
+    /// An operation that ended goes on.
+    pub const NOTHING_ENDS: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.state := 'running'; NEW.ended_at := NULL; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF state ON operations FOR EACH ROW EXECUTE FUNCTION broken();",
+    );
+    /// The work for a new machine ends before it is done.
+    pub const WORK_IS_DROPPED: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.state := 'succeeded'; NEW.ended_at := now(); RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF step ON operations
+            FOR EACH ROW WHEN (NEW.step = 'await_registration') EXECUTE FUNCTION broken();",
+    );
+    /// A request's operation is not kept.
+    pub const OPERATIONS_ARE_LOST: Self = Self::Sql(
+        "ALTER TABLE operation_log DROP CONSTRAINT operation_log_operation_id_fkey;
+         CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+         CREATE TRIGGER broken BEFORE INSERT ON operations
+            FOR EACH ROW WHEN (NEW.kind = 'delete') EXECUTE FUNCTION broken();",
+    );
+    /// A server that is missing is always missing only since now.
+    pub const NOTHING_IS_MISSED: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.server_missing_since := clock_timestamp(); RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF server_missing_since ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION broken();",
+    );
+    pub const AUDIT_IS_LOST: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+         CREATE TRIGGER broken BEFORE INSERT ON operator_audit
+            FOR EACH ROW WHEN (NEW.action = 'register') EXECUTE FUNCTION broken();",
+    );
+    pub const KEYS_ARE_FORGOTTEN: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+         CREATE TRIGGER broken BEFORE INSERT ON idempotency_keys FOR EACH ROW EXECUTE FUNCTION broken();",
+    );
+    /// A replaced host's token is taken away, so that it never learns why.
+    pub const OLD_TOKENS_END: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.upgrade_token_hash := '\\x00'; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF retired_at ON user_machines
+            FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
+            EXECUTE FUNCTION broken();",
+    );
+    /// The platform forgets by which body a machine registered.
+    pub const REGISTRATION_IS_FORGOTTEN: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.registration_body_hash := NULL;
+            IF NEW.status = 'running' THEN NEW.status := 'provisioning'; END IF; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF registration_body_hash ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION broken();
+         CREATE FUNCTION kept() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
+         CREATE TRIGGER kept BEFORE UPDATE OF state ON operations
+            FOR EACH ROW WHEN (NEW.state = 'succeeded') EXECUTE FUNCTION kept();",
+    );
+    pub const RAISES: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            RAISE EXCEPTION 'broken'; END $$;
+         CREATE TRIGGER broken BEFORE INSERT ON operator_audit
+            FOR EACH ROW WHEN (NEW.action = 'delete') EXECUTE FUNCTION broken();",
+    );
+}

@@ -1,0 +1,202 @@
+//! One run's world: processes, provider, store and hosts around a seat's database, and what was seen of them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use axum::body::Body;
+use http::Request;
+use object_store::ObjectStore;
+use object_store::memory::InMemory;
+use sha2::{Digest, Sha256};
+use svc::store::Bucket;
+use tokio::task::JoinSet;
+
+use super::check::{self, Memory};
+use super::host::{DIGEST, Host};
+use super::ledger::Ledger;
+use super::look::Look;
+use super::plan::{PROCESSES, SLOTS};
+use super::process::Process;
+use super::seat::Seat;
+use super::sky::Sky;
+use super::store::{Store, View};
+use super::violation::{Broken, Violation};
+
+pub struct World<'a> {
+    pub seat: &'a Seat,
+    pub sky: Sky,
+    pub store: Arc<Store>,
+    pub processes: Vec<Arc<Process>>,
+    pub ledger: Ledger,
+    pub broken: Option<Broken>,
+    /// Requests and backups whose end nobody waits for.
+    pub under_way: JoinSet<()>,
+    memory: Memory,
+    hosts: Vec<Host>,
+    /// The process whose routes are looked at next.
+    turn: usize,
+    pub tally: Tally,
+}
+
+/// What a run reached; a simulation that reaches nothing finds nothing.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Tally {
+    pub requests: u32,
+    pub running: u32,
+    pub routed: u32,
+    /// Resizes that ended well.
+    pub resized: u32,
+    pub crashes: u32,
+    pub snapshots: u32,
+}
+
+impl<'a> World<'a> {
+    pub async fn new(
+        seat: &'a Seat,
+        sky: Sky,
+        objects: Option<Arc<dyn ObjectStore>>,
+        broken: Option<Broken>,
+    ) -> Result<Self> {
+        seat.clear().await?;
+        let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
+        publish(&store).await?;
+        for (user, _) in SLOTS {
+            // 43 characters of base64url, as cookies of sessions are.
+            let sql = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
+                       VALUES ($1, 'app', $2, now() + interval '1 day') ON CONFLICT DO NOTHING";
+            seat.client.execute(sql, &[&Sha256::digest(cookie(user)).to_vec(), &user]).await?;
+        }
+        let processes =
+            (0..PROCESSES).map(|_| Arc::new(Process::start(seat, sky.provider(), &store))).collect();
+        Ok(Self {
+            seat,
+            sky,
+            store,
+            processes,
+            ledger: Ledger::new(),
+            broken,
+            under_way: JoinSet::new(),
+            memory: Memory::default(),
+            hosts: Vec::new(),
+            turn: 0,
+            tally: Tally::default(),
+        })
+    }
+
+    pub fn start(&mut self, process: usize) {
+        let started = Process::start(self.seat, self.sky.provider(), &self.store);
+        self.processes[process] = Arc::new(started);
+    }
+
+    /// Every host that ever was, the oldest first.
+    pub fn hosts(&mut self) -> &[Host] {
+        let made = self.sky.made();
+        self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
+        &self.hosts
+    }
+
+    /// What is broken now.
+    pub async fn broken_now(&mut self) -> Result<BTreeSet<Violation>> {
+        // Servers and answers first: what they rest on is older than they are.
+        let live = self.sky.live();
+        let known = check::Known::of(&self.ledger);
+        let look = Look::at(&self.seat.client).await?;
+        let fences = self.store.fences().await;
+        let mut found = check::always(&look, &mut self.memory, &self.ledger, &known);
+        found.extend(check::fenced(&look, &live, &fences));
+        found.extend(self.store.violations().await);
+        if self.sky.had_doubles() {
+            found.insert(Violation::TwoServersOfOneMachine);
+        }
+        if self.routes_astray(&look).await? {
+            found.insert(Violation::RoutedWhileNotRunning);
+        }
+        Ok(found)
+    }
+
+    /// Whether a request of a user without a running machine is sent on, and goes on being sent on.
+    async fn routes_astray(&mut self, look: &Look) -> Result<bool> {
+        self.turn = (self.turn + 1) % PROCESSES;
+        let process = Arc::clone(&self.processes[self.turn]);
+        for user in users() {
+            let runs = |look: &Look| look.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
+            let mut routed = self.is_routed(&process, user).await;
+            self.tally.routed += u32::from(routed && runs(look));
+            // A change is to be obeyed within a second; this machine may be busy.
+            for _ in 0..60 {
+                if !routed || runs(&Look::at(&self.seat.client).await?) {
+                    routed = false;
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                routed = self.is_routed(&process, user).await;
+            }
+            if routed {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Nobody listens where a host should: a request that is sent on comes back as 502, one that is not as 503.
+    async fn is_routed(&self, process: &Process, user: &str) -> bool {
+        let request = Request::builder()
+            .uri("/")
+            .header("host", "app.test")
+            .header("accept", "application/json")
+            .header("cookie", format!("svc_session={}", cookie(user)))
+            .body(Body::empty())
+            .expect("a request");
+        process.public(request).await.is_some_and(|answer| matches!(answer.status, 502 | 504))
+    }
+
+    /// What is broken when everything has settled, besides.
+    pub async fn broken_at_rest(&mut self) -> Result<BTreeSet<Violation>> {
+        let mut found = BTreeSet::new();
+        let look = Look::at(&self.seat.client).await?;
+        let audit = super::look::audit(&self.seat.client).await?;
+        found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
+        let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
+        self.tally.resized += look.operations.iter().filter(resized).count() as u32;
+        self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
+        for host in self.hosts().to_vec() {
+            let Some(machine) = look.machine(&host.machine) else { continue };
+            let beat = self.heartbeat(&host, 0).await;
+            let told = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
+            if told != Some((200, Some(!machine.is_active()))) {
+                self.ledger.note(format!("{} was told {told:?}", host.server));
+                found.insert(Violation::HostNotTold);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Ends everything of the run.
+    pub async fn end(mut self) -> Tally {
+        for process in &self.processes {
+            process.switch.kill();
+        }
+        self.under_way.shutdown().await;
+        self.tally
+    }
+}
+
+/// Each user once.
+fn users() -> BTreeSet<&'static str> {
+    SLOTS.iter().map(|(user, _)| *user).collect()
+}
+
+fn cookie(user: &str) -> String {
+    format!("{user:A<43}")
+}
+
+async fn publish(store: &Arc<Store>) -> Result<()> {
+    let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+    let key = "system-bundles/v1/svc-host-bundle.tar.gz";
+    bucket.put(&key.into(), "0123456789").await?;
+    let digest = format!("{DIGEST}  svc-host-bundle.tar.gz\n");
+    bucket.put(&format!("{key}.sha256").into(), digest).await?;
+    Ok(())
+}

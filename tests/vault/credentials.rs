@@ -1,0 +1,369 @@
+//! A machine whose credentials for the store run out: it asks the platform for others, whatever its clock says, and
+//! stops when the platform has none for it.
+
+use std::os::unix::fs::PermissionsExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use axum::Router;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderMap, StatusCode, Uri};
+use jiff::{SignedDuration, Timestamp};
+use kit::s3::{Fault, Rule, S3Server};
+use nix::sys::signal::Signal;
+use object_store::aws::AwsCredential;
+use secrecy::ExposeSecret;
+use serde_json::{Value, json};
+use svc::clock::rfc3339_ms;
+use svc::host::config::PlatformLink;
+use svc::host::store_credentials::Renewed;
+use svc::store::credentials::{CredentialError, Source, Temporary};
+use svc::store::policy;
+use svc::store::sts::Sts;
+
+use super::machine::{self, BUCKET, Machine, USER, slot, until};
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// What the platform does when it is asked for credentials.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mood {
+    Gives,
+    Supersedes,
+    Away,
+    Refuses,
+}
+
+/// The platform's one route that matters here, with real sessions of the store's STS.
+struct Office {
+    sts: Sts,
+    mood: Mutex<Mood>,
+    asked: AtomicUsize,
+    heartbeats: AtomicUsize,
+}
+
+struct Platform {
+    office: Arc<Office>,
+    base: String,
+}
+
+impl Platform {
+    async fn start(store: &S3Server) -> Result<Self> {
+        svc::http::tls::install_provider();
+        let key_id = store.access_key().to_owned();
+        let caller = AwsCredential { key_id, secret_key: store.secret_key().to_owned(), token: None };
+        let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
+        let sts = Sts::new(store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
+        let (mood, asked) = (Mutex::new(Mood::Gives), AtomicUsize::new(0));
+        let office = Arc::new(Office { sts, mood, asked, heartbeats: AtomicUsize::new(0) });
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let base = format!("http://{}", listener.local_addr()?);
+        let app = Router::new().fallback(answer).with_state(Arc::clone(&office));
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        Ok(Self { office, base })
+    }
+
+    fn mood(&self, mood: Mood) {
+        *self.office.mood.lock().expect("whole") = mood;
+    }
+
+    fn asked(&self) -> usize {
+        self.office.asked.load(Ordering::SeqCst)
+    }
+
+    async fn session(&self) -> Result<Temporary> {
+        Ok(self.office.sts.assume("svc-host", &policy::of_slot("aws", BUCKET, &slot()), HOUR).await?)
+    }
+
+    /// Writes `r2.env` as user-data does; `expires_in` is what this machine's clock makes of it.
+    async fn equips(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
+        let session = self.session().await?;
+        let token = session.session_token.as_ref().context("a token")?;
+        let expires_at = rfc3339_ms(Timestamp::now().checked_add(expires_in)?);
+        machine.add_env(
+            "r2.env",
+            &[
+                ("AWS_ACCESS_KEY_ID", &session.access_key),
+                ("AWS_SECRET_ACCESS_KEY", session.secret_key.expose_secret()),
+                ("AWS_SESSION_TOKEN", token.expose_secret()),
+                ("AWS_CREDENTIAL_EXPIRATION", &expires_at),
+            ],
+        )?;
+        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &self.base)])
+    }
+}
+
+async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap) -> Response {
+    if uri.path().ends_with("/heartbeat") {
+        office.heartbeats.fetch_add(1, Ordering::SeqCst);
+        return axum::Json(json!({"superseded": false})).into_response();
+    }
+    office.asked.fetch_add(1, Ordering::SeqCst);
+    let problem = |status: u16, code: &str| {
+        (StatusCode::from_u16(status).expect("a status"), axum::Json(json!({"code": code}))).into_response()
+    };
+    let authorized = headers.get("authorization").is_some_and(|v| v == "Bearer upgrade-token-of-a-machine");
+    if !authorized || !uri.path().ends_with("/storage-credentials") {
+        return problem(401, "unauthorized");
+    }
+    let mood = *office.mood.lock().expect("whole");
+    match mood {
+        Mood::Gives => {}
+        Mood::Supersedes => return problem(403, "superseded"),
+        Mood::Away => return problem(503, "store_unavailable"),
+        Mood::Refuses => return problem(401, "unauthorized"),
+    }
+    let policy = policy::of_slot("aws", BUCKET, &slot());
+    match office.sts.assume("svc-host", &policy, HOUR).await {
+        Ok(session) => axum::Json(json!({
+            "accessKeyId": session.access_key,
+            "secretAccessKey": session.secret_key.expose_secret(),
+            "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
+            "expiresAt": rfc3339_ms(session.expires_at),
+            "region": "auto", "endpoint": null, "bucket": BUCKET, "prefix": format!("{USER}/primary/"),
+        }))
+        .into_response(),
+        Err(_) => problem(503, "store_unavailable"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
+    svc::http::tls::install_provider();
+    let moto = tokio::task::spawn_blocking(kit::moto::Moto::start).await??;
+    let key = || "moto".to_owned();
+    let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
+    let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
+    let sts = Sts::new(moto.endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
+    let policy = policy::of_slot("aws", BUCKET, &slot());
+    let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
+    let left = session.expires_at.duration_since(Timestamp::now());
+    assert!((600..=960).contains(&left.as_secs()), "{left}");
+    assert!(session.access_key.starts_with("ASIA") && session.session_token.is_some());
+    let error = sts.assume(&"x".repeat(65), &policy, Duration::from_secs(900)).await.unwrap_err();
+    assert!(error.to_string().starts_with("STS refused AssumeRole with 400"), "{error}");
+    assert!(error.to_string().contains("ValidationError"), "{error}");
+    Ok(())
+}
+
+async fn in_use(store: &S3Server, platform: &Platform, expires_in: SignedDuration) -> Result<Machine> {
+    let machine = Machine::in_use(store, 1).await?;
+    machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 100) AS id").await?;
+    platform.equips(&machine, expires_in).await?;
+    Ok(machine)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credentials_that_hold_are_used_as_they_are() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.asked(), 0);
+    assert!(machine::pointer(&store).await?.is_some());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn credentials_that_ran_out_are_renewed_and_kept_for_the_next_run() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_secs(-60)).await?;
+    store.expire_sessions();
+    let ended = machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.asked(), 1, "{}", ended.stderr);
+    let kept = machine.path("var/lib/svc/store-credentials.json");
+    assert_eq!(std::fs::metadata(&kept)?.permissions().mode() & 0o777, 0o600);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.asked(), 1, "the second run begins with what the first got");
+    let kept: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    for secret in ["secretAccessKey", "sessionToken"] {
+        assert!(!ended.stderr.contains(kept[secret].as_str().context("a secret")?), "{}", ended.stderr);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clock_that_is_wrong_costs_one_request() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
+    store.expire_sessions();
+    store.forget_requests();
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.asked(), 1);
+    let refused = store.requests().into_iter().filter(|seen| seen.status == Some(400)).count();
+    assert_eq!(refused, 1, "the store refused one request, and it was sent again");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
+    let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+        FROM generate_series(1, 900) n, generate_series(1, 1000) m GROUP BY n";
+    machine.client().await?.batch_execute(noise).await?;
+    store.set_session_life(Some(Duration::from_secs(2)));
+    store.fault(Rule::new(Fault::Delay(Duration::from_millis(1200))).query("partNumber").always());
+    store.expire_sessions();
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert!(platform.asked() >= 2, "{}", platform.asked());
+    assert!(store.uploads(BUCKET).is_empty());
+    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    assert!(latest.size_bytes > 10 << 20, "several parts: {}", latest.size_bytes);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_that_boots_after_the_first_credentials_life_works() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    in_use(&store, &platform, SignedDuration::from_hours(1)).await?.run(&["svc-db-backup"])?.expect(0);
+    // Once its clock knows that they ran out, and once only the store does.
+    for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
+        let new = Machine::new(&store, 2).await?;
+        platform.equips(&new, expires_in).await?;
+        store.expire_sessions();
+        new.run(&["svc-restore"])?.expect(0);
+        assert!(new.marker());
+        let row = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?;
+        assert_eq!(row.get::<_, i64>(0), 100);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replaced_machine_gets_none_and_says_so() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let before = machine::pointer(&store).await?;
+    platform.mood(Mood::Supersedes);
+    store.expire_sessions();
+    let ended = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+    assert_eq!(machine::pointer(&store).await?, before);
+    platform.equips(&machine, SignedDuration::from_secs(-1)).await?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(77);
+    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+
+    let new = Machine::new(&store, 2).await?;
+    platform.equips(&new, SignedDuration::from_secs(-1)).await?;
+    let ended = new.run(&["svc-restore"])?.expect(77);
+    assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
+    assert!(!new.marker(), "the gate stays shut");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_platform_that_is_away_matters_only_once_the_credentials_ran_out() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_mins(10)).await?;
+    platform.mood(Mood::Away);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(platform.asked(), 1, "asked once early, and not again while they hold");
+    platform.equips(&machine, SignedDuration::from_secs(-1)).await?;
+    machine.run(&["svc-db-backup"])?.expect(69);
+    assert!(platform.asked() >= 3, "asked repeatedly: {}", platform.asked());
+    platform.mood(Mood::Refuses);
+    machine.run(&["svc-db-backup"])?.expect(69);
+    platform.mood(Mood::Gives);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_secs(-1)).await?;
+    store.set_session_life(Some(Duration::from_secs(2)));
+    let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    until("four sessions", || platform.asked() >= 4).await?;
+    let key = format!("{USER}/primary/system/vps-meta.json");
+    let first = store.read(BUCKET, &key).context("the metadata, though whether it was there is hidden")?;
+    until("a later one", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
+    running.signal(Signal::SIGTERM)?;
+    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    Ok(())
+}
+
+fn source(platform: &Platform, file: &std::path::Path, expires_in: SignedDuration) -> Result<Arc<Renewed>> {
+    let link = PlatformLink {
+        base: platform.base.parse()?,
+        upgrade_token: "upgrade-token-of-a-machine".to_owned().into(),
+    };
+    let first = Temporary {
+        access_key: "first".to_owned(),
+        secret_key: "first".to_owned().into(),
+        session_token: None,
+        expires_at: Timestamp::now().checked_add(expires_in)?,
+    };
+    let machine = "00000000-0000-7000-8000-000000000001".parse()?;
+    Ok(Arc::new(Renewed::new(machine, link, file.join("kept.json"), &first)?))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_renewal_serves_all_who_wait() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let dir = tempfile::tempdir()?;
+    let source = source(&platform, dir.path(), SignedDuration::from_secs(-1))?;
+    let tasks: Vec<_> = (0..32)
+        .map(|n| {
+            let source = Arc::clone(&source);
+            tokio::spawn(async move {
+                match n % 2 {
+                    0 => source.current().await.map(|key| key.key_id.clone()),
+                    _ => source.instead_of("first").await.map(|key| key.key_id.clone()),
+                }
+            })
+        })
+        .collect();
+    let mut keys = std::collections::BTreeSet::new();
+    for task in tasks {
+        keys.insert(task.await??);
+    }
+    assert_eq!((keys.len(), platform.asked()), (1, 1));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn once_withdrawn_nothing_is_asked_again() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let dir = tempfile::tempdir()?;
+    // They would hold for some minutes yet.
+    let source = source(&platform, dir.path(), SignedDuration::from_mins(5))?;
+    platform.mood(Mood::Supersedes);
+    for _ in 0..3 {
+        assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
+        assert!(matches!(source.instead_of("x").await, Err(CredentialError::Withdrawn)));
+    }
+    assert_eq!(platform.asked(), 1);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_or_foreign_file_is_none() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let dir = tempfile::tempdir()?;
+    let foreign = json!({"version": 1, "machineId": "00000000-0000-7000-8000-000000000002", "accessKeyId": "other",
+        "secretAccessKey": "x", "sessionToken": null, "expiresAt": "2999-01-01T00:00:00.000Z", "lifeSeconds": 3600});
+    for content in [foreign.to_string(), "{".to_owned(), String::new()] {
+        std::fs::write(dir.path().join("kept.json"), content)?;
+        let key = source(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
+        assert!(key.key_id.starts_with("ASIA"), "{}", key.key_id);
+    }
+    assert_eq!(platform.asked(), 3);
+    Ok(())
+}

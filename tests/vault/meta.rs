@@ -1,0 +1,85 @@
+//! `vps-meta.json` over a bad wire: a write whose answer was lost is known as done, and no earlier machine's comes back.
+
+use anyhow::{Context, Result};
+use kit::s3::{Fault, Rule, S3Server};
+use svc::machine::epoch::Epoch;
+use svc::machine::id::MachineId;
+use svc::store::meta::{self, FORMAT, MetaError, VpsMeta};
+
+use super::machine::{self, BUCKET, USER, slot};
+
+fn of(epoch: u32, second: i64) -> Result<VpsMeta> {
+    Ok(VpsMeta {
+        version: FORMAT,
+        idp_user_id: USER.parse()?,
+        slot: "primary".parse()?,
+        machine_id: MachineId(uuid::Uuid::from_u128(u128::from(epoch))),
+        epoch: Epoch(epoch),
+        provider_server_id: None,
+        image_version: "1.0.0".parse()?,
+        status: "running".to_owned(),
+        public_ipv4: None,
+        heartbeat_at: jiff::Timestamp::from_second(1_800_000_000 + second)?,
+        last_backup: None,
+    })
+}
+
+fn stored(store: &S3Server) -> Result<VpsMeta> {
+    let text = store.read(BUCKET, &format!("{USER}/primary/system/vps-meta.json")).context("the metadata")?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+fn of_meta(fault: Fault) -> Rule {
+    Rule::new(fault).key("vps-meta.json")
+}
+
+/// Puts that changed something.
+fn writes(store: &S3Server) -> usize {
+    let puts = store.requests().into_iter().filter(|seen| seen.method == "PUT");
+    puts.filter(|seen| seen.path.ends_with("vps-meta.json") && seen.status != Some(412)).count()
+}
+
+#[tokio::test]
+async fn a_lost_answer_is_settled_by_reading_back() -> Result<()> {
+    for fault in [Fault::LostReply, Fault::StatusAfterCommit(500), Fault::StatusAfterCommit(503)] {
+        let store = machine::store()?;
+        let bucket = machine::bucket(&store)?;
+        for second in [1, 2] {
+            let hits = store.fault(of_meta(fault.clone()).method("PUT"));
+            store.forget_requests();
+            meta::write(&bucket, &slot(), &of(1, second)?).await?;
+            assert_eq!(stored(&store)?, of(1, second)?, "{fault:?}");
+            assert_eq!(
+                (hits.hits(), writes(&store)),
+                (1, 1),
+                "{fault:?}: written once: {:?}",
+                store.requests()
+            );
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_earlier_machine_never_comes_back() -> Result<()> {
+    let store = machine::store()?;
+    let bucket = machine::bucket(&store)?;
+    meta::write(&bucket, &slot(), &of(1, 1)?).await?;
+    meta::write(&bucket, &slot(), &of(2, 2)?).await?;
+    // The old machine reads what was there before the new one wrote; the condition of its put catches that.
+    let stale = store.fault(of_meta(Fault::StaleRead).method("GET"));
+    let refused = meta::write(&bucket, &slot(), &of(1, 3)?).await;
+    assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");
+    assert_eq!(stale.hits(), 1);
+    assert_eq!(stored(&store)?, of(2, 2)?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_nobody_can_read_is_written_anew() -> Result<()> {
+    let store = machine::store()?;
+    store.write(BUCKET, &format!("{USER}/primary/system/vps-meta.json"), "{torn");
+    meta::write(&machine::bucket(&store)?, &slot(), &of(1, 1)?).await?;
+    assert_eq!(stored(&store)?, of(1, 1)?);
+    Ok(())
+}
