@@ -126,7 +126,8 @@ fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {
     let path = match svc {
         Some(path) => path,
         None => {
-            cargo::run(&["build", "--package", "svc"])?;
+            // As the tests build it: another selection of packages would build the dependencies anew.
+            cargo::run(&["build", "--workspace"])?;
             kit::fetch::target_dir().join("debug/svc")
         }
     };
