@@ -10,6 +10,7 @@ mod config;
 mod create;
 mod credentials;
 mod deletion;
+mod described;
 mod fail;
 mod fleet;
 mod idempotency;

@@ -5,13 +5,15 @@ use std::sync::Arc;
 
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::clock::{now_ms, rfc3339_ms};
+use crate::http::openapi::{Operation, object, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::machine::state::Status;
@@ -19,6 +21,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::operations::ask_host;
+use axum::routing::post;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -74,3 +77,27 @@ fn running(machine: &MachineRow) -> Result<(), Problem> {
     }
     Ok(())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "backUp",
+        method: Method::POST,
+        path: "/vps/{id}/backup",
+        summary: "Asks the host of a running machine for a backup now.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| object(&[], &[])),
+        answers: &[told(202, "The host is asked.", || {
+            object(&[("machineId", uuid()), ("requestedAt", time())], &[])
+        })],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::HostUnreachable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

@@ -9,15 +9,21 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
+use super::endpoint::{CURSOR, Endpoint, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use crate::clock::rfc3339_ms;
-use crate::http::problem::Problem;
+use crate::http::openapi::{
+    Operation, Parameter, Place, array, boolean, count, nullable, object, text, time, uuid,
+};
+use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::SideRecord;
 use crate::store::{pointer_io, snapshots};
+use axum::routing::get;
+use http::Method;
 
 const PAGE: usize = 50;
 const LARGEST_PAGE: usize = 200;
@@ -67,4 +73,44 @@ fn shown(record: &SideRecord, latest: Option<&str>) -> Value {
         "machineId": record.machine_id,
         "latest": latest == Some(record.key.as_str()),
     })
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listBackups",
+        method: Method::GET,
+        path: "/vps/{id}/backups",
+        summary: "The verified snapshots of the machine's slot, the newest first.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, LIMIT, CURSOR],
+        body: None,
+        answers: &[told(200, "A page.", page)],
+        problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
+    },
+    serve: || get(handle),
+};
+
+const LIMIT: Parameter = Parameter {
+    name: "limit",
+    place: Place::Query,
+    schema: || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE }),
+    about: "The size of a page.",
+};
+
+fn page() -> Value {
+    let backup = object(
+        &[
+            ("key", text()),
+            ("sizeBytes", count()),
+            ("sha256", text()),
+            ("takenAt", time()),
+            ("verifiedAt", time()),
+            ("epoch", count()),
+            ("machineId", uuid()),
+            ("latest", boolean()),
+        ],
+        &[],
+    );
+    object(&[("latest", nullable(text())), ("backups", array(backup)), ("nextCursor", nullable(text()))], &[])
 }

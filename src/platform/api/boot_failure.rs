@@ -4,18 +4,21 @@ use std::sync::Arc;
 
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{Call, path_id, registration_rejected};
+use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, object, text, uuid};
+use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Circumstances};
+use axum::routing::post;
 
 const LONGEST_STAGE: usize = 64;
 const LONGEST_MESSAGE: usize = 4096;
@@ -50,3 +53,21 @@ pub async fn handle(
     tracing::warn!(machine = %id, stage, "the host could not boot");
     Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "reportBootFailure",
+        method: Method::POST,
+        path: "/vps/{id}/boot-failure",
+        summary: "A host says at which stage its boot failed.",
+        credentials: &[REGISTRATION],
+        parameters: &[MACHINE_ID],
+        body: Some(|| object(&[("stage", text()), ("message", text())], &[])),
+        answers: &[told(202, "The machine has failed.", || {
+            object(&[("machineId", uuid()), ("status", status())], &[])
+        })],
+        problems: &[Code::RegistrationRejected, Code::InvalidState, Code::DatabaseUnavailable],
+    },
+    serve: || post(handle),
+};

@@ -5,16 +5,19 @@ use std::sync::Arc;
 
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{Call, path_id, registration_rejected};
+use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::problem::Problem;
+use crate::http::openapi::{Answer, Content, Operation, object, one_of};
+use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self, machine_changes};
+use axum::routing::post;
 
 /// A host that starts again and again says the same again and again: only the last ones are kept.
 const MOST: usize = 20;
@@ -59,3 +62,21 @@ pub async fn handle(
     tracing::info!(machine = %id, stage, "the host boots");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "reportBootStage",
+        method: Method::POST,
+        path: "/vps/{id}/boot-stage",
+        summary: "A booting host says which stage it is at.",
+        credentials: &[REGISTRATION],
+        parameters: &[MACHINE_ID],
+        body: Some(|| {
+            object(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
+        }),
+        answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
+        problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],
+    },
+    serve: || post(handle),
+};

@@ -11,10 +11,13 @@ use http::{Method, StatusCode};
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
 
 use super::call::Call;
+use super::endpoint::{Endpoint, HOST, OPERATOR};
+use crate::http::openapi::{Answer, Content, Operation, Parameter, Place, one_of, text};
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
 use crate::store::key::{self, BUNDLE_FILE};
+use axum::routing::get;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -132,6 +135,53 @@ fn outside(meta: &ObjectMeta) -> Problem {
     Problem::new(Code::RangeNotSatisfiable, format!("The object has {} bytes.", meta.size))
         .with("sizeBytes", meta.size.into())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getBundle",
+        method: Method::GET,
+        path: "/system-bundles/{version}/{file}",
+        summary: "A file of a published host bundle; Range, If-Range and If-None-Match as in RFC 9110.",
+        credentials: &[OPERATOR, HOST],
+        parameters: &[VERSION, FILE],
+        body: None,
+        answers: &[
+            Answer { status: 200, about: "The file.", content: Content::Other("application/octet-stream") },
+            Answer {
+                status: 206,
+                about: "A range of it.",
+                content: Content::Other("application/octet-stream"),
+            },
+            Answer { status: 304, about: "It is as it was.", content: Content::Nothing },
+        ],
+        problems: &[
+            Code::Superseded,
+            Code::NotFound,
+            Code::BundleNotFound,
+            Code::RangeNotSatisfiable,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || get(handle),
+};
+
+const VERSION: Parameter =
+    Parameter { name: "version", place: Place::Path, schema: text, about: "The image version." };
+const FILE: Parameter = Parameter {
+    name: "file",
+    place: Place::Path,
+    schema: || {
+        one_of(
+            &["", ".sha256", ".json", ".json.sig"]
+                .map(|suffix| format!("{BUNDLE_FILE}{suffix}"))
+                .each_ref()
+                .map(String::as_str),
+        )
+    },
+    about: "The archive, its checksum, its manifest or the manifest's signature.",
+};
 
 #[cfg(test)]
 mod tests {

@@ -4,20 +4,23 @@ use std::sync::Arc;
 
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, status, told};
 use super::fault;
 use super::mutation::{self, Changed, Mutation, Reply};
 use crate::clock::rfc3339_ms;
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, nullable, object, time, uuid};
+use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
+use axum::routing::delete as delete_route;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -74,3 +77,34 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
         "operationId": operation,
     })
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "delete",
+        method: Method::DELETE,
+        path: "/vps/{id}",
+        summary: "Deletes a machine and its server; its objects stay.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
+        body: None,
+        answers: &[told(202, "The machine is deleted, its server is being deleted.", || {
+            object(
+                &[
+                    ("machineId", uuid()),
+                    ("status", status()),
+                    ("deletedAt", nullable(time())),
+                    ("operationId", nullable(uuid())),
+                ],
+                &[],
+            )
+        })],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || delete_route(handle),
+};

@@ -4,17 +4,20 @@ use std::sync::Arc;
 
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, named, object, text};
+use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
+use axum::routing::post;
 
 const LONGEST_REASON: usize = 1024;
 /// Where a machine failed that somebody has failed.
@@ -67,3 +70,24 @@ async fn fail(
     db::commit(tx).await?;
     Ok(reply)
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "fail",
+        method: Method::POST,
+        path: "/vps/{id}/fail",
+        summary: "Takes a machine out of running, or out of a state that it is stuck in.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| object(&[("reason", text())], &[])),
+        answers: &[told(200, "The machine has failed.", || named("Machine"))],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

@@ -12,15 +12,18 @@ pub struct Fields {
     /// `/` or `/outer/` in a body (RFC 6901), `?` in a query.
     prefix: String,
     errors: Vec<FieldError>,
+    /// Every name that was looked for.
+    known: Vec<String>,
 }
 
 impl Fields {
     pub fn of_body(map: Map<String, Value>) -> Self {
-        Self { left: map, prefix: "/".to_owned(), errors: Vec::new() }
+        Self { left: map, prefix: "/".to_owned(), errors: Vec::new(), known: Vec::new() }
     }
 
     pub fn of_query(query: &str) -> Self {
-        let mut fields = Self { left: Map::new(), prefix: "?".to_owned(), errors: Vec::new() };
+        let mut fields =
+            Self { left: Map::new(), prefix: "?".to_owned(), errors: Vec::new(), known: Vec::new() };
         for (name, value) in url::form_urlencoded::parse(query.as_bytes()) {
             if fields.left.insert(name.to_string(), value.into_owned().into()).is_some() {
                 fields.wrong(&name, "is given twice");
@@ -40,6 +43,7 @@ impl Fields {
 
     /// The value, if it is there and not null.
     fn take(&mut self, name: &str) -> Option<Value> {
+        self.known.push(name.to_owned());
         self.left.shift_remove(name).filter(|value| !value.is_null())
     }
 
@@ -132,7 +136,7 @@ impl Fields {
             self.wrong(name, "must be an object");
             return None;
         };
-        Some(Self { left, prefix, errors: Vec::new() })
+        Some(Self { left, prefix, errors: Vec::new(), known: Vec::new() })
     }
 
     pub fn close(&mut self, nested: Self) {
@@ -141,8 +145,12 @@ impl Fields {
 
     fn all_errors(mut self) -> Vec<FieldError> {
         let unknown: Vec<String> = self.left.keys().cloned().collect();
+        let why = match self.known.join(", ") {
+            none if none.is_empty() => "is not a field of this request, which takes none".to_owned(),
+            known => format!("is not a field of this request; it takes {known}"),
+        };
         for name in unknown {
-            self.wrong(&name, "is not a field of this request");
+            self.wrong(&name, &why);
         }
         self.errors
     }

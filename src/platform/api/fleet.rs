@@ -7,11 +7,16 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 
 use super::call::Call;
+use super::endpoint::{Endpoint, OPERATOR, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, array, count, nullable, object, text, time, uuid};
+use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::platform::fleet;
+use axum::routing::get;
+use http::Method;
+use serde_json::{Value, json};
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -22,4 +27,56 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let mut body = fleet::summary(&rows);
     body["asOf"] = rfc3339_ms(now_ms()).into();
     Ok(Json(body).into_response())
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "fleet",
+        method: Method::GET,
+        path: "/vps/fleet",
+        summary: "All active machines in one look, and those that need somebody.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "The fleet.", shape)],
+        problems: &[Code::DatabaseUnavailable],
+    },
+    serve: || get(handle),
+};
+
+fn shape() -> Value {
+    let counts = || json!({ "type": "object", "additionalProperties": count() });
+    let totals = object(
+        &[
+            ("machines", count()),
+            ("byStatus", counts()),
+            ("byImageVersion", counts()),
+            ("byHealth", counts()),
+        ],
+        &[],
+    );
+    let age = || nullable(count());
+    let backups = object(&[("maxAgeSeconds", age()), ("p50AgeSeconds", age()), ("never", count())], &[]);
+    let in_need = object(
+        &[
+            ("machineId", uuid()),
+            ("idpUserId", text()),
+            ("slot", slot_name()),
+            ("handle", text()),
+            ("status", status()),
+            ("reasons", array(text())),
+        ],
+        &[],
+    );
+    object(
+        &[
+            ("totals", totals),
+            ("backups", backups),
+            ("attention", array(in_need)),
+            ("attentionTotal", count()),
+            ("asOf", time()),
+        ],
+        &[],
+    )
 }

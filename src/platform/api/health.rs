@@ -6,13 +6,16 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use object_store::path::Path;
 use serde_json::json;
 
+use super::endpoint::{Endpoint, told, well};
+use crate::http::openapi::{Operation, object};
 use crate::http::problem::chain;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
+use axum::routing::get;
 
 const PROBE: Duration = Duration::from_secs(3);
 
@@ -55,4 +58,40 @@ async fn store(platform: &Platform) -> bool {
         }
         Err(_) => false,
     }
+}
+
+/// The route and its description.
+pub static LIVE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "live",
+        method: Method::GET,
+        path: "/livez",
+        summary: "Whether the process runs.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "It does.", || object(&[("status", well())], &[]))],
+        problems: &[],
+    },
+    serve: || get(live),
+};
+
+/// The route and its description.
+pub static READY: Endpoint = Endpoint {
+    operation: Operation {
+        id: "ready",
+        method: Method::GET,
+        path: "/readyz",
+        summary: "Whether it can serve.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "It can.", readiness), told(503, "It cannot now.", readiness)],
+        problems: &[],
+    },
+    serve: || get(ready),
+};
+
+fn readiness() -> serde_json::Value {
+    object(&[("status", well()), ("database", well()), ("store", well())], &[])
 }

@@ -9,8 +9,10 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, HOST, MACHINE_ID, said_last_backup, told};
 use super::fields::Fields;
 use super::mutation::{self, Changed};
+use crate::http::openapi::{Operation, array, boolean, count, nullable, object, one_of, text};
 use crate::http::problem::{Code, Problem, chain};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
@@ -23,6 +25,8 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
+use axum::routing::post;
+use http::Method;
 
 struct Beat {
     image_version: ImageVersion,
@@ -194,4 +198,46 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
         "error": error,
     });
     Some((told, verified))
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "heartbeat",
+        method: Method::POST,
+        path: "/vps/{id}/heartbeat",
+        summary: "What a host says of itself, and what it is to know.",
+        credentials: &[HOST],
+        parameters: &[MACHINE_ID],
+        body: Some(said),
+        answers: &[told(200, "What the host is to know.", known)],
+        problems: &[Code::Forbidden, Code::DatabaseUnavailable],
+    },
+    serve: || post(handle),
+};
+
+fn said() -> Value {
+    let word = || one_of(&["ok", "failing"]);
+    object(
+        &[
+            ("imageVersion", text()),
+            ("epoch", count()),
+            ("health", object(&[("gateway", word()), ("database", word())], &[])),
+            ("disk", object(&[("totalBytes", count()), ("freeBytes", count())], &[])),
+        ],
+        &[("lastBackup", nullable(said_last_backup())), ("proofKids", array(text()))],
+    )
+}
+
+fn known() -> Value {
+    let key = object(&[("kid", text()), ("x", text())], &[]);
+    object(
+        &[
+            ("desiredImageVersion", text()),
+            ("epoch", count()),
+            ("superseded", boolean()),
+            ("proofKeys", object(&[("keys", array(key))], &[])),
+        ],
+        &[],
+    )
 }

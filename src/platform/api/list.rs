@@ -5,13 +5,17 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::Call;
-use crate::http::problem::Problem;
+use super::endpoint::{CURSOR, Endpoint, OPERATOR, slot_name, status, told};
+use crate::http::openapi::{Operation, Parameter, Place, array, boolean, named, nullable, object, text};
+use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::machines::{self, Filter, Which};
+use axum::routing::get;
+use http::Method;
 
 const PAGE: usize = 100;
 const LARGEST_PAGE: usize = 500;
@@ -47,3 +51,36 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let records: Vec<_> = found.iter().map(MachineRow::record).collect();
     Ok(Json(json!({"machines": records, "nextCursor": next})).into_response())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listMachines",
+        method: Method::GET,
+        path: "/vps",
+        summary: "Machines, the newest first.",
+        credentials: &[OPERATOR],
+        parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, CURSOR],
+        body: None,
+        answers: &[told(200, "A page.", || {
+            object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])
+        })],
+        problems: &[Code::DatabaseUnavailable],
+    },
+    serve: || get(handle),
+};
+
+const fn by(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+    Parameter { name, place: Place::Query, schema, about }
+}
+
+const STATUS: Parameter = by("status", status, "Only machines of this status.");
+const USER: Parameter = by("idpUserId", text, "Only this user's.");
+const SLOT: Parameter = by("slot", slot_name, "Only of slots of this name.");
+const HANDLE: Parameter = by("handle", text, "Only with this handle.");
+const DELETED: Parameter = by("deleted", boolean, "The ended ones instead of the active ones.");
+const LIMIT: Parameter = by(
+    "limit",
+    || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE }),
+    "The size of a page.",
+);

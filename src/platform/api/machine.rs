@@ -7,10 +7,14 @@ use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR, machine_with_operations, told};
 use super::{fault, operation};
-use crate::http::problem::Problem;
+use crate::http::openapi::Operation;
+use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
+use axum::routing::get;
+use http::Method;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -32,3 +36,19 @@ pub async fn handle(
     record["operations"] = operations.into();
     Ok(Json(record).into_response())
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getMachine",
+        method: Method::GET,
+        path: "/vps/{id}",
+        summary: "One machine with its operations, whatever has become of it.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID],
+        body: None,
+        answers: &[told(200, "The machine.", machine_with_operations)],
+        problems: &[Code::MachineNotFound, Code::DatabaseUnavailable],
+    },
+    serve: || get(handle),
+};

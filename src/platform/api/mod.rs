@@ -7,6 +7,7 @@ pub mod boot_stage;
 pub mod bundle;
 pub mod call;
 pub mod delete;
+pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
 pub mod fault;
@@ -28,37 +29,67 @@ pub mod storage_credentials;
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{self, Next};
 use axum::response::Response;
-use axum::routing::{get, post};
+use axum::routing::get;
+use axum::{Json, Router};
+use serde_json::Value;
 
+use self::endpoint::Endpoint;
 use super::context::Platform;
+use crate::http::openapi::{self, Api};
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 
+/// Every route, in the order of the document.
+pub static ENDPOINTS: [&Endpoint; 21] = [
+    &provision::ENDPOINT,
+    &register::ENDPOINT,
+    &recover::ENDPOINT,
+    &list::ENDPOINT,
+    &fleet::ENDPOINT,
+    &machine::ENDPOINT,
+    &delete::ENDPOINT,
+    &resize::ENDPOINT,
+    &fail::ENDPOINT,
+    &backup::ENDPOINT,
+    &backups::ENDPOINT,
+    &heartbeat::ENDPOINT,
+    &storage_credentials::ENDPOINT,
+    &boot_stage::ENDPOINT,
+    &boot_failure::ENDPOINT,
+    &operation::ENDPOINT,
+    &slots::LIST,
+    &slots::PUT,
+    &bundle::ENDPOINT,
+    &health::LIVE,
+    &health::READY,
+];
+
+const API: Api = Api {
+    title: "svc platform",
+    about: "The control plane: machines of slots, their lives, and what their hosts ask.",
+    version: env!("CARGO_PKG_VERSION"),
+    schemas: &[
+        ("Machine", endpoint::machine),
+        ("Operation", endpoint::operation),
+        ("Subscription", endpoint::subscription),
+    ],
+};
+
+/// The document of all routes.
+pub fn description() -> Value {
+    openapi::document(&API, ENDPOINTS.iter().map(|endpoint| &endpoint.operation))
+}
+
+async fn openapi() -> Json<Value> {
+    Json(description())
+}
+
 pub fn router(platform: Arc<Platform>) -> Router {
-    Router::new()
-        .route("/livez", get(health::live))
-        .route("/readyz", get(health::ready))
-        .route("/vps", get(list::handle))
-        .route("/vps/provision", post(provision::handle))
-        .route("/vps/register", post(register::handle))
-        .route("/vps/recover", post(recover::handle))
-        .route("/vps/fleet", get(fleet::handle))
-        .route("/vps/slots", get(slots::list).put(slots::put))
-        .route("/vps/operations/{id}", get(operation::handle))
-        .route("/vps/{id}", get(machine::handle).delete(delete::handle))
-        .route("/vps/{id}/heartbeat", post(heartbeat::handle))
-        .route("/vps/{id}/boot-stage", post(boot_stage::handle))
-        .route("/vps/{id}/storage-credentials", post(storage_credentials::handle))
-        .route("/vps/{id}/boot-failure", post(boot_failure::handle))
-        .route("/vps/{id}/resize", post(resize::handle))
-        .route("/vps/{id}/fail", post(fail::handle))
-        .route("/vps/{id}/backup", post(backup::handle))
-        .route("/vps/{id}/backups", get(backups::handle))
-        .route("/system-bundles/{version}/{file}", get(bundle::handle))
+    endpoint::routes(&ENDPOINTS)
+        .route("/openapi.json", get(openapi))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn(log))

@@ -9,11 +9,15 @@ use deadpool_postgres::GenericClient;
 use serde_json::Value;
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, OPERATOR, told};
+use crate::http::openapi::{Operation, Parameter, Place, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::OperationId;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
+use axum::routing::get;
+use http::Method;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -32,3 +36,19 @@ pub async fn handle(
 pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Result<Value, DbError> {
     Ok(operation.record(&db::operations::log_of(client, operation.id).await?))
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getOperation",
+        method: Method::GET,
+        path: "/vps/operations/{id}",
+        summary: "How far an operation is, step by step.",
+        credentials: &[OPERATOR],
+        parameters: &[Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." }],
+        body: None,
+        answers: &[told(200, "The operation.", || named("Operation"))],
+        problems: &[Code::NotFound, Code::DatabaseUnavailable],
+    },
+    serve: || get(handle),
+};

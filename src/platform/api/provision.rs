@@ -5,13 +5,15 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, server_type, slot_name, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::config::Flag;
+use crate::http::openapi::{Operation, count, nullable, object, one_of, text, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::OperationId;
@@ -25,6 +27,7 @@ use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, Unusable};
 use crate::store::{Bucket, bundle};
+use axum::routing::post;
 
 struct Asked {
     user: IdpUserId,
@@ -224,4 +227,57 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
         "epoch": machine.epoch,
         "operationId": operation,
     })
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "provision",
+        method: Method::POST,
+        path: "/vps/provision",
+        summary: "Makes the machine of a slot; a slot that has one is answered with it.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY, PREFER],
+        body: Some(|| {
+            object(
+                &[("idpUserId", text()), ("handle", text())],
+                &[
+                    ("slot", slot_name()),
+                    ("serverType", server_type()),
+                    ("location", text()),
+                    ("imageVersion", text()),
+                    ("kind", one_of(&["customer", "preview"])),
+                ],
+            )
+        }),
+        answers: &[told(202, "The machine is being made.", made), told(200, "The slot has a machine.", made)],
+        problems: &[
+            Code::Disabled,
+            Code::SubscriptionRequired,
+            Code::ServerTypeNotAllowed,
+            Code::BundleNotFound,
+            Code::HandleTaken,
+            Code::PreviewLimitReached,
+            Code::StoreUnavailable,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};
+
+fn made() -> Value {
+    object(
+        &[
+            ("machineId", uuid()),
+            ("idpUserId", text()),
+            ("slot", slot_name()),
+            ("handle", text()),
+            ("status", status()),
+            ("epoch", count()),
+            ("operationId", nullable(uuid())),
+        ],
+        &[],
+    )
 }

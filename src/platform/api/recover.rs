@@ -7,12 +7,14 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, slot_name, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{fault, provision};
+use crate::http::openapi::{Operation, boolean, count, object, text, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
@@ -24,6 +26,7 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, Unusable};
+use axum::routing::post;
 
 struct Asked {
     user: IdpUserId,
@@ -168,3 +171,44 @@ fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
         "operationId": operation,
     })
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "recover",
+        method: Method::POST,
+        path: "/vps/recover",
+        summary: "Puts another machine in the place of the slot's, from its latest snapshot.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY, PREFER],
+        body: Some(|| {
+            object(
+                &[("idpUserId", text())],
+                &[("slot", slot_name()), ("allowEmpty", boolean()), ("snapshotKey", text())],
+            )
+        }),
+        answers: &[told(202, "The recovery is under way.", || {
+            object(
+                &[
+                    ("oldMachineId", uuid()),
+                    ("machineId", uuid()),
+                    ("slot", slot_name()),
+                    ("status", status()),
+                    ("epoch", count()),
+                    ("operationId", uuid()),
+                ],
+                &[],
+            )
+        })],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::SnapshotUnusable,
+            Code::BundleNotFound,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

@@ -15,7 +15,9 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::call::{Call, registration_rejected};
+use super::endpoint::{Endpoint, REGISTRATION, told};
 use super::mutation::{self, Changed};
+use crate::http::openapi::{Operation, count, object, one_of, text, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::tls::SpkiPin;
 use crate::machine::event::Event;
@@ -28,6 +30,8 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 use crate::platform::tokens;
 use crate::store::bundle::parse_digest;
+use axum::routing::post;
+use http::Method;
 
 #[derive(Serialize)]
 struct Asked {
@@ -137,3 +141,36 @@ async fn register(
     tracing::info!(machine = %machine.id, boot_ms = asked.boot_ms, "registered");
     Ok(answer)
 }
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "register",
+        method: Method::POST,
+        path: "/vps/register",
+        summary: "The one call of a new host that makes its machine routable.",
+        credentials: &[REGISTRATION],
+        parameters: &[],
+        body: Some(|| {
+            object(
+                &[
+                    ("machineId", uuid()),
+                    ("imageVersion", text()),
+                    ("bundleSha256", text()),
+                    ("tlsSpkiSha256", text()),
+                ],
+                &[("bootMs", count())],
+            )
+        }),
+        answers: &[told(200, "It is running.", || {
+            object(&[("status", one_of(&["running"])), ("epoch", count())], &[])
+        })],
+        problems: &[
+            Code::RegistrationRejected,
+            Code::InvalidState,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || post(handle),
+};

@@ -8,13 +8,15 @@ use std::sync::Arc;
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, server_type, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::config::Flag;
+use crate::http::openapi::{Operation, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
@@ -26,6 +28,7 @@ use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
 use crate::provider::{ServerId, ServerTypeInfo};
+use axum::routing::post;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -161,4 +164,45 @@ fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -
         "status": machine.status,
         "operationId": operation,
     })
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "resize",
+        method: Method::POST,
+        path: "/vps/{id}/resize",
+        summary: "Gives a running machine another server type, on the disk that it has.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
+        body: Some(|| object(&[("serverType", server_type())], &[])),
+        answers: &[
+            told(202, "The machine is being resized.", resized),
+            told(200, "It has that type.", resized),
+        ],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::SubscriptionRequired,
+            Code::ServerTypeNotAllowed,
+            Code::DiskWouldShrink,
+            Code::ProvisioningError,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};
+
+fn resized() -> Value {
+    object(
+        &[
+            ("machineId", uuid()),
+            ("serverType", server_type()),
+            ("status", status()),
+            ("operationId", nullable(uuid())),
+        ],
+        &[],
+    )
 }

@@ -5,16 +5,19 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::Call;
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, slot_name, told};
 use super::mutation::{Changed, Mutation, Reply};
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, Parameter, Place, array, named, object, one_of, text, time};
+use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
 use crate::platform::context::Platform;
 use crate::platform::db::slots::{self, SlotRow};
 use crate::platform::db::{self};
+use axum::routing;
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -61,3 +64,51 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let records: Vec<_> = found.iter().map(SlotRow::record).collect();
     Ok(Json(json!({"slots": records})).into_response())
 }
+
+/// The route and its description.
+pub static PUT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "setSubscription",
+        method: Method::PUT,
+        path: "/vps/slots",
+        summary: "Sets the subscription of a slot; the billing system does.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY],
+        body: Some(|| {
+            object(
+                &[
+                    ("idpUserId", text()),
+                    ("plan", one_of(&["starter", "builder", "max"])),
+                    ("status", one_of(&["active", "inactive"])),
+                ],
+                &[("slot", slot_name()), ("currentPeriodEnd", time())],
+            )
+        }),
+        answers: &[told(200, "The subscription.", || named("Subscription"))],
+        problems: &[Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+    },
+    serve: || routing::put(put),
+};
+
+/// The route and its description.
+pub static LIST: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listSubscriptions",
+        method: Method::GET,
+        path: "/vps/slots",
+        summary: "The subscriptions of slots.",
+        credentials: &[OPERATOR],
+        parameters: &[Parameter {
+            name: "idpUserId",
+            place: Place::Query,
+            schema: text,
+            about: "Only this user's.",
+        }],
+        body: None,
+        answers: &[told(200, "The subscriptions.", || {
+            object(&[("slots", array(named("Subscription")))], &[])
+        })],
+        problems: &[Code::DatabaseUnavailable],
+    },
+    serve: || routing::get(list),
+};

@@ -10,11 +10,16 @@ use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 
 use super::call::{Call, path_id, unauthorized};
+use super::endpoint::{Endpoint, HOST, MACHINE_ID, told};
 use super::{fault, heartbeat};
+use crate::http::openapi::{Operation, nullable, object, text, time};
 use crate::http::problem::{Code, Problem, chain};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::host_store::Life;
+use axum::routing::post;
+use http::Method;
+use serde_json::Value;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -47,4 +52,43 @@ pub async fn handle(
     let mut response = Json(answer).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "renewStorageCredentials",
+        method: Method::POST,
+        path: "/vps/{id}/storage-credentials",
+        summary: "New short-lived credentials for the slot's part of the object store.",
+        credentials: &[HOST],
+        parameters: &[MACHINE_ID],
+        body: None,
+        answers: &[told(200, "The credentials.", shape)],
+        problems: &[
+            Code::Forbidden,
+            Code::Superseded,
+            Code::Disabled,
+            Code::StoreUnavailable,
+            Code::InvalidRequest,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || post(handle),
+};
+
+fn shape() -> Value {
+    object(
+        &[
+            ("accessKeyId", text()),
+            ("secretAccessKey", text()),
+            ("sessionToken", nullable(text())),
+            ("expiresAt", nullable(time())),
+            ("region", text()),
+            ("endpoint", nullable(text())),
+            ("bucket", text()),
+            ("prefix", text()),
+        ],
+        &[],
+    )
 }

@@ -1,0 +1,300 @@
+//! OpenAPI 3.1 documents, made from what each route says of itself beside its handler.
+//!
+//! Owns the words of a description and how they become a document; knows no route. Invariant: what follows from other
+//! words (a body can be too large, a credential can be missing) is never said twice.
+
+use std::collections::BTreeMap;
+
+use http::Method;
+use serde_json::{Map, Value, json};
+
+use super::problem::Code;
+
+/// What a caller must show. Routes of several take any one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Credential {
+    pub name: &'static str,
+    pub about: &'static str,
+}
+
+/// One method of one path.
+#[derive(Debug, Clone)]
+pub struct Operation {
+    /// In camelCase, and once in a document.
+    pub id: &'static str,
+    pub method: Method,
+    /// With `{name}` for each parameter.
+    pub path: &'static str,
+    pub summary: &'static str,
+    /// Empty: open to all.
+    pub credentials: &'static [Credential],
+    pub parameters: &'static [Parameter],
+    pub body: Option<Schema>,
+    pub answers: &'static [Answer],
+    /// Refusals beside those that follow from the rest.
+    pub problems: &'static [Code],
+}
+
+/// A JSON schema (draft 2020-12), made when it is asked for.
+pub type Schema = fn() -> Value;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Path,
+    Query,
+    Header,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Parameter {
+    pub name: &'static str,
+    pub place: Place,
+    pub schema: Schema,
+    pub about: &'static str,
+}
+
+/// An answer that is no problem.
+#[derive(Debug, Clone, Copy)]
+pub struct Answer {
+    pub status: u16,
+    pub about: &'static str,
+    pub content: Content,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Content {
+    Nothing,
+    Json(Schema),
+    /// Of another media type, without a schema.
+    Other(&'static str),
+}
+
+/// What a document says of the whole API.
+pub struct Api {
+    pub title: &'static str,
+    pub about: &'static str,
+    pub version: &'static str,
+    /// Schemas that others refer to by [`named`].
+    pub schemas: &'static [(&'static str, Schema)],
+}
+
+impl Operation {
+    /// Every code that this operation may answer with: its own, and those that follow from its description.
+    pub fn codes(&self) -> Vec<Code> {
+        let mut codes = vec![Code::MethodNotAllowed, Code::RequestTooLarge, Code::Internal];
+        if !self.credentials.is_empty() {
+            codes.push(Code::Unauthorized);
+        }
+        if self.body.is_some() {
+            codes.push(Code::UnsupportedMediaType);
+        }
+        let checked = self.parameters.iter().any(|parameter| parameter.place != Place::Header);
+        if self.body.is_some() || checked {
+            codes.push(Code::InvalidRequest);
+        }
+        codes.extend(self.problems);
+        codes.sort_by_key(|code| (code.status().as_u16(), code.as_str()));
+        codes.dedup();
+        codes
+    }
+
+    fn document(&self) -> Value {
+        let mut responses: Map<String, Value> =
+            self.answers.iter().map(|answer| (answer.status.to_string(), answer.document())).collect();
+        let mut by_status: BTreeMap<u16, Vec<&str>> = BTreeMap::new();
+        for code in self.codes() {
+            by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
+        }
+        for (status, codes) in by_status {
+            responses.entry(status.to_string()).or_insert_with(|| refusal(&codes));
+        }
+        let mut operation = json!({
+            "operationId": self.id,
+            "summary": self.summary,
+            "responses": responses,
+            "security": self.credentials.iter().map(|one| json!({ one.name: [] })).collect::<Vec<_>>(),
+        });
+        if !self.parameters.is_empty() {
+            operation["parameters"] = self.parameters.iter().map(Parameter::document).collect();
+        }
+        if let Some(body) = self.body {
+            operation["requestBody"] =
+                json!({ "required": true, "content": { "application/json": { "schema": body() } } });
+        }
+        operation
+    }
+}
+
+impl Parameter {
+    fn document(&self) -> Value {
+        let place = match self.place {
+            Place::Path => "path",
+            Place::Query => "query",
+            Place::Header => "header",
+        };
+        json!({
+            "name": self.name,
+            "in": place,
+            "required": self.place == Place::Path,
+            "description": self.about,
+            "schema": (self.schema)(),
+        })
+    }
+}
+
+impl Answer {
+    fn document(&self) -> Value {
+        let mut answer = json!({ "description": self.about });
+        match self.content {
+            Content::Nothing => {}
+            Content::Json(schema) => {
+                answer["content"] = json!({ "application/json": { "schema": schema() } });
+            }
+            Content::Other(media_type) => answer["content"] = json!({ media_type: {} }),
+        }
+        answer
+    }
+}
+
+fn refusal(codes: &[&str]) -> Value {
+    let schema = json!({
+        "allOf": [named("Problem"), { "type": "object", "properties": { "code": { "enum": codes } } }],
+    });
+    json!({
+        "description": codes.join(", "),
+        "content": { "application/problem+json": { "schema": schema } },
+    })
+}
+
+/// RFC 9457, with our `code` and `requestId`; other members belong to single codes.
+fn problem() -> Value {
+    let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
+    let standard = [
+        ("type", json!({ "type": "string", "format": "uri" })),
+        ("title", text()),
+        ("status", json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
+        ("detail", text()),
+        ("code", text()),
+        ("requestId", text()),
+    ];
+    let mut schema = object(&standard, &[("errors", errors)]);
+    schema["additionalProperties"] = true.into();
+    schema
+}
+
+/// The document of these operations.
+pub fn document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
+    let mut paths: Map<String, Value> = Map::new();
+    let mut credentials: BTreeMap<&str, &str> = BTreeMap::new();
+    for operation in operations {
+        credentials.extend(operation.credentials.iter().map(|one| (one.name, one.about)));
+        let path = paths.entry(operation.path).or_insert_with(|| json!({}));
+        path[operation.method.as_str().to_ascii_lowercase()] = operation.document();
+    }
+    let mut schemas: Map<String, Value> =
+        api.schemas.iter().map(|(name, schema)| ((*name).to_owned(), schema())).collect();
+    schemas.insert("Problem".to_owned(), problem());
+    let schemes: Map<String, Value> = credentials
+        .into_iter()
+        .map(|(name, about)| {
+            (name.to_owned(), json!({ "type": "http", "scheme": "bearer", "description": about }))
+        })
+        .collect();
+    json!({
+        "openapi": "3.1.0",
+        "info": { "title": api.title, "description": api.about, "version": api.version },
+        "paths": paths,
+        "components": { "schemas": schemas, "securitySchemes": schemes },
+    })
+}
+
+/// A reference to a schema of [`Api::schemas`].
+pub fn named(name: &str) -> Value {
+    json!({ "$ref": format!("#/components/schemas/{name}") })
+}
+
+/// An object with exactly these members.
+pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
+    let all = required.iter().chain(optional);
+    let properties: Map<String, Value> =
+        all.map(|(name, schema)| ((*name).to_owned(), schema.clone())).collect();
+    let names: Vec<&str> = required.iter().map(|(name, _)| *name).collect();
+    json!({ "type": "object", "properties": properties, "required": names, "additionalProperties": false })
+}
+
+pub fn array(of: Value) -> Value {
+    json!({ "type": "array", "items": of })
+}
+
+pub fn text() -> Value {
+    json!({ "type": "string" })
+}
+
+pub fn boolean() -> Value {
+    json!({ "type": "boolean" })
+}
+
+/// A whole number, not negative.
+pub fn count() -> Value {
+    json!({ "type": "integer", "minimum": 0 })
+}
+
+pub fn uuid() -> Value {
+    json!({ "type": "string", "format": "uuid" })
+}
+
+/// RFC 3339, UTC, with milliseconds.
+pub fn time() -> Value {
+    json!({ "type": "string", "format": "date-time" })
+}
+
+pub fn one_of(words: &[&str]) -> Value {
+    json!({ "type": "string", "enum": words })
+}
+
+pub fn nullable(schema: Value) -> Value {
+    json!({ "anyOf": [schema, { "type": "null" }] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPERATOR: Credential = Credential { name: "operator", about: "PLATFORM_SECRET" };
+
+    fn ask() -> Operation {
+        Operation {
+            id: "ask",
+            method: Method::POST,
+            path: "/things/{id}",
+            summary: "Asks.",
+            credentials: &[OPERATOR],
+            parameters: &[Parameter { name: "id", place: Place::Path, schema: uuid, about: "The thing." }],
+            body: Some(|| object(&[("name", text())], &[])),
+            answers: &[Answer { status: 202, about: "Asked.", content: Content::Json(|| named("Thing")) }],
+            problems: &[Code::InvalidState, Code::Unauthorized],
+        }
+    }
+
+    #[test]
+    fn what_follows_from_the_description_is_in_the_document() {
+        let api = Api {
+            title: "t",
+            about: "a",
+            version: "1",
+            schemas: &[("Thing", || object(&[], &[("x", count())]))],
+        };
+        let document = document(&api, [&ask()]);
+        let operation = &document["paths"]["/things/{id}"]["post"];
+        assert_eq!(operation["security"], json!([{ "operator": [] }]));
+        assert_eq!(operation["parameters"][0]["required"], true);
+        let responses: Vec<&str> =
+            operation["responses"].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(responses, ["202", "400", "401", "405", "409", "413", "415", "500"]);
+        let codes =
+            &operation["responses"]["409"]["content"]["application/problem+json"]["schema"]["allOf"][1];
+        assert_eq!(codes["properties"]["code"]["enum"], json!(["invalid_state"]));
+        assert_eq!(document["components"]["securitySchemes"]["operator"]["scheme"], "bearer");
+        assert!(document["components"]["schemas"]["Thing"].is_object());
+    }
+}
