@@ -222,6 +222,7 @@ pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     json!({ "type": "object", "properties": properties, "required": names, "additionalProperties": false })
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "schemas are written inside out")]
 pub fn array(of: Value) -> Value {
     json!({ "type": "array", "items": of })
 }
@@ -252,6 +253,7 @@ pub fn one_of(words: &[&str]) -> Value {
     json!({ "type": "string", "enum": words })
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "schemas are written inside out")]
 pub fn nullable(schema: Value) -> Value {
     json!({ "anyOf": [schema, { "type": "null" }] })
 }
