@@ -1,5 +1,6 @@
 //! `cargo xtask`: the project's own commands. Argument parsing; what they do is in the kit, or is cargo's.
 
+mod bench;
 mod cargo;
 mod ci;
 mod dist;
@@ -61,6 +62,8 @@ enum Command {
     },
     /// Build the one static executable, target/dist/svc, and check that it is one
     Dist,
+    /// Measure the static executable beside its peers; writes target/bench/AREA.json
+    Bench(bench::Args),
     /// Set up, build, and run all tests
     Test {
         /// The long ones too
@@ -83,6 +86,7 @@ fn main() -> ExitCode {
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir } => dev(svc, dir),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
+        Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Ci { .. } => ci::rest(),
     };

@@ -12,10 +12,12 @@
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`dev`] | the story's parts, kept running for a developer |
+//! | [`bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
 
+pub mod bench;
 pub mod ca;
 pub mod child;
 pub mod dev;

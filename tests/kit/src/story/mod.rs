@@ -8,8 +8,8 @@ pub mod bundle;
 
 mod breakage;
 pub(crate) mod first_life;
-mod platform;
-mod program;
+pub(crate) mod platform;
+pub(crate) mod program;
 mod report;
 mod second_life;
 pub(crate) mod slot;

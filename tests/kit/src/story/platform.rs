@@ -56,6 +56,10 @@ impl Platform {
         }
     }
 
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
     /// Waits until it ends by itself, which it should not.
     pub async fn ended(&mut self) -> Result<ExitStatus> {
         Ok(self.process.wait().await?)

@@ -1,0 +1,195 @@
+//! What a measurement is made of: samples per round, their medians and spread, and whether a target holds.
+//!
+//! Pure. A ratio is the median of each round's own ratio, because what disturbs a round disturbs both of its sides.
+
+use std::collections::BTreeMap;
+
+/// What is expected of a figure.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Target {
+    /// Ours divided by theirs.
+    RatioAtLeast(f64),
+    RatioAtMost(f64),
+    /// Ours alone, in the row's unit.
+    AtMost(f64),
+    /// Shown for comparison.
+    None,
+}
+
+/// One row that an area reports: a figure of ours beside one peer's.
+#[derive(Debug, Clone, Copy)]
+pub struct Spec {
+    pub name: &'static str,
+    pub unit: &'static str,
+    pub against: Option<&'static str>,
+    pub target: Target,
+}
+
+/// Who a sample is of.
+pub const OURS: &str = "svc";
+
+/// The samples of all rounds.
+#[derive(Debug, Default)]
+pub struct Tally {
+    samples: BTreeMap<(&'static str, &'static str), Vec<f64>>,
+}
+
+/// The median, and half of the distance between the quartiles, in percent of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Figure {
+    pub median: f64,
+    pub spread_percent: f64,
+}
+
+/// A measured row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    pub name: &'static str,
+    pub unit: &'static str,
+    pub ours: Figure,
+    pub against: Option<&'static str>,
+    pub theirs: Option<Figure>,
+    pub ratio: Option<f64>,
+    pub target: Target,
+    /// `None` where nothing is expected.
+    pub holds: Option<bool>,
+}
+
+impl Tally {
+    pub fn add(&mut self, name: &'static str, whose: &'static str, value: f64) {
+        self.samples.entry((name, whose)).or_default().push(value);
+    }
+
+    fn of(&self, name: &'static str, whose: &'static str) -> &[f64] {
+        self.samples.get(&(name, whose)).map_or(&[], Vec::as_slice)
+    }
+
+    /// The row of a spec; `None` where one of its sides was never measured.
+    pub fn row(&self, spec: &Spec) -> Option<Row> {
+        let ours = self.of(spec.name, OURS);
+        let ours_figure = Figure::of(ours)?;
+        let (theirs, ratio) = match spec.against {
+            None => (None, None),
+            Some(peer) => {
+                let theirs = self.of(spec.name, peer);
+                let paired: Vec<f64> =
+                    ours.iter().zip(theirs).filter(|(_, t)| **t != 0.0).map(|(o, t)| o / t).collect();
+                (Some(Figure::of(theirs)?), median(&paired))
+            }
+        };
+        let holds = spec.target.holds(ours_figure.median, ratio);
+        Some(Row {
+            name: spec.name,
+            unit: spec.unit,
+            ours: ours_figure,
+            against: spec.against,
+            theirs,
+            ratio,
+            target: spec.target,
+            holds,
+        })
+    }
+}
+
+impl Target {
+    fn holds(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
+        match self {
+            Self::RatioAtLeast(least) => Some(ratio.is_some_and(|ratio| ratio >= least)),
+            Self::RatioAtMost(most) => Some(ratio.is_some_and(|ratio| ratio <= most)),
+            Self::AtMost(most) => Some(ours <= most),
+            Self::None => None,
+        }
+    }
+
+    /// In words; empty where nothing is expected.
+    pub fn words(self, unit: &str) -> String {
+        match self {
+            Self::RatioAtLeast(least) => format!("ratio ≥ {least}"),
+            Self::RatioAtMost(most) => format!("ratio ≤ {most}"),
+            Self::AtMost(most) => format!("≤ {most} {unit}"),
+            Self::None => String::new(),
+        }
+    }
+}
+
+impl Figure {
+    pub fn of(samples: &[f64]) -> Option<Self> {
+        let median = median(samples)?;
+        let (low, high) = (quantile(samples, 0.25)?, quantile(samples, 0.75)?);
+        let spread_percent = if median == 0.0 { 0.0 } else { (high - low) / 2.0 / median.abs() * 100.0 };
+        Some(Self { median, spread_percent })
+    }
+}
+
+pub fn median(samples: &[f64]) -> Option<f64> {
+    quantile(samples, 0.5)
+}
+
+/// Between two samples it is interpolated.
+fn quantile(samples: &[f64], q: f64) -> Option<f64> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let last = sorted.len().checked_sub(1)?;
+    let place = q * last as f64;
+    let (below, above) = (place.floor() as usize, place.ceil() as usize);
+    Some(sorted[below] + (sorted[above] - sorted[below]) * (place - place.floor()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally(ours: &[f64], theirs: &[f64]) -> Tally {
+        let mut tally = Tally::default();
+        ours.iter().for_each(|value| tally.add("speed", OURS, *value));
+        theirs.iter().for_each(|value| tally.add("speed", "peer", *value));
+        tally
+    }
+
+    fn spec(against: Option<&'static str>, target: Target) -> Spec {
+        Spec { name: "speed", unit: "1/s", against, target }
+    }
+
+    #[test]
+    fn medians_and_quartiles_are_of_the_sorted_samples() {
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[3.0]), Some(3.0));
+        assert_eq!(median(&[9.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0, 2.0, 100.0]), Some(3.0));
+        let figure = Figure::of(&[50.0, 90.0, 100.0, 110.0, 1000.0]).expect("samples");
+        assert_eq!((figure.median, figure.spread_percent), (100.0, 10.0), "outliers count for nothing");
+        assert_eq!(Figure::of(&[0.0, 0.0]).expect("samples").spread_percent, 0.0);
+    }
+
+    #[test]
+    fn a_ratio_is_paired_round_by_round() {
+        // The machine was half as fast in the second round, for both.
+        let row = tally(&[100.0, 55.0, 110.0], &[100.0, 50.0, 100.0]);
+        let row = row.row(&spec(Some("peer"), Target::RatioAtLeast(1.1))).expect("measured");
+        assert_eq!((row.ours.median, row.theirs.expect("peer").median), (100.0, 100.0));
+        assert!((row.ratio.expect("ratio") - 1.1).abs() < 1e-9);
+    }
+
+    #[test]
+    fn targets_hold_at_their_bound_and_not_beyond() {
+        let equal = tally(&[10.0], &[10.0]);
+        let holds = |tally: &Tally, target| tally.row(&spec(Some("peer"), target)).expect("measured").holds;
+        assert_eq!(holds(&equal, Target::RatioAtLeast(1.0)), Some(true));
+        assert_eq!(holds(&equal, Target::RatioAtLeast(1.01)), Some(false));
+        assert_eq!(holds(&equal, Target::RatioAtMost(1.0)), Some(true));
+        assert_eq!(holds(&equal, Target::RatioAtMost(0.99)), Some(false));
+        assert_eq!(holds(&equal, Target::AtMost(10.0)), Some(true));
+        assert_eq!(holds(&equal, Target::AtMost(9.9)), Some(false));
+        assert_eq!(holds(&equal, Target::None), None);
+        // A peer that did nothing at all is no pass.
+        assert_eq!(holds(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));
+    }
+
+    #[test]
+    fn a_side_that_was_not_measured_makes_no_row() {
+        assert_eq!(tally(&[1.0], &[]).row(&spec(Some("peer"), Target::None)), None);
+        assert_eq!(tally(&[], &[1.0]).row(&spec(Some("peer"), Target::None)), None);
+        let alone = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("ours alone");
+        assert_eq!((alone.ratio, alone.holds), (None, Some(true)));
+    }
+}

@@ -1,0 +1,132 @@
+//! A gateway on a directory of its own, as on a user's machine, and the platform's key to it.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use ring::rand::SystemRandom;
+use ring::signature::{Ed25519KeyPair, KeyPair};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::process::Running;
+use crate::net;
+
+const USER: &str = "user_bench";
+const PATIENCE: Duration = Duration::from_secs(30);
+const KEY_ID: &str = "bench";
+
+/// A machine's directory; its gateway can be started on it.
+pub struct Machine {
+    root: TempDir,
+    id: String,
+    key: Ed25519KeyPair,
+    database_url: String,
+}
+
+/// A running gateway.
+pub struct Gateway {
+    pub address: SocketAddr,
+    pub process: Running,
+    /// From exec to listening.
+    pub started_in: Duration,
+    client: reqwest::Client,
+}
+
+impl Machine {
+    pub fn new(database_url: &str) -> Result<Self> {
+        let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("randomness")?;
+        let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("a fresh key")?;
+        // Short: a unix socket lies in it, whose path has room for 107 bytes.
+        let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
+        crate::child::remove_with_us(root.path());
+        let id = uuid::Uuid::now_v7().to_string();
+        Ok(Self { root, id, key, database_url: database_url.to_owned() })
+    }
+
+    /// Puts an app's manifest into the owner's apps folder.
+    pub fn app(&self, slug: &str, tables: &Value) -> Result<()> {
+        let dir = self.root.path().join("home/svc/home/apps").join(slug);
+        std::fs::create_dir_all(&dir)?;
+        let manifest = json!({ "name": slug, "slug": slug, "version": "1.0.0", "runtime": "static",
+            "build": { "output": "dist" }, "storage": { "tables": tables } });
+        Ok(std::fs::write(dir.join("svc.json"), manifest.to_string())?)
+    }
+
+    /// What the platform's router would send along for the owner; it is good for a minute.
+    pub fn proof(&self) -> String {
+        let now = jiff::Timestamp::now().as_second();
+        let part = |value: Value| B64.encode(value.to_string());
+        let signed = format!(
+            "{}.{}",
+            part(json!({ "alg": "EdDSA", "typ": "JWT", "kid": KEY_ID })),
+            part(json!({ "iss": "svc-platform", "aud": self.id, "sub": USER, "handle": "ada",
+                "slot": "primary", "route": "shell", "iat": now, "exp": now + 60 }))
+        );
+        format!("{signed}.{}", B64.encode(self.key.sign(signed.as_bytes())))
+    }
+
+    pub fn start(&self, svc: &Path) -> Result<Gateway> {
+        let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
+        let keys = json!({ "keys": [{ "kid": KEY_ID, "x": B64.encode(self.key.public_key()) }] });
+        let mut command = Command::new(svc);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        command.arg("svc-gateway").env_clear().env("PATH", path).env("SVC_ROOT", self.root.path());
+        command.envs([
+            ("SVC_MACHINE_ID", self.id.as_str()),
+            ("SVC_USER_ID", USER),
+            ("SVC_HANDLE", "ada"),
+            ("SVC_EPOCH", "1"),
+            ("SVC_PROOF_KEYS", &keys.to_string()),
+            ("DATABASE_URL", &self.database_url),
+            ("GATEWAY_LISTEN", &address.to_string()),
+        ]);
+        let (process, started_in) = Running::start(command, address, &self.root.path().join("gateway.log"))?;
+        // Whatever its certificate: that the router pins it is not what is measured here.
+        let client =
+            reqwest::Client::builder().tls_danger_accept_invalid_certs(true).timeout(PATIENCE).no_proxy();
+        Ok(Gateway { address, process, started_in, client: client.build()? })
+    }
+}
+
+impl Gateway {
+    /// Waits until these apps can be used.
+    pub async fn until_ready(&self, machine: &Machine, apps: usize) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let request = self.client.get(format!("https://{}/api/apps", self.address));
+            let answer = request.header("x-svc-proof", machine.proof()).send().await?;
+            let told = answer.text().await?;
+            let listed: Value = serde_json::from_str(&told).unwrap_or_default();
+            let ready =
+                listed["apps"].as_array().into_iter().flatten().filter(|app| app["status"] == "ready");
+            if ready.count() == apps {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{apps} apps do not get ready: {told}\n{}",
+                self.process.said()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub fn bridge_url(&self) -> String {
+        format!("https://{}/api/bridge/query", self.address)
+    }
+
+    /// One query of the bridge; its answer.
+    pub async fn query(&self, machine: &Machine, body: &str) -> Result<Value> {
+        let request = self.client.post(self.bridge_url()).header("content-type", "application/json");
+        let answer = request.header("x-svc-proof", machine.proof()).body(body.to_owned()).send().await?;
+        let status = answer.status();
+        let told = answer.text().await?;
+        ensure!(status.is_success(), "{body}: {status}: {told}");
+        serde_json::from_str(&told).context("the bridge's answer")
+    }
+}

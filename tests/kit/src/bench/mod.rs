@@ -1,0 +1,108 @@
+//! `cargo xtask bench`: ours beside its peers and limits, in rounds that alternate between them.
+//!
+//! What is measured is the static binary as it is shipped, with all on that a user has on: TLS, sessions, proofs,
+//! validation, the app's role. Absolute figures are the machine's; a target is a ratio within one run where it can be.
+
+mod bridge;
+mod echo;
+mod figures;
+mod footprint;
+mod gateway;
+mod peers;
+mod process;
+mod report;
+mod router;
+mod site;
+mod wire;
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use tempfile::TempDir;
+
+use self::figures::{Spec, Tally};
+pub use self::report::Report;
+use crate::child;
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Area {
+    Footprint,
+    Router,
+    Bridge,
+}
+
+impl Area {
+    pub const ALL: [Self; 3] = [Self::Footprint, Self::Router, Self::Bridge];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Footprint => "footprint",
+            Self::Router => "router",
+            Self::Bridge => "bridge",
+        }
+    }
+}
+
+impl FromStr for Area {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let names = Self::ALL.map(Self::name).join(", ");
+        let found = Self::ALL.into_iter().find(|area| area.name() == text);
+        found.ok_or_else(|| format!("must be one of {names}"))
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The binary that is measured.
+    pub svc: PathBuf,
+    pub rounds: u32,
+    /// How long one load takes.
+    pub seconds: u32,
+    /// Where `AREA.json` goes.
+    pub out: PathBuf,
+}
+
+/// Measures an area, prints its table, and writes its JSON.
+///
+/// # Errors
+/// When something could not be measured; a target that does not hold is no error.
+pub async fn run(area: Area, options: &Options) -> Result<Report> {
+    // Installed once per process; a second measurement finds it there.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let svc = options.svc.display();
+    println!("bench {}: {svc}, {} rounds, {} s a load", area.name(), options.rounds, options.seconds);
+    let (specs, tally): (&[Spec], Tally) = match area {
+        Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
+        Area::Router => (&router::ROWS, router::measure(options).await?),
+        Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
+    };
+    let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
+    let rows = specs.iter().map(row).collect::<Result<_>>()?;
+    let report = Report { area: area.name(), rounds: options.rounds, rows };
+    print!("{}", report.table());
+    let file = options.out.join(format!("{}.json", area.name()));
+    report.write(&file)?;
+    println!("{}", file.display());
+    Ok(report)
+}
+
+/// A directory for sockets, logs and settings, which goes with the run.
+fn workplace() -> Result<TempDir> {
+    // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
+    let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
+    child::remove_with_us(dir.path());
+    Ok(dir)
+}
+
+fn said(round: u32, rounds: u32) {
+    println!("  round {} of {rounds}", round + 1);
+}
+
+fn mib(file: &Path) -> Result<f64> {
+    let size = std::fs::metadata(file).with_context(|| format!("look at {}", file.display()))?.len();
+    Ok(size as f64 / f64::from(1 << 20))
+}

