@@ -1,5 +1,8 @@
 //! The id that ties a request's answer, log lines and onward calls together.
 
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::Response;
@@ -22,8 +25,20 @@ pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
+/// A new id, in time order. It has to be another one than all others, and may be guessed: this process's own random bytes
+/// and a count, so that no request asks the system for randomness.
 pub fn fresh() -> String {
-    uuid::Uuid::now_v7().simple().to_string()
+    static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
+        let random = *uuid::Uuid::new_v4().as_bytes();
+        [random[0], random[1], random[2], random[3], random[4], random[5]]
+    });
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let mut bytes = [0; 10];
+    bytes[..6].copy_from_slice(&*PROCESS);
+    bytes[6..].copy_from_slice(&COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes());
+    let now = jiff::Timestamp::now().as_millisecond();
+    let id = uuid::Builder::from_unix_timestamp_millis(u64::try_from(now).unwrap_or(0), &bytes).into_uuid();
+    id.simple().to_string()
 }
 
 /// Takes a well-formed inbound id or makes one; puts it into the request, the log span and the answer.
@@ -45,4 +60,19 @@ pub async fn layer(mut request: Request, next: Next) -> Response {
 
 fn fits(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn fresh_ids_are_well_formed_and_no_two_are_the_same() {
+        let ids: Vec<String> = (0..10_000).map(|_| fresh()).collect();
+        assert!(ids.iter().all(|id| fits(id) && id.len() == 32));
+        assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
+        assert!(uuid::Uuid::parse_str(&ids[0]).is_ok_and(|id| id.get_version_num() == 7));
+    }
 }

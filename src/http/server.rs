@@ -4,8 +4,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
+use axum::body::Body;
 use axum::extract::ConnectInfo;
-use axum::{Extension, Router};
+use futures_util::FutureExt;
+use http::Request;
+use hyper::body::{Body as _, Incoming};
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -67,22 +72,26 @@ pub async fn serve(
         };
         // Small answers go out at once; a socket that is gone already shows when it is read.
         let _ = stream.set_nodelay(true);
-        let router = router.clone().layer(Extension(ConnectInfo(peer))).layer(Extension(scheme));
+        let router = router.clone();
+        let from = Origin { peer, scheme };
         let acceptor = acceptor.clone();
         let watcher = graceful.watcher();
         let stop = stop.clone();
         tokio::spawn(async move {
             let _place = place;
             match acceptor {
-                None => connection(stream, router, limits, watcher).await,
+                None => connection(stream, router, from, limits, watcher).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake, acceptor.accept(stream));
-                    tokio::select! {
-                        () = stop.cancelled() => {}
-                        done = handshake => if let Ok(Ok(stream)) = done {
-                            connection(stream, router, limits, watcher).await;
-                        }
-                    }
+                    let stream = tokio::select! {
+                        () = stop.cancelled() => return,
+                        done = handshake => match done {
+                            Ok(Ok(stream)) => stream,
+                            _ => return,
+                        },
+                    };
+                    // Apart: an idle connection should not keep the room that its handshake took.
+                    Box::pin(connection(stream, router, from, limits, watcher)).await;
                 }
             }
         });
@@ -109,17 +118,41 @@ impl Scheme {
     }
 }
 
-async fn connection<S>(stream: S, router: Router, limits: Limits, watcher: Watcher)
+/// What each request of a connection carries.
+#[derive(Debug, Clone, Copy)]
+struct Origin {
+    peer: SocketAddr,
+    scheme: Scheme,
+}
+
+/// One connection to its end. Not an `async fn`: that would hold the stream and all that is built around it twice.
+fn connection<S>(
+    stream: S,
+    router: Router,
+    from: Origin,
+    limits: Limits,
+    watcher: Watcher,
+) -> impl Future<Output = ()>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let mut builder = auto::Builder::new(TokioExecutor::new()).http1_only();
     builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.header_read);
-    let service = TowerToHyperService::new(router);
+    let router = TowerToHyperService::new(router);
+    // Put in here and not by layers of the router, each of which costs every request two boxes.
+    let service = service_fn(move |request: Request<Incoming>| {
+        let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
+        let mut request = request.map(body);
+        request.extensions_mut().insert(ConnectInfo(from.peer));
+        request.extensions_mut().insert(from.scheme);
+        router.call(request)
+    });
     let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-    if let Err(error) = watcher.watch(connection).await {
-        tracing::debug!(%error, "connection ended");
-    }
+    watcher.watch(connection).map(|end| {
+        if let Err(error) = end {
+            tracing::debug!(%error, "connection ended");
+        }
+    })
 }
 
 /// Cancelled at the first SIGTERM or SIGINT.

@@ -58,7 +58,11 @@ fn compile() -> Result<PathBuf> {
     let mut build = cargo::command(&args);
     let home = cargo_home()?;
     let maps = [(home.as_path(), "/cargo"), (&cargo::root(), "/svc")];
-    let mut flags: Vec<String> = vec!["-Ctarget-feature=+crt-static".to_owned()];
+    let mut flags: Vec<String> = vec![
+        "-Ctarget-feature=+crt-static".to_owned(),
+        // Found by name in a dynamic glibc, it is not found in a static one, and each few bytes are read from a file.
+        "--cfg=getrandom_backend=\"linux_getrandom\"".to_owned(),
+    ];
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
     // The C of dependencies names its files in the same way.
     let c: Vec<String> =

@@ -111,9 +111,9 @@ impl Proxy {
         let replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
         let exchange = Exchange { pool: &self.pool, upload, client };
+        // A new connection's and a second try's futures stand in boxes: most requests need neither.
         let Some(wire) = self.pool.reuse() else {
-            let wire = self.pool.connect().await?;
-            return exchange.run(wire, request).await.map_err(|failed| failed.error);
+            return Box::pin(exchange.afresh(request)).await;
         };
         let spare = replayable.then(|| again(&request));
         let failed = match exchange.run(wire, request).await {
@@ -121,10 +121,7 @@ impl Proxy {
             Err(failed) => failed,
         };
         match (failed.retry, failed.unsent.or(spare)) {
-            (Some(exchange), Some(request)) => {
-                let wire = self.pool.connect().await?;
-                exchange.run(wire, request).await.map_err(|failed| failed.error)
-            }
+            (Some(exchange), Some(request)) => Box::pin(exchange.afresh(request)).await,
             _ => Err(failed.error),
         }
     }
@@ -159,13 +156,19 @@ struct Failed<'a> {
 }
 
 impl<'a> Exchange<'a> {
+    /// On a new connection, without a second try.
+    async fn afresh(self, request: Request<Outgoing>) -> Result<Response<Body>, ProxyError> {
+        let wire = self.pool.connect().await?;
+        self.run(wire, request).await.map_err(|failed| failed.error)
+    }
+
     async fn run(
         self,
         wire: Box<Wire>,
         request: Request<Outgoing>,
     ) -> Result<Response<Body>, Box<Failed<'a>>> {
         if self.client.is_some() {
-            self.upgrade(wire, request).await
+            Box::pin(self.upgrade(wire, request)).await
         } else {
             self.plain(wire, request).await
         }

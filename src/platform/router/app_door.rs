@@ -27,29 +27,38 @@ use crate::http::problem::{Code, Problem};
 const MARK: &str = "/~";
 
 /// How an app token came.
-enum Shown {
+pub(super) enum Shown {
     InPath { slug: String, token: String, rest: String },
     AsBearer(String),
 }
 
-/// Answers what an app's page asks; gives anything else back.
-///
-/// # Errors
-/// The request, when no app token is shown with it.
-pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Result<Response, Request> {
+/// What an app's page asks for.
+pub(super) enum Asked {
+    /// Whether it may ask at all.
+    Leave,
+    InItsName(Shown),
+}
+
+/// What this request is, if an app's page sent it.
+pub(super) fn asked(visit: &Visit, request: &Request) -> Option<Asked> {
     if visit.door != Door::App {
-        return Err(request);
+        return None;
     }
     if is_preflight(request.method(), request.headers()) {
-        return Ok(preflight());
+        return Some(Asked::Leave);
     }
-    let Some(shown) = shown(&request) else { return Err(request) };
+    shown(request).map(Asked::InItsName)
+}
+
+/// Answers what an app's page asks.
+pub(super) async fn answer(site: &Site, visit: &Visit, asked: Asked, request: Request) -> Response {
+    let Asked::InItsName(shown) = asked else { return preflight() };
     let opaque = from_opaque_origin(request.headers());
     let mut answer = serve(site, visit, shown, request).await;
     if opaque {
         allow_opaque_origin(answer.headers_mut());
     }
-    Ok(answer)
+    answer
 }
 
 async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -> Response {

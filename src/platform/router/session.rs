@@ -98,7 +98,8 @@ impl Sessions {
             _ => {}
         }
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
-        let session = match self.row(&sql, &[&hash.as_slice()]).await? {
+        // In a box: it is once for a session, and every request's future would have room for it.
+        let session = match Box::pin(self.row(&sql, &[&hash.as_slice()])).await? {
             Some(row) => read(&row)?,
             None => None,
         };
