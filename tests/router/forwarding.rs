@@ -124,6 +124,8 @@ async fn a_machine_with_another_key_gets_nothing() -> Result<()> {
 async fn a_machine_that_is_down_is_said_by_accept() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     drop(machine);
+    // It ends by itself, a moment later.
+    world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
     let answer = world.fetch("user_1", "/").await;
     assert_eq!(answer.status, StatusCode::BAD_GATEWAY);
     assert_eq!(answer.headers["content-type"], "application/problem+json");

@@ -12,7 +12,7 @@ use http::{HeaderValue, StatusCode, header};
 use tokio_postgres::types::{FromSql, Type};
 use tokio_postgres::{Row, RowStream, Statement};
 
-use super::cursor::Cursor;
+use super::cursor::{Cursor, key};
 use super::param::Param;
 use super::plan::{Changed, Group, Page, Plan, Target};
 use super::refusal::{self, Asked};
@@ -263,7 +263,7 @@ impl At<'_> {
             last_row = Some(row);
         }
         let keys =
-            |row: Row| (1..=page.order.keys.len()).map(|index| row.try_get(index)).collect::<Result<_, _>>();
+            |row: Row| (1..=page.order.keys.len()).map(|index| key(&row, index)).collect::<Result<_, _>>();
         filled.last = last_row.filter(|_| more).map(keys).transpose().map_err(refused)?;
         Ok(filled)
     }

@@ -1,4 +1,4 @@
-//! Where a page ended: the last row's values of the order's columns, as PostgreSQL prints them.
+//! Where a page ended: the last row's values of the order's columns, as PostgreSQL reads them.
 //!
 //! It is opaque to clients but no secret: they have seen the row. What comes back is checked and bound like any value.
 //! It goes on only in the order and with the filter that it came from.
@@ -9,7 +9,9 @@ use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use bytes::BytesMut;
 use serde::{Deserialize, Serialize};
-use tokio_postgres::types::ToSql;
+use tokio_postgres::Row;
+use tokio_postgres::types::{FromSql, ToSql, Type};
+use uuid::Uuid;
 
 use super::filter::Filter;
 use super::order::Order;
@@ -79,4 +81,70 @@ pub fn fingerprint(filter: &Filter<'_>) -> String {
         }
     }
     format!("{:016x}", hasher.finish())
+}
+
+/// A row's value in a text that PostgreSQL reads as exactly that value.
+///
+/// # Errors
+/// When the row has no such column, or it is of a type that was not asked for.
+pub fn key(row: &Row, index: usize) -> Result<Option<String>, tokio_postgres::Error> {
+    Ok(match row.columns().get(index).map(tokio_postgres::Column::type_) {
+        Some(&Type::INT4) => row.try_get::<_, Option<i32>>(index)?.map(|number| number.to_string()),
+        Some(&Type::INT8) => row.try_get::<_, Option<i64>>(index)?.map(|number| number.to_string()),
+        Some(&Type::UUID) => row.try_get::<_, Option<Uuid>>(index)?.map(|id| id.to_string()),
+        Some(&Type::TIMESTAMPTZ) => row.try_get::<_, Option<Micros>>(index)?.map(Micros::text),
+        _ => row.try_get(index)?,
+    })
+}
+
+/// Microseconds since 2000, as PostgreSQL counts time.
+#[derive(Debug, Clone, Copy)]
+struct Micros(i64);
+
+impl Micros {
+    /// By the number of the Julian day: it has no end before PostgreSQL's own, and no calendar.
+    fn text(self) -> String {
+        const DAY: i64 = 86_400_000_000;
+        /// Of 1 January 2000.
+        const FIRST: i64 = 2_451_545;
+        match self.0 {
+            i64::MAX => "infinity".to_owned(),
+            i64::MIN => "-infinity".to_owned(),
+            micros => {
+                let (day, rest) = (FIRST + micros.div_euclid(DAY), micros.rem_euclid(DAY));
+                let (seconds, micros) = (rest / 1_000_000, rest % 1_000_000);
+                let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+                format!("J{day:07} {hour:02}:{minute:02}:{second:02}.{micros:06}+00")
+            }
+        }
+    }
+}
+
+impl<'a> FromSql<'a> for Micros {
+    fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn std::error::Error + Sync + Send>> {
+        Ok(Self(i64::from_be_bytes(raw.try_into()?)))
+    }
+
+    fn accepts(kind: &Type) -> bool {
+        *kind == Type::TIMESTAMPTZ
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_is_told_by_its_julian_day() {
+        for (micros, text) in [
+            (0, "J2451545 00:00:00.000000+00"),
+            (1, "J2451545 00:00:00.000001+00"),
+            (-1, "J2451544 23:59:59.999999+00"),
+            (86_400_000_000 + 3_723_000_456, "J2451546 01:02:03.000456+00"),
+            (i64::MAX, "infinity"),
+            (i64::MIN, "-infinity"),
+        ] {
+            assert_eq!(Micros(micros).text(), text, "{micros}");
+        }
+    }
 }

@@ -45,7 +45,7 @@ pub struct Group {
     pub rows: Vec<usize>,
 }
 
-/// A page of rows: each row of the answer is its JSON, then the order's columns as text. One row more than `limit` is
+/// A page of rows: each row of the answer is its JSON, then the order's columns. One row more than `limit` is
 /// asked for: it tells whether there is a next page.
 #[derive(Debug, PartialEq)]
 pub struct Page<'t> {
@@ -196,7 +196,7 @@ impl<'t> Place<'_, 't> {
         let mut sql = Sql::new("SELECT ");
         sql.row_of_wire();
         for (column, _) in &order.keys {
-            sql.push(", ").column(column).push("::text");
+            sql.push(", ").key(column);
         }
         sql.push(" FROM (SELECT ");
         let keys = order.keys.iter().map(|(column, _)| *column);
