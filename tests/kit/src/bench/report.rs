@@ -108,9 +108,11 @@ fn cells(row: &Row) -> [String; 8] {
 
 fn figure(figure: Figure) -> String {
     let Figure { median, spread_percent } = figure;
-    let digits = if median.abs() >= 1000.0 { 0 } else { usize::from(median.abs() >= 100.0) ^ 1 };
-    // Small figures keep two digits behind the point, large ones none.
-    let digits = if median.abs() < 10.0 { 2 } else { digits };
+    let digits = match median.abs() {
+        small if small < 10.0 => 2,
+        middling if middling < 100.0 => 1,
+        _ => 0,
+    };
     format!("{median:.digits$} ±{spread_percent:.0}%")
 }
 
@@ -144,7 +146,7 @@ mod tests {
     fn the_table_lines_up_and_counts_what_holds() {
         let table = report().table();
         let lines: Vec<&str> = table.lines().collect();
-        assert_eq!(lines[0], "                    svc  against    theirs  unit  ratio  target       holds");
+        assert_eq!(lines[0], "                   svc  against    theirs  unit  ratio  target       holds");
         assert_eq!(lines[1], "requests/s   1500 ±10%  peer     1000 ±0%  1/s    1.50  ratio ≥ 1.1  yes");
         assert_eq!(lines[2], "idle memory   21.5 ±0%                     MiB          ≤ 20 MiB     NO");
         assert_eq!(lines[4], "test: 1 of 2 targets hold; medians of 3 rounds");
