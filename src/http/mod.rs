@@ -1,6 +1,7 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod client;
+pub mod fields;
 pub mod jwt;
 pub mod openapi;
 pub mod problem;

@@ -13,7 +13,7 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, object, time, uuid};
+use crate::http::openapi::{Operation, fields, object, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::machine::state::Status;
@@ -87,7 +87,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Asks the host of a running machine for a backup now.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| object(&[], &[])),
+        body: Some(|| fields(&[], &[])),
         answers: &[told(202, "The host is asked.", || {
             object(&[("machineId", uuid()), ("requestedAt", time())], &[])
         })],

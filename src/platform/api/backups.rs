@@ -38,10 +38,7 @@ pub async fn handle(
     call.operator(&platform)?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query();
-    let limit = query.optional("limit").unwrap_or(PAGE);
-    if !(1..=LARGEST_PAGE).contains(&limit) {
-        query.wrong("limit", format!("must be 1 to {LARGEST_PAGE}"));
-    }
+    let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
     let before: Option<String> = query.optional("cursor");
     query.finish(Some(()))?;
 

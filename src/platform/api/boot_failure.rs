@@ -11,7 +11,7 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
-use crate::http::openapi::{Operation, object, text, uuid};
+use crate::http::openapi::{Operation, fields, object, text_to, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -33,11 +33,11 @@ pub async fn handle(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
+    let mut fields = call.fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
     }
-    let mut fields = call.fields()?;
     let stage = fields.text("stage", LONGEST_STAGE);
     let message = fields.text("message", LONGEST_MESSAGE);
     let (stage, message) = fields.finish(stage.zip(message))?;
@@ -63,7 +63,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "A host says at which stage its boot failed.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
-        body: Some(|| object(&[("stage", text()), ("message", text())], &[])),
+        body: Some(|| {
+            fields(&[("stage", text_to(LONGEST_STAGE)), ("message", text_to(LONGEST_MESSAGE))], &[])
+        }),
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])
         })],

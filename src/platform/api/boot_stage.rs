@@ -12,7 +12,7 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Answer, Content, Operation, object, one_of};
+use crate::http::openapi::{Answer, Content, Operation, fields, one_of};
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -73,7 +73,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            object(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
+            fields(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],

@@ -10,7 +10,7 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
-use crate::http::openapi::{Operation, named, object, text};
+use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -80,7 +80,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Takes a machine out of running, or out of a state that it is stuck in.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| object(&[("reason", text())], &[])),
+        body: Some(|| fields(&[("reason", text_to(LONGEST_REASON))], &[])),
         answers: &[told(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,

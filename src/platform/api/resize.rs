@@ -16,7 +16,7 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, s
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::config::Flag;
-use crate::http::openapi::{Operation, nullable, object, uuid};
+use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
@@ -175,7 +175,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Gives a running machine another server type, on the disk that it has.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| object(&[("serverType", server_type())], &[])),
+        body: Some(|| fields(&[("serverType", server_type())], &[])),
         answers: &[
             told(202, "The machine is being resized.", resized),
             told(200, "It has that type.", resized),
