@@ -206,7 +206,7 @@ async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
-        FROM generate_series(1, 900) n, generate_series(1, 1000) m GROUP BY n";
+        FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
     store.set_session_life(Some(Duration::from_secs(2)));
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(1200))).query("partNumber").always());

@@ -2,6 +2,7 @@
 
 mod cargo;
 mod ci;
+mod dist;
 mod test;
 
 use std::path::PathBuf;
@@ -58,6 +59,8 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
+    /// Build the one static executable, target/dist/svc, and check that it is one
+    Dist,
     /// Set up, build, and run all tests
     Test {
         /// The long ones too
@@ -80,6 +83,7 @@ fn main() -> ExitCode {
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir } => dev(svc, dir),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
+        Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Ci { .. } => ci::rest(),
     };
     end.unwrap_or_else(|error| {

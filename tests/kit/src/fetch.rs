@@ -115,7 +115,11 @@ pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Resu
     Ok(())
 }
 
-fn sha256(path: &Path) -> Result<String> {
+/// Hex of the SHA-256 of a file.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn sha256(path: &Path) -> Result<String> {
     let mut hasher = Sha256::new();
     let mut file = File::open(path)?;
     let mut chunk = vec![0; 256 * 1024];

@@ -212,9 +212,14 @@ impl Pool {
         let is_full = |c: &Connection| c.under_way() >= depth || is_slow(c);
         let least = open.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
             let under_way = c.under_way();
-            (under_way > 0 && is_full(c), under_way)
+            // Of those that have as much to do, the one on which something ended last.
+            (under_way > 0 && is_full(c), under_way, now.saturating_sub(c.moved_ms()))
         });
         let is_idle = least.is_some_and(|c| c.under_way() == 0);
+        // What has just begun cannot be seen to take long yet: with others on their way, nobody stands behind it.
+        if !is_idle && open.coming > 0 && (!may_open || open.connections.len() + open.coming >= MOST) {
+            return Choice::Wait;
+        }
         if !is_idle && may_open && open.connections.len() + open.coming < MOST {
             let is_first = open.connections.is_empty() && open.coming == 0;
             open.coming += 1;

@@ -1,0 +1,122 @@
+//! `cargo xtask dist`: the one static executable, and the proof that it is one.
+//!
+//! The target is named, so that build scripts and procedural macros stay what they are; glibc is linked in, so nothing
+//! of the machine that it runs on is needed. No fail point is in it, and no path of the machine that built it.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::{child, fetch};
+
+use crate::cargo;
+
+/// The largest that it may be.
+const LARGEST_BYTES: u64 = 25 << 20;
+const DEADLINE: Duration = Duration::from_secs(30);
+/// The variable that arms fail points: a build that knows it has them.
+const FAIL_POINTS: &[u8] = b"FAILPOINTS";
+
+#[cfg(target_arch = "x86_64")]
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+#[cfg(target_arch = "aarch64")]
+const TARGET: &str = "aarch64-unknown-linux-gnu";
+
+/// Builds `target/dist/svc` with its `.sha256`, and checks it.
+pub fn build() -> Result<PathBuf> {
+    let built = compile()?;
+    let dir = fetch::target_dir().join("dist");
+    fs::create_dir_all(&dir)?;
+    let svc = dir.join("svc");
+    // Another name first: whoever runs the old one goes on with it.
+    let fresh = dir.join(".svc-new");
+    fs::copy(&built, &fresh).with_context(|| format!("copy {}", built.display()))?;
+    fs::rename(&fresh, &svc)?;
+    check(&svc)?;
+    let sha256 = fetch::sha256(&svc)?;
+    fs::write(dir.join("svc.sha256"), format!("{sha256}  svc\n"))?;
+    let mib = fs::metadata(&svc)?.len() as f64 / f64::from(1 << 20);
+    println!("dist: {}, {mib:.1} MiB, statically linked, sha256 {sha256}", svc.display());
+    Ok(svc)
+}
+
+fn compile() -> Result<PathBuf> {
+    let args = [
+        "build",
+        "--package",
+        "svc",
+        "--bin",
+        "svc",
+        "--release",
+        "--no-default-features",
+        "--target",
+        TARGET,
+    ];
+    let mut build = cargo::command(&args);
+    let home = cargo_home()?;
+    let maps = [(home.as_path(), "/cargo"), (&cargo::root(), "/svc")];
+    let mut flags: Vec<String> = vec!["-Ctarget-feature=+crt-static".to_owned()];
+    flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
+    // The C of dependencies names its files in the same way.
+    let c: Vec<String> =
+        maps.iter().map(|(from, to)| format!("-ffile-prefix-map={}={to}", from.display())).collect();
+    build.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"));
+    build.env(format!("CFLAGS_{}", TARGET.replace('-', "_")), c.join(" "));
+    cargo::succeed(build)?;
+    Ok(fetch::target_dir().join(TARGET).join("release/svc"))
+}
+
+fn cargo_home() -> Result<PathBuf> {
+    let home = std::env::var_os("CARGO_HOME").filter(|home| !home.is_empty()).map(PathBuf::from);
+    let default = || std::env::home_dir().map(|home| home.join(".cargo"));
+    home.or_else(default).context("find cargo's home directory")
+}
+
+fn check(svc: &Path) -> Result<()> {
+    let size = fs::metadata(svc)?.len();
+    ensure!(size <= LARGEST_BYTES, "{} has {size} bytes, more than {LARGEST_BYTES}", svc.display());
+    let linked = linkage(svc)?;
+    let is_static =
+        ["statically linked", "not a dynamic executable"].iter().any(|words| linked.contains(words));
+    ensure!(is_static, "{} is not static; ldd says: {linked}", svc.display());
+    let bytes = fs::read(svc)?;
+    ensure!(!holds(&bytes, FAIL_POINTS), "{} carries fail points", svc.display());
+    for place in [cargo_home()?, cargo::root()] {
+        let text = OsString::from(&place).into_encoded_bytes();
+        ensure!(
+            !holds(&bytes, &text),
+            "{} names {}, a place of this machine",
+            svc.display(),
+            place.display()
+        );
+    }
+    let mut list = Command::new(svc);
+    list.arg("--list").env_clear();
+    let applets = child::run(list, DEADLINE)?;
+    ensure!(applets.contains("svc-gateway"), "`svc --list` says {applets:?}");
+    unknown_names_are_answered(svc)
+}
+
+/// A static glibc cannot ask the system's resolver: a name that does not exist must be answered all the same.
+fn unknown_names_are_answered(svc: &Path) -> Result<()> {
+    let mut ask = Command::new(svc);
+    ask.args(["svcctl", "list", "--platform-url", "http://platform.invalid", "--timeout", "5"]);
+    ask.env_clear().env("PLATFORM_SECRET", "none-that-is-used-anywhere-0123456789");
+    let end = child::run(ask, DEADLINE);
+    let said = end.err().map(|error| format!("{error:#}")).unwrap_or_default();
+    ensure!(said.contains("exit status: 69"), "an unknown name is not answered as one: {said:?}");
+    Ok(())
+}
+
+/// What ldd says, on whichever output; it fails for what is not dynamic.
+fn linkage(svc: &Path) -> Result<String> {
+    let output = Command::new("ldd").arg(svc).output().context("start ldd")?;
+    Ok([output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat())
+}
+
+fn holds(bytes: &[u8], part: &[u8]) -> bool {
+    !part.is_empty() && bytes.windows(part.len()).any(|window| window == part)
+}
