@@ -70,7 +70,7 @@ pub fn nullable(mut schema: Value) -> Value {
         return json!({ "anyOf": [schema, { "type": "null" }] });
     };
     schema["type"] = json!([kind, "null"]);
-    if let Some(words) = schema["enum"].as_array_mut() {
+    if let Some(words) = schema.get_mut("enum").and_then(Value::as_array_mut) {
         words.push(Value::Null);
     }
     schema
