@@ -9,5 +9,6 @@ pub mod proof;
 pub mod proxy;
 pub mod request_id;
 pub mod resolve;
+pub mod segments;
 pub mod server;
 pub mod tls;

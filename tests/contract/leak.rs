@@ -2,10 +2,40 @@
 
 /// By lower case. None of them is a word of ours.
 const WORDS: [&str; 34] = [
-    "svcu_", "svcr_", "svca_", "eyj", "bearer ey", "password", "select ", "insert into", "update user_",
-    "delete from", "relation \"", "sqlstate", "postgres", "pg_", "deadpool", "hetzner", "simulator", "scripted",
-    "amazonaws", "accessdenied", "nosuchkey", "s3://", "/tmp/", "/home/", "/opt/", "/var/", "/run/", ".rs:",
-    "panicked", "reqwest", "hyper", "tokio", "os error", "connection refused",
+    "svcu_",
+    "svcr_",
+    "svca_",
+    "eyj",
+    "bearer ey",
+    "password",
+    "select ",
+    "insert into",
+    "update user_",
+    "delete from",
+    "relation \"",
+    "sqlstate",
+    "postgres",
+    "pg_",
+    "deadpool",
+    "hetzner",
+    "simulator",
+    "scripted",
+    "amazonaws",
+    "accessdenied",
+    "nosuchkey",
+    "s3://",
+    "/tmp/",
+    "/home/",
+    "/opt/",
+    "/var/",
+    "/run/",
+    ".rs:",
+    "panicked",
+    "reqwest",
+    "hyper",
+    "tokio",
+    "os error",
+    "connection refused",
 ];
 
 /// The first thing that is told and should not be.
@@ -38,7 +68,8 @@ fn what_lies_behind_is_noticed() {
     ] {
         assert!(find(bad, &planted).is_some(), "{bad}");
     }
-    for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"] {
+    for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
+    {
         assert_eq!(find(good, &planted), None);
     }
 }

@@ -6,6 +6,7 @@
 
 mod leak;
 mod probe;
+mod walk;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex};
@@ -15,7 +16,8 @@ use jsonschema::Validator;
 use serde_json::Value;
 use svc::http::openapi::Operation;
 
-pub use probe::{Level, Probe, is_right, levels, probes, right, strings, variants};
+pub use probe::variants;
+pub use walk::{Reply, Side, Stranger, right_body, right_call, wrong_ways};
 
 /// One side's document with its operations.
 pub struct Contract {

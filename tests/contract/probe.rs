@@ -32,10 +32,34 @@ pub fn variants(schema: &Value) -> Vec<Value> {
 /// Texts of all kinds.
 pub fn strings() -> Vec<String> {
     let mut all: Vec<String> = [
-        "", " ", "x", "7", "v1", "ok", "true", "active", "starter", "customer", "running", "user_1", "Zz9", "a b",
-        "../etc", "a\0b", "é", "-", "cpx32", "bundle", "success", "notes",
-        "0192d1f0-0000-7000-8000-000000000000", "0192d1f000007000800000000000000",
-        "2026-01-02T03:04:05Z", "2026-01-02", "2026-01-02 03:04:05Z", "1-1",
+        "",
+        " ",
+        "x",
+        "7",
+        "v1",
+        "ok",
+        "true",
+        "active",
+        "starter",
+        "customer",
+        "running",
+        "user_1",
+        "Zz9",
+        "a b",
+        "../etc",
+        "a\0b",
+        "é",
+        "-",
+        "cpx32",
+        "bundle",
+        "success",
+        "notes",
+        "0192d1f0-0000-7000-8000-000000000000",
+        "0192d1f000007000800000000000000",
+        "2026-01-02T03:04:05Z",
+        "2026-01-02",
+        "2026-01-02 03:04:05Z",
+        "1-1",
     ]
     .map(str::to_owned)
     .into();
@@ -46,9 +70,25 @@ pub fn strings() -> Vec<String> {
 fn pool() -> Vec<Value> {
     let mut all: Vec<Value> = strings().into_iter().map(Value::from).collect();
     all.extend([
-        Value::Null, json!(true), json!(false), json!(0), json!(1), json!(-1), json!(7.5), json!(1.0), json!(300),
-        json!((1_u64 << 53) - 1), json!(1_u64 << 53), json!(1e300), json!({}), json!({"zz": 1}), json!([]),
-        json!([1]), json!(["x"]), json!(["a\0"]), json!(vec!["x"; 2000]),
+        Value::Null,
+        json!(true),
+        json!(false),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(7.5),
+        json!(1.0),
+        json!(300),
+        json!((1_u64 << 53) - 1),
+        json!(1_u64 << 53),
+        json!(1e300),
+        json!({}),
+        json!({"zz": 1}),
+        json!([]),
+        json!([1]),
+        json!(["x"]),
+        json!(["a\0"]),
+        json!(vec!["x"; 2000]),
     ]);
     all
 }

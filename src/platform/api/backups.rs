@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
@@ -16,6 +16,7 @@ use crate::http::openapi::{
     Operation, Parameter, Place, array, boolean, count, nullable, object, text, time, uuid,
 };
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
@@ -31,7 +32,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

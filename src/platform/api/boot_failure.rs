@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
@@ -13,6 +13,7 @@ use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
 use crate::http::openapi::{Operation, fields, object, text_to, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -25,7 +26,7 @@ const LONGEST_MESSAGE: usize = 4096;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

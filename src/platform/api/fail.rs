@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 
@@ -12,6 +12,7 @@ use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -25,7 +26,7 @@ const STAGE: &str = "operator";
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use serde_json::{Value, json};
@@ -14,6 +14,7 @@ use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, any_text, array, boolean, count, fields, object, one_of, text};
 use crate::http::problem::{Code, Problem, chain};
+use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -43,7 +44,7 @@ struct Beat {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

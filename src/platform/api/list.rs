@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::endpoint::{CURSOR, Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
-use crate::http::openapi::{Operation, Parameter, Place, array, boolean, named, nullable, object, text};
+use crate::http::openapi::{
+    Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid,
+};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
@@ -57,7 +59,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         path: "/vps",
         summary: "Machines, the newest first.",
         credentials: &[OPERATOR],
-        parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, CURSOR],
+        parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
         answers: &[told(200, "A page.", || {
             object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
@@ -18,6 +18,7 @@ use super::{entitlement, fault};
 use crate::config::Flag;
 use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::ServerType;
@@ -32,7 +33,7 @@ use axum::routing::post;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

@@ -7,8 +7,8 @@ use super::door::Door;
 use super::own::{Act, Own};
 use super::sign_in;
 use crate::http::openapi::{
-    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count, fields,
-    named, object, one_of, text, uuid,
+    Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
+    fields, named, object, one_of, text, uuid,
 };
 use crate::http::problem::Code;
 use crate::machine::name::Slot;
