@@ -89,8 +89,9 @@ impl Contract {
         let asked = if *exchange.method == Method::HEAD { &Method::GET } else { exchange.method };
         let here: Vec<_> = self.operations.iter().filter(|one| fits(one.path, path)).collect();
         let least = here.iter().map(|one| one.path.matches('{').count()).min().unwrap_or(0);
-        let mut here = here.into_iter().filter(|one| one.path.matches('{').count() == least);
-        let Some(operation) = here.clone().find(|one| one.method == *asked).or_else(|| here.next()) else {
+        let here = here.into_iter().filter(|one| one.path.matches('{').count() == least);
+        let first = here.clone().next();
+        let Some(operation) = here.clone().find(|one| one.method == *asked).or(first) else {
             return;
         };
         let id = operation.id;
@@ -100,7 +101,9 @@ impl Contract {
         }
         if media_type == "application/problem+json" {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
-            self.seen.lock().unwrap().insert((id, code));
+            // A method that a path does not take is refused in the name of all that it takes.
+            let spoken_for = here.filter(|_| status == 405).map(|one| one.id).chain([id]);
+            self.seen.lock().unwrap().extend(spoken_for.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
         let said = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];

@@ -97,22 +97,23 @@ pub fn is_right(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// A body with every member that the schema has; `own` gives those that have to mean something.
+/// A body with every member that the schema has; `own` gives those that have to mean something, and null for one that is
+/// better left out.
 pub fn right(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
     let members = schema["properties"].as_object().cloned().unwrap_or_default();
     let member = |(name, of): (String, Value)| {
         let value = own(&name).unwrap_or_else(|| match of["properties"].is_object() {
             true => right(contract, &of, own),
             false => {
-                let constant = Some(of["const"].clone()).filter(|constant| !constant.is_null());
-                let mut all = constant.into_iter().chain(pool()).filter(|value| !value.is_null());
+                let own = of["enum"].as_array().and_then(|all| all.first()).unwrap_or(&of["const"]).clone();
+                let mut all = std::iter::once(own).chain(pool()).filter(|value| !value.is_null());
                 let fit = all.find(|value| is_right(contract, &of, value));
                 fit.unwrap_or_else(|| panic!("nothing fits {name}: {of}"))
             }
         });
         (name, value)
     };
-    members.into_iter().map(member).collect::<Map<_, _>>().into()
+    members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
 }
 
 /// Every value of a body replaced by each of the pool.
@@ -121,11 +122,16 @@ pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
     walk(schema, "", &mut |pointer, of| {
         for value in pool() {
             let mut body = body.clone();
-            *body.pointer_mut(pointer).unwrap() = value.clone();
+            put(&mut body, pointer, value.clone());
             all.push(Probe { pointer: pointer.to_owned(), schema: of.clone(), value, body });
         }
     });
     all
+}
+
+fn put(body: &mut Value, pointer: &str, value: Value) {
+    let (outer, name) = pointer.rsplit_once('/').unwrap();
+    body.pointer_mut(outer).unwrap()[name] = value;
 }
 
 /// Every object of a body with a member more.
