@@ -8,7 +8,7 @@ use super::own::{Act, Own};
 use super::sign_in;
 use crate::http::openapi::{
     Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
-    fields, named, object, one_of, text, uuid,
+    fields, matching, named, object, one_of, text, uuid,
 };
 use crate::http::problem::Code;
 use crate::machine::name::Slot;
@@ -33,7 +33,7 @@ pub static LIST_SLOTS: Own = Own {
         parameters: &[],
         body: None,
         answers: &[told(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])), SIGN_IN],
-        problems: &[Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
     },
     door: None,
     act: Act::ListSlots,
@@ -66,7 +66,7 @@ pub static MINT_APP_TOKEN: Own = Own {
         summary: "A token for one app on the caller's machine; the app's frame renews its own by this.",
         credentials: VISITORS,
         parameters: &[],
-        body: Some(|| fields(&[("app", text())], &[])),
+        body: Some(|| fields(&[("app", matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
         answers: &[told(200, "The token.", || object(&[("token", text()), ("expiresAt", count())], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
     },
@@ -119,7 +119,7 @@ pub static HAND_OVER: Own = Own {
         ],
         body: None,
         answers: &[SIGN_IN],
-        problems: &[Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
     },
     door: Some(Door::App),
     act: Act::HandOver,
@@ -140,7 +140,7 @@ pub static TAKE_SESSION: Own = Own {
         }],
         body: None,
         answers: &[SIGN_IN],
-        problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::DatabaseUnavailable],
     },
     door: Some(Door::Code),
     act: Act::TakeSession,
