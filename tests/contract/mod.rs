@@ -4,8 +4,10 @@
 //! The rows of the table-driven tests come from the same descriptions, so a new route is tried without a line here; what
 //! it needs is a way to provoke each code that it names.
 
+mod broken;
 mod leak;
 mod probe;
+mod readme;
 mod walk;
 
 use std::collections::{BTreeSet, HashMap};

@@ -18,7 +18,6 @@ use super::{Contract, Exchange};
 pub struct Reply {
     pub status: u16,
     pub headers: HeaderMap,
-    pub text: String,
     pub body: Value,
 }
 
@@ -96,7 +95,7 @@ impl Contract {
             text: &text,
         });
         let body = serde_json::from_str(&text).unwrap_or_default();
-        Ok(Reply { status, headers, text, body })
+        Ok(Reply { status, headers, body })
     }
 }
 
