@@ -41,7 +41,8 @@ fn is_noticed(sample: &Sample) -> bool {
 fn a_spoiled_answer_is_noticed() {
     assert!(!is_noticed(&refusal()), "a good one passes");
     platform().plant("hunter2-in-this-test");
-    let spoil: [(&str, fn(&mut Sample)); 16] = [
+    type Spoil = fn(&mut Sample);
+    let spoil: [(&str, Spoil); 16] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),
         ("SQL", |s| s.body["detail"] = json!("SELECT * FROM user_machines failed.")),
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),

@@ -20,7 +20,9 @@ pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
 }
 
 pub fn array(of: Value) -> Value {
-    json!({ "type": "array", "items": of })
+    let mut array = json!({ "type": "array" });
+    array["items"] = of;
+    array
 }
 
 /// Of an answer; a request's says more.

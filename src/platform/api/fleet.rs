@@ -40,7 +40,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         answers: &[told(200, "The fleet.", shape)],
-        problems: &[Code::DatabaseUnavailable],
+        problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };

@@ -108,6 +108,7 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
     rows.post(&of(waits, "backup"), &json!({}), 409, "invalid_state").await;
     rows.post(&of(runs, "backup"), &json!({}), 502, "host_unreachable").await;
+    rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
     rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
     let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
     rows.post_to(&free, &of(runs, "resize"), &to("cpx12"), 409, "disk_would_shrink").await;
