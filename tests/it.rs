@@ -5,6 +5,7 @@
     reason = "all of it is tests; clippy sees only the functions with #[test] as such"
 )]
 
+mod contract;
 mod ctl;
 mod first_boot;
 mod gateway;

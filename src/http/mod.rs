@@ -1,6 +1,7 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod client;
+pub mod fields;
 pub mod jwt;
 pub mod openapi;
 pub mod problem;
@@ -8,5 +9,6 @@ pub mod proof;
 pub mod proxy;
 pub mod request_id;
 pub mod resolve;
+pub mod segments;
 pub mod server;
 pub mod tls;
