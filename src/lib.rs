@@ -11,6 +11,7 @@ pub mod fsx;
 pub mod host;
 pub mod http;
 pub mod machine;
+pub mod metrics;
 pub mod platform;
 pub mod provider;
 pub mod store;

@@ -2,6 +2,7 @@
 
 pub mod client;
 pub mod jwt;
+pub mod observe;
 pub mod openapi;
 pub mod problem;
 pub mod proof;

@@ -11,9 +11,9 @@ use http::header;
 
 use super::auth::{Ingress, identify, require_caller, require_owner, require_platform};
 use super::state::Gateway;
-use super::{apps, backups, body, bridge, health, internal, proxy};
+use super::{apps, backups, body, bridge, health, internal, measure, proxy};
+use crate::http::observe::{self, Listener};
 use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
 
 /// The largest body of the bridge's requests, in bytes.
 pub const BRIDGE_BODY: usize = 1024 * 1024;
@@ -44,6 +44,10 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .route_layer(middleware::from_fn(require_platform))
         .layer(middleware::from_fn(at_most::<OWN_BODY>));
     let shell = Router::new().fallback(proxy::to_shell).layer(middleware::from_fn(require_owner));
+    let (listener, own) = match ingress {
+        Ingress::Public => (Listener::Gateway, Router::new()),
+        Ingress::Trusted => (Listener::Socket, Router::new().route("/metrics", get(measure::metrics))),
+    };
     Router::new()
         .merge(bridge)
         .merge(pages)
@@ -55,9 +59,10 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
+        .merge(own)
         .route("/livez", get(health::live))
         .route("/readyz", get(health::ready))
-        .layer(middleware::from_fn(request_id::layer))
+        .layer(middleware::from_fn_with_state(listener, observe::layer))
         .with_state(gateway.clone())
 }
 

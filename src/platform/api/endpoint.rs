@@ -161,6 +161,7 @@ pub fn operation() -> Value {
             ("createdAt", time()),
             ("updatedAt", time()),
             ("endedAt", nullable(time())),
+            ("requestId", nullable(text())),
             ("log", array(line)),
         ],
         &[],

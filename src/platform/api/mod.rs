@@ -17,6 +17,7 @@ pub mod health;
 pub mod heartbeat;
 pub mod list;
 pub mod machine;
+pub mod metrics;
 pub mod mutation;
 pub mod operation;
 pub mod provision;
@@ -27,23 +28,21 @@ pub mod slots;
 pub mod storage_credentials;
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use axum::extract::Request;
-use axum::middleware::{self, Next};
-use axum::response::Response;
+use axum::middleware;
 use axum::routing::get;
 use axum::{Json, Router};
 use serde_json::Value;
 
 use self::endpoint::Endpoint;
 use super::context::Platform;
+use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api};
 use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 21] = [
+pub static ENDPOINTS: [&Endpoint; 22] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -65,6 +64,7 @@ pub static ENDPOINTS: [&Endpoint; 21] = [
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,
+    &metrics::ENDPOINT,
 ];
 
 const API: Api = Api {
@@ -92,8 +92,7 @@ pub fn router(platform: Arc<Platform>) -> Router {
         .route("/openapi.json", get(openapi))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn(log))
-        .layer(middleware::from_fn(request_id::layer))
+        .layer(middleware::from_fn_with_state(Listener::Api, observe::layer))
         .with_state(platform)
 }
 
@@ -105,12 +104,4 @@ async fn not_found(request: Request) -> Problem {
 async fn method_not_allowed(request: Request) -> Problem {
     call::discard(&mut request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not take that method.")
-}
-
-async fn log(request: Request, next: Next) -> Response {
-    let start = Instant::now();
-    let response = next.run(request).await;
-    let ms = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
-    tracing::info!(status = response.status().as_u16(), ms, "answered");
-    response
 }

@@ -31,7 +31,8 @@ use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
 
-use crate::http::{client, jwt, request_id};
+use crate::http::observe::{self, Listener};
+use crate::http::{client, jwt};
 use crate::platform::keys::SigningSet;
 use directory::Directory;
 use identity::Gate;
@@ -77,5 +78,5 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     Ok(Router::new()
         .fallback(serve::serve)
         .with_state(site)
-        .layer(axum::middleware::from_fn(request_id::layer)))
+        .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer)))
 }
