@@ -10,6 +10,7 @@ pub mod failpoint;
 pub mod fsx;
 pub mod host;
 pub mod http;
+mod log_line;
 pub mod machine;
 pub mod metrics;
 pub mod platform;

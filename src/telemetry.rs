@@ -3,17 +3,16 @@
 //! Owns the lines' form; what is logged, and once, is for whoever handles it. Invariant: under the journal a request's
 //! lines carry `SVC_REQUEST_ID`, a machine's `SVC_MACHINE_ID`, as fields of their own.
 
-mod line;
-
 use std::os::fd::AsFd;
 
 use tracing::Subscriber;
+use tracing_journald::{Priority, PriorityMappings};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
-use self::line::{Clock, Line};
+use crate::log_line::{Clock, Line};
 use crate::machine::id::MachineId;
 
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
@@ -43,8 +42,12 @@ fn journal<S>(applet: &str, machine: Option<MachineId>) -> std::io::Result<impl 
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
-    let journal =
-        tracing_journald::layer()?.with_syslog_identifier(applet.to_owned()).with_field_prefix(None);
+    let levels =
+        PriorityMappings { info: Priority::Informational, debug: Priority::Debug, ..PriorityMappings::new() };
+    let journal = tracing_journald::layer()?
+        .with_syslog_identifier(applet.to_owned())
+        .with_priority_mappings(levels)
+        .with_field_prefix(None);
     Ok(journal.with_custom_fields(machine.map(|machine| ("SVC_MACHINE_ID", machine.to_string()))))
 }
 

@@ -6,6 +6,7 @@
 )]
 
 mod ctl;
+mod exposition;
 mod first_boot;
 mod gateway;
 mod house;

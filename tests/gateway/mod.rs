@@ -13,4 +13,6 @@ mod bridge_write;
 mod host;
 mod identity;
 mod isolation;
+mod journal;
 mod life;
+mod metrics;
