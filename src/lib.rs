@@ -3,6 +3,7 @@
 //! `ARCHITECTURE.md` has the map. Host and platform never import each other; what both need is beside them here.
 
 pub mod applet;
+mod chain;
 pub mod clock;
 pub mod config;
 pub mod ctl;

@@ -15,6 +15,9 @@ use tracing_subscriber::{EnvFilter, fmt};
 use crate::log_line::{Clock, Line};
 use crate::machine::id::MachineId;
 
+/// Whatever `RUST_LOG` asks for: below this, the driver writes out statements with the values of rows and passwords.
+const QUIET_DRIVER: &str = "tokio_postgres=warn";
+
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
 pub fn init(applet: &'static str) {
     start(applet, None);
@@ -27,6 +30,7 @@ pub fn init_on(applet: &'static str, machine: Option<MachineId>) {
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = filter.add_directive(QUIET_DRIVER.parse().expect("a directive"));
     let registry = tracing_subscriber::registry().with(filter);
     let journal = under_journal().then(|| journal(applet, machine)).and_then(Result::ok);
     let started = match journal {

@@ -7,6 +7,8 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+pub use crate::chain::chain;
+
 /// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Code {
@@ -192,21 +194,6 @@ impl Problem {
         }
         Value::Object(body)
     }
-}
-
-/// An error and its causes in one line.
-pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let part = error.to_string();
-        if !text.ends_with(&part) {
-            text.push_str(": ");
-            text.push_str(&part);
-        }
-        cause = error.source();
-    }
-    text
 }
 
 impl IntoResponse for Problem {
