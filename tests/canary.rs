@@ -18,6 +18,8 @@ use channels::Watch;
 use detector::{Detector, Leak};
 
 const ADMIN: &str = "canary-admin-token-0123456789";
+/// What the owner keeps in a row, also where it does not fit.
+const ROW: &str = "canary-of-a-row-value";
 const ASKED: &str = "canary-request-from-the-router-1";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -107,8 +109,14 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         refused.extend(refusal(request).await?);
     }
     let other = json!({"action": "find", "app": "other", "table": "notes"});
-    let wrong = json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": "canary-of-a-row-value"}});
-    detector.plant("value of a row", "canary-of-a-row-value");
+    let wrong = json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
+    detector.plant("value of a row", ROW);
+    for _ in 0..2 {
+        // Stored, and found again by a filter: it passes every layer as data.
+        stack.web.insert(&owner, ROW).await?;
+        let find = json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW}});
+        stack.web.bridge(&owner, &find).await?;
+    }
     for (bearer, body) in [(&token, &other), (&owner, &wrong), (&token, &wrong)] {
         let request = stack.web.request(Method::POST, "/api/bridge/query").bearer_auth(bearer).json(body);
         refused.extend(refusal(request).await?);

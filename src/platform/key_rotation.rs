@@ -1,7 +1,10 @@
-//! Proof keys change with overlap: a successor is made when a key is old, delivered by heartbeats, signed with where a
-//! host has acknowledged it; the old one goes when no host that may be routed to needs it any more.
+//! Signing keys change with overlap: a successor is made when a key is old.
 //!
-//! Owns the schedule. The invariant: at every moment each such host accepts the key that it is signed for with.
+//! A new proof key is delivered by heartbeats and signed with where a host has acknowledged it; the old one goes when no
+//! host that may be routed to needs it any more. A new app key signs after the overlap, when every router has read it;
+//! the old one goes when no token of it can be good any more.
+//!
+//! Owns the schedule. The invariant: at every moment whoever has to accept a signature has the key of it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,9 +13,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{Acknowledged, PROOF, Standing};
+use super::db::keys::{APP, Acknowledged, PROOF, Standing};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
+use super::router::app_token;
 use crate::http::problem::chain;
 
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
@@ -34,10 +38,12 @@ pub async fn run(
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        if let Err(error) = turn(&db, &seal, timing).await {
-            tracing::warn!(error = %chain(&error), "the signing keys could not be seen to");
+        for purpose in [PROOF, APP] {
+            if let Err(error) = turn(&db, &seal, timing, purpose).await {
+                tracing::warn!(purpose, error = %chain(&error), "the signing keys could not be seen to");
+            }
         }
-        match keys::load(&db, &seal).await {
+        match keys::load(&db, &seal, timing.overlap).await {
             Ok(fresh) if !keys::same(&fresh, &view.borrow()) => {
                 view.send_replace(Arc::new(fresh));
             }
@@ -56,8 +62,17 @@ enum Due {
     Retirement,
 }
 
-/// `without`: how many hosts that matter do not have the newest key.
-fn due(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
+/// For keys that only platform processes read.
+fn due_app(standing: &[Standing], timing: KeyTiming) -> Due {
+    let Some(newest) = standing.last() else { return Due::Nothing };
+    if standing.len() > 1 && newest.age >= timing.overlap + app_token::LONGEST_LIFE {
+        return Due::Retirement;
+    }
+    if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
+}
+
+/// For keys that hosts read. `without`: how many hosts that matter do not have the newest key.
+fn due_proof(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
     let Some(newest) = standing.last() else { return Due::Nothing };
     if standing.len() > 1 {
         match newest.acknowledged_for {
@@ -70,31 +85,31 @@ fn due(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
     if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
 }
 
-async fn turn(db: &Db, seal: &Seal, timing: KeyTiming) -> Result<(), KeyError> {
+async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
     let mut session = db.session().await?;
-    let seen = db::keys::standing(&session, PROOF).await?;
+    let seen = db::keys::standing(&session, purpose).await?;
     if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let standing = db::keys::standing(&tx, PROOF).await?;
+    let standing = db::keys::standing(&tx, purpose).await?;
     let Some(newest) = standing.last().map(|key| key.kid.clone()) else { return Ok(()) };
-    let without = db::keys::without(&tx, &newest).await?;
-    match due(&standing, without, timing) {
+    let due = if purpose == PROOF {
+        due_proof(&standing, db::keys::without(&tx, &newest).await?, timing)
+    } else {
+        due_app(&standing, timing)
+    };
+    match due {
         Due::Nothing => return Ok(()),
         Due::Successor => {
-            let key = keys::generate(&tx, seal, PROOF).await?;
-            tracing::info!(kid = key.kid, "a new proof key");
+            let key = keys::generate(&tx, seal, purpose).await?;
+            tracing::info!(kid = key.kid, "a new signing key");
         }
         Due::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
         Due::Retirement => {
-            let retired = db::keys::retire_all_but(&tx, PROOF, &newest).await?;
-            tracing::info!(
-                kid = newest,
-                retired,
-                "every host has the newest proof key; the older ones are retired"
-            );
+            let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
+            tracing::info!(kid = newest, retired, "nobody needs the older signing keys; they are retired");
         }
     }
     Ok(db::commit(tx).await?)
@@ -118,23 +133,42 @@ mod tests {
     #[test]
     fn an_old_key_gets_a_successor_and_goes_when_nobody_has_needed_it_for_a_while() {
         use Acknowledged::{ByAll, NotByAll};
-        assert_eq!(due(&[], 0, TIMING), Due::Nothing);
-        assert_eq!(due(&[key(999, None)], 5, TIMING), Due::Nothing);
-        assert_eq!(due(&[key(1000, None)], 5, TIMING), Due::Successor);
+        assert_eq!(due_proof(&[], 0, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&[key(999, None)], 5, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&[key(1000, None)], 5, TIMING), Due::Successor);
         let fresh = |acknowledged| [key(1010, None), key(10, acknowledged)];
-        assert_eq!(due(&fresh(None), 1, TIMING), Due::Nothing);
-        assert_eq!(due(&fresh(None), 0, TIMING), Due::Acknowledged(ByAll));
-        assert_eq!(due(&fresh(Some(99)), 0, TIMING), Due::Nothing);
-        assert_eq!(due(&fresh(Some(99)), 1, TIMING), Due::Acknowledged(NotByAll));
-        assert_eq!(due(&fresh(Some(100)), 0, TIMING), Due::Retirement);
-        assert_eq!(due(&fresh(Some(500)), 1, TIMING), Due::Acknowledged(NotByAll));
+        assert_eq!(due_proof(&fresh(None), 1, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&fresh(None), 0, TIMING), Due::Acknowledged(ByAll));
+        assert_eq!(due_proof(&fresh(Some(99)), 0, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&fresh(Some(99)), 1, TIMING), Due::Acknowledged(NotByAll));
+        assert_eq!(due_proof(&fresh(Some(100)), 0, TIMING), Due::Retirement);
+        assert_eq!(due_proof(&fresh(Some(500)), 1, TIMING), Due::Acknowledged(NotByAll));
+    }
+
+    #[test]
+    fn an_app_key_goes_when_its_last_token_has_ended() {
+        let life = app_token::LONGEST_LIFE.as_secs();
+        let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
+        let due = |ages: &[u64]| {
+            let standing: Vec<Standing> = ages.iter().map(|age| key(*age, None)).collect();
+            due_app(&standing, short)
+        };
+        assert_eq!(due(&[]), Due::Nothing);
+        assert_eq!(due(&[life * 2 - 1]), Due::Nothing);
+        assert_eq!(due(&[life * 2]), Due::Successor);
+        assert_eq!(
+            due(&[life * 3, life + 99]),
+            Due::Nothing,
+            "a token of the first may have been made until 100"
+        );
+        assert_eq!(due(&[life * 3, life + 100]), Due::Retirement);
     }
 
     #[test]
     fn a_host_that_never_answers_holds_up_neither_the_others_nor_more_than_a_few_keys() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
-        assert_eq!(due(&held_up, 1, TIMING), Due::Successor);
+        assert_eq!(due_proof(&held_up, 1, TIMING), Due::Successor);
         let full: Vec<Standing> = (1..=MOST_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
-        assert_eq!(due(&full, 1, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&full, 1, TIMING), Due::Nothing);
     }
 }

@@ -4,6 +4,7 @@
 //! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf;
@@ -25,7 +26,8 @@ pub struct SigningSet {
     pub app: AppKeys,
 }
 
-/// The keys that sign app tokens; the newest signs. Hosts do not know them: only the router believes such tokens.
+/// The keys that sign app tokens. Hosts do not know them: only routers believe such tokens, so the newest signs as soon
+/// as every router has had the time to hear of it.
 pub struct AppKeys {
     pub current: Arc<Signer>,
     pub public: ProofKeys,
@@ -93,22 +95,25 @@ impl Seal {
     }
 }
 
-/// The keys in the database; makes the first one of a purpose where there is none.
+/// The keys in the database; makes the first one of a purpose where there is none. An app key signs once it is `overlap`
+/// old.
 ///
 /// # Errors
 /// [`KeyError`].
-pub async fn load(db: &Db, seal: &Seal) -> Result<SigningSet, KeyError> {
+pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
     let proof = opened(stored(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = opened(stored(db, seal, db::keys::APP).await?, seal)?;
+    let app = stored(db, seal, db::keys::APP).await?;
+    let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
+    let app = opened(app, seal)?;
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
-    let newest = app.last().cloned().ok_or_else(none)?;
+    let app_signer = app.get(nth).cloned().ok_or_else(none)?;
     // The oldest key signs proofs until hosts know the newest one.
     let mut signers = proof.iter().cloned();
     Ok(SigningSet {
         current: signers.next().ok_or_else(none)?,
         next: signers.next_back(),
         public: public(&proof),
-        app: AppKeys { current: newest, public: public(&app) },
+        app: AppKeys { current: app_signer, public: public(&app) },
     })
 }
 
@@ -141,7 +146,7 @@ pub async fn generate(
     let pkcs8 = Signer::generate()?;
     let signer = Signer::from_pkcs8(&kid, &pkcs8).map_err(|_| KeyError::Damaged { kid: kid.clone() })?;
     let sealed = seal.close(&kid, &pkcs8)?;
-    let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed };
+    let key = db::keys::StoredKey { kid, public_key: signer.public().x, sealed, age: Duration::ZERO };
     db::keys::insert(tx, purpose, &key).await?;
     Ok(key)
 }
@@ -159,9 +164,11 @@ fn public(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
-/// Whether two views hold the same keys.
+/// Whether two views hold the same keys and sign with the same ones.
 pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
-    one.public == other.public && one.app.public == other.app.public
+    one.public == other.public
+        && one.app.public == other.app.public
+        && one.app.current.kid() == other.app.current.kid()
 }
 
 #[cfg(test)]

@@ -81,11 +81,14 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
     let db = Db::new(&config.database).or_exit(Exit::Internal)?;
-    let keys = keys::load(&db, &Seal::new(&config.key)).await.map_err(|error| match error {
-        KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
-        KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
-        KeyError::Randomness => Failure::new(Exit::Internal, error),
-    })?;
+    let keys =
+        keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await.map_err(|error| {
+            match error {
+                KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
+                KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
+                KeyError::Randomness => Failure::new(Exit::Internal, error),
+            }
+        })?;
     let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);

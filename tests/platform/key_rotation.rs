@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use svc::config::Env;
 use svc::http::proof::ProofKeys;
+use svc::platform::config::PlatformConfig;
 
 use super::last_backup::{Host, host};
 use super::stack::{Process, Stack, beat_of};
@@ -79,5 +81,51 @@ async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
     // What keeps it is gone: so is the key.
     stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
     let gone = || async { (!beat(&stack, &process, &host).await.contains(&first)).then_some(()) };
+    stack.eventually("the first key is retired", gone).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_tokens() {
+    let stack = Stack::start().await;
+    let _process = stack.platform_with(&FAST);
+    let client = stack.database.connect().await.unwrap();
+    let kept = || async {
+        let sql =
+            "SELECT kid FROM signing_keys WHERE purpose = 'app' AND retired_at IS NULL ORDER BY created_at";
+        let rows = client.query(sql, &[]).await.unwrap();
+        rows.iter().map(|row| row.get::<_, String>(0)).collect::<Vec<_>>()
+    };
+    let several = || async { Some(kept().await).filter(|kids| kids.len() >= 2) };
+    let kids = stack.eventually("a successor", several).await;
+    let key_age = |kid: String, seconds: i32| {
+        let sql = "UPDATE signing_keys SET created_at = clock_timestamp() - make_interval(secs => $2) WHERE kid = $1";
+        let client = &client;
+        async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
+    };
+    // Far from the next turn: nothing but the ages given here decides who signs.
+    key_age(kids[0].clone(), 9000).await;
+    key_age(kids[1].clone(), 5).await;
+    let settings = stack.settings();
+    let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    let config = PlatformConfig::read(Env::from_pairs(settings)).expect("settings");
+    let db = svc::platform::db::Db::new(&config.database).unwrap();
+    let seal = svc::platform::keys::Seal::new(&config.key);
+    let signs = |overlap: u64| {
+        let (db, seal) = (&db, &seal);
+        async move {
+            let set = svc::platform::keys::load(db, seal, Duration::from_secs(overlap)).await.unwrap();
+            assert!(set.app.public.keys.len() >= 2);
+            set.app.current.kid().to_owned()
+        }
+    };
+    assert_eq!(signs(1000).await, kids[0], "a router may not have the other yet");
+    assert_ne!(signs(1).await, kids[0]);
+    assert!(kept().await.contains(&kids[0]), "its tokens may still be good");
+    let gone = || async {
+        for kid in kept().await.into_iter().skip(1) {
+            key_age(kid, 4000).await;
+        }
+        (!kept().await.contains(&kids[0])).then_some(())
+    };
     stack.eventually("the first key is retired", gone).await;
 }

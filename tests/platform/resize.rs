@@ -135,9 +135,7 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     no(stack.post(&process, &path, &json!({"serverType": 32})).await, 400, "invalid_request");
     let unknown = uuid::Uuid::now_v7().to_string();
     no(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
-    let strange = resize(&stack, &process, &guest.machine, "cpx99").await;
-    assert_eq!(strange.body["errors"][0]["pointer"], "/serverType", "{strange:?}");
-    no(strange, 400, "invalid_request");
+    no(resize(&stack, &process, &guest.machine, "cpx99").await, 403, "server_type_not_allowed");
     // Offered by the provider, in no plan.
     no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
 
@@ -151,11 +149,16 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     // Without enforcement the slot's plan is not asked, and the disk is still the server's own.
     let free = stack.platform_with(&[("BILLING_ENFORCEMENT", "false")]);
     no(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
+    let strange = resize(&stack, &free, &guest.machine, "cpx99").await;
+    assert_eq!(strange.body["errors"][0]["pointer"], "/serverType", "{strange:?}");
+    no(strange, 400, "invalid_request");
     assert_eq!(stack.send(set(slot("max", "active"))).await.status, 200);
 
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(9, "GET", "/server_types", broken()));
     no(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
+    // What the plan does not contain is refused without asking the provider.
+    no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
     assert_eq!(record(&stack, &process, &guest).await["status"], "running");
 

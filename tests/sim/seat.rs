@@ -41,7 +41,9 @@ impl Seat {
         }
         let config: PlatformConfig = process::config(&database.url());
         let db = Db::new(&config.database)?;
-        let (_, keys) = watch::channel(Arc::new(keys::load(&db, &Seal::new(&config.key)).await?));
+        let (_, keys) = watch::channel(Arc::new(
+            keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await?,
+        ));
         // Rows of a few runs go sooner than files do; and what the test does here concerns no trigger.
         client.batch_execute("SET session_replication_role = replica").await?;
         let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \

@@ -9,11 +9,19 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// The cargo that runs us, in the workspace's root, with the tools that were fetched in its path.
+/// The cargo that runs us, in the workspace's root, as a shell there would start it.
 pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
+    // What cargo tells a program about its own package; build scripts of dependencies that look at it would otherwise
+    // run again, and all above them be built again, whenever cargo is started the other way.
+    for (name, _) in std::env::vars_os() {
+        let about_us = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
+        if name.to_str().is_some_and(|name| about_us.iter().any(|prefix| name.starts_with(prefix))) {
+            command.env_remove(&name);
+        }
+    }
     command
 }
 

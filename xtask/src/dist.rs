@@ -103,7 +103,7 @@ fn check(svc: &Path) -> Result<()> {
 /// A static glibc cannot ask the system's resolver: a name that does not exist must be answered all the same.
 fn unknown_names_are_answered(svc: &Path) -> Result<()> {
     let mut ask = Command::new(svc);
-    ask.args(["svcctl", "list", "--platform-url", "http://platform.invalid", "--timeout", "5"]);
+    ask.args(["svcctl", "list", "--platform-url", "https://platform.invalid", "--timeout", "5"]);
     ask.env_clear().env("PLATFORM_SECRET", "none-that-is-used-anywhere-0123456789");
     let end = child::run(ask, DEADLINE);
     let said = end.err().map(|error| format!("{error:#}")).unwrap_or_default();

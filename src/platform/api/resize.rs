@@ -59,8 +59,8 @@ async fn resize(
     }
     let seen = found(db::machines::get(&session, id).await?, id)?;
     if changes(&seen, to)? {
-        let info = offered(platform, to).await?;
         allowed(platform, &session, &seen, to).await?;
+        let info = offered(platform, to).await?;
         fits(platform, &seen, &info).await?;
     }
     let tx = db::begin(&mut session).await?;

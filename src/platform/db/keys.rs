@@ -18,6 +18,7 @@ pub struct StoredKey {
     /// Base64url of the Ed25519 public key.
     pub public_key: String,
     pub sealed: Vec<u8>,
+    pub age: Duration,
 }
 
 /// Keys of a purpose that are not retired, the oldest first.
@@ -25,13 +26,23 @@ pub struct StoredKey {
 /// # Errors
 /// [`DbError`].
 pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<StoredKey>, DbError> {
-    let sql = "SELECT kid, public_key, sealed FROM signing_keys \
+    let sql = "SELECT kid, public_key, sealed, \
+               extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
     let found = rows(client, sql, &[&purpose]).await?;
     Ok(found
         .iter()
-        .map(|row| StoredKey { kid: row.get(0), public_key: row.get(1), sealed: row.get(2) })
+        .map(|row| StoredKey {
+            kid: row.get(0),
+            public_key: row.get(1),
+            sealed: row.get(2),
+            age: span(row.get(3)),
+        })
         .collect())
+}
+
+fn span(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default()
 }
 
 /// The public halves of all keys that are not retired, as hosts get them.
@@ -61,7 +72,6 @@ pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    let span = |seconds: f64| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default();
     let found = rows(client, sql, &[&purpose]).await?;
     Ok(found
         .iter()

@@ -3,6 +3,8 @@
 //! A token is for one app on one machine of one user, for an hour. It is signed by a key of its own purpose, so that
 //! no token can pass for a proof, nor a proof for a token. Invariant: it never leads to another machine or another app.
 
+use std::time::Duration;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +16,8 @@ use crate::machine::name::IdpUserId;
 const PREFIX: &str = "svca_";
 const ISSUER: &str = "svc-app-token";
 pub(super) const LIFE_SECONDS: i64 = 3600;
+/// After this, counted from its making, no router believes a token.
+pub const LONGEST_LIFE: Duration = Duration::from_secs((LIFE_SECONDS + LEEWAY_SECONDS) as u64);
 /// Longer ones are not looked at.
 const LONGEST: usize = 2048;
 const LONGEST_SLUG: usize = 41;

@@ -4,7 +4,7 @@
 //! Invariant: a request costs no query and no signature check, as long as its session or token is in memory.
 
 mod app_door;
-mod app_token;
+pub(super) mod app_token;
 pub mod config;
 mod cookie;
 mod directory;
