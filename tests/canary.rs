@@ -109,7 +109,8 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         refused.extend(refusal(request).await?);
     }
     let other = json!({"action": "find", "app": "other", "table": "notes"});
-    let wrong = json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
+    let wrong =
+        json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
     detector.plant("value of a row", ROW);
     for _ in 0..2 {
         // Stored, and found again by a filter: it passes every layer as data.

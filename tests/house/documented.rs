@@ -76,7 +76,8 @@ pub fn untold_metrics(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for file in files.iter().filter(|file| file.path == "src/metrics.rs") {
         for (number, line) in file.text.lines().enumerate() {
-            let names = line.split('"').filter(|part| part.starts_with("svc_") || part.starts_with("process_"));
+            let names =
+                line.split('"').filter(|part| part.starts_with("svc_") || part.starts_with("process_"));
             for name in names.filter(|name| !readme.contains(&format!("| `{name}` |"))) {
                 found.push(at(&file.path, number + 1, format!("{name} is not in the README's table")));
             }
