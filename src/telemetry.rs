@@ -5,8 +5,9 @@
 
 use std::os::fd::AsFd;
 
-use tracing::Subscriber;
+use tracing::{Level, Metadata, Subscriber};
 use tracing_journald::{Priority, PriorityMappings};
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -14,9 +15,6 @@ use tracing_subscriber::{EnvFilter, fmt};
 
 use crate::log_line::{Clock, Line};
 use crate::machine::id::MachineId;
-
-/// Whatever `RUST_LOG` asks for: below this, the driver writes out statements with the values of rows and passwords.
-const QUIET_DRIVER: &str = "tokio_postgres=warn";
 
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
 pub fn init(applet: &'static str) {
@@ -30,8 +28,7 @@ pub fn init_on(applet: &'static str, machine: Option<MachineId>) {
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let filter = filter.add_directive(QUIET_DRIVER.parse().expect("a directive"));
-    let registry = tracing_subscriber::registry().with(filter);
+    let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_told));
     let journal = under_journal().then(|| journal(applet, machine)).and_then(Result::ok);
     let started = match journal {
         Some(journal) => registry.with(journal).try_init(),
@@ -39,6 +36,11 @@ fn start(applet: &'static str, machine: Option<MachineId>) {
     };
     // A second start in one process (tests) keeps the first.
     drop(started);
+}
+
+/// Whatever `RUST_LOG` asks for: below warnings, the database's driver writes out statements with the values of rows.
+fn may_be_told(about: &Metadata<'_>) -> bool {
+    !about.target().starts_with("tokio_postgres") || *about.level() <= Level::WARN
 }
 
 /// Fields keep their names, in capitals: `svc_request_id` is `SVC_REQUEST_ID`.

@@ -26,7 +26,10 @@ const ASKED: &str = "canary-request-from-the-router-1";
 async fn no_secret_of_the_story_is_seen_anywhere() {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options = Options { svc, breakage: None, keep: false, report: None };
-    let more = [("RUST_LOG", "debug"), ("ADMIN_TOKEN", ADMIN)];
+    let more = [
+        ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
+        ("ADMIN_TOKEN", ADMIN),
+    ];
     let watch = Watch::start();
     let report = story::play_watched(options, &more, async |stack, moment| match moment {
         Moment::Begun => Ok(()),

@@ -86,6 +86,7 @@ fn shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
         }
     }
     found.extend(text.find("PRIVATE KEY-----").map(|at| ("a private key", at, 16)));
+    found.extend(text.find("SCRAM-SHA-256$").map(|at| ("the verifier of a password", at, 100)));
     for (at, scheme) in text.match_indices("postgres://") {
         let rest = &text[at + scheme.len()..];
         let user = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
@@ -97,6 +98,7 @@ fn shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
 }
 
 fn leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
+    let size = size.min(text.len() - at);
     let near = |from: usize, to: usize| -> String {
         String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")
     };
@@ -130,6 +132,7 @@ fn a_secret_is_seen_in_every_form_and_shape() {
         format!("proof={jwt}"),
         format!("token {token}"),
         "-----BEGIN PRIVATE KEY-----".to_owned(),
+        "ALTER ROLE x PASSWORD 'SCRAM-SHA-256$4096:c2FsdA=='".to_owned(),
         "postgres://me:word@localhost/x".to_owned(),
     ] {
         assert_eq!(detector.look("log", &text).len(), 1, "{text}");

@@ -194,12 +194,12 @@ impl Pool {
             freed.as_mut().enable();
             match self.choose(may_open) {
                 Choice::Take(connection) => {
-                    waiting.map(Waiting::served);
+                    Waiting::served(waiting);
                     return Ok(connection);
                 }
                 Choice::Open(need) => match self.another(need).await? {
                     Some(connection) => {
-                        waiting.map(Waiting::served);
+                        Waiting::served(waiting);
                         return Ok(connection);
                     }
                     None => may_open = false,
@@ -298,8 +298,10 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn served(mut self) {
-        self.served = true;
+    fn served(waiting: Option<Self>) {
+        if let Some(mut waiting) = waiting {
+            waiting.served = true;
+        }
     }
 }
 
