@@ -6,6 +6,7 @@
 )]
 
 mod canary;
+mod contract;
 mod ctl;
 mod exposition;
 mod first_boot;

@@ -1,6 +1,7 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod client;
+pub mod fields;
 pub mod jwt;
 pub mod observe;
 pub mod openapi;
@@ -9,5 +10,6 @@ pub mod proof;
 pub mod proxy;
 pub mod request_id;
 pub mod resolve;
+pub mod segments;
 pub mod server;
 pub mod tls;

@@ -9,112 +9,60 @@ use serde_json::{Map, Value};
 
 pub use crate::chain::chain;
 
-/// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Code {
-    InvalidRequest,
-    Unauthorized,
-    Forbidden,
-    RegistrationRejected,
-    Superseded,
-    SubscriptionRequired,
-    ServerTypeNotAllowed,
-    MachineNotFound,
-    BundleNotFound,
-    NotFound,
-    Gone,
-    MethodNotAllowed,
-    RequestTooLarge,
-    UnsupportedMediaType,
-    RangeNotSatisfiable,
-    InvalidState,
-    HandleTaken,
-    DiskWouldShrink,
-    SnapshotUnusable,
-    Conflict,
-    IdempotencyMismatch,
-    PreviewLimitReached,
-    RateLimited,
-    CostLimitReached,
-    ProvisioningError,
-    HostUnreachable,
-    UpstreamUnavailable,
-    Disabled,
-    StoreUnavailable,
-    DatabaseUnavailable,
-    Unavailable,
-    DeadlineExceeded,
-    Internal,
+/// Declares the codes with all that belongs to each, so that none can be left out of anything.
+macro_rules! codes {
+    ($($name:ident $status:ident $code:literal $title:literal)*) => {
+        /// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Code { $($name),* }
+
+        impl Code {
+            pub const ALL: &'static [Self] = &[$(Self::$name),*];
+
+            fn row(self) -> (StatusCode, &'static str, &'static str) {
+                match self { $(Self::$name => (StatusCode::$status, $code, $title)),* }
+            }
+        }
+    };
+}
+
+codes! {
+    InvalidRequest BAD_REQUEST "invalid_request" "The request is not valid"
+    Unauthorized UNAUTHORIZED "unauthorized" "A valid credential is needed"
+    Forbidden FORBIDDEN "forbidden" "This credential may not do that"
+    RegistrationRejected UNAUTHORIZED "registration_rejected" "The registration is not accepted"
+    Superseded FORBIDDEN "superseded" "This machine has been replaced"
+    SubscriptionRequired PAYMENT_REQUIRED "subscription_required" "The slot has no active subscription"
+    ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not contain this server type"
+    MachineNotFound NOT_FOUND "machine_not_found" "There is no such machine"
+    BundleNotFound NOT_FOUND "bundle_not_found" "There is no such bundle"
+    NotFound NOT_FOUND "not_found" "There is nothing here"
+    Gone GONE "gone" "This is not known any more"
+    MethodNotAllowed METHOD_NOT_ALLOWED "method_not_allowed" "The method is not allowed here"
+    RequestTooLarge PAYLOAD_TOO_LARGE "request_too_large" "The request is too large"
+    UnsupportedMediaType UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "The body must be application/json"
+    RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "The range is outside the object"
+    InvalidState CONFLICT "invalid_state" "The machine's state does not allow this"
+    HandleTaken CONFLICT "handle_taken" "The handle belongs to another user"
+    DiskWouldShrink CONFLICT "disk_would_shrink" "The disk would shrink"
+    SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
+    Conflict CONFLICT "conflict" "The request conflicts with what is stored"
+    IdempotencyMismatch UNPROCESSABLE_ENTITY "idempotency_mismatch" "The idempotency key was used with another request"
+    PreviewLimitReached TOO_MANY_REQUESTS "preview_limit_reached" "The preview limit is reached"
+    RateLimited TOO_MANY_REQUESTS "rate_limited" "Too many requests"
+    CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "The cost limit is reached"
+    ProvisioningError BAD_GATEWAY "provisioning_error" "The provider could not do this"
+    HostUnreachable BAD_GATEWAY "host_unreachable" "The host could not be asked"
+    UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not answer"
+    Disabled SERVICE_UNAVAILABLE "disabled" "This is switched off"
+    StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "The object store cannot be reached"
+    DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "The database cannot be reached"
+    Unavailable SERVICE_UNAVAILABLE "unavailable" "Not available now"
+    DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "This took too long"
+    Internal INTERNAL_SERVER_ERROR "internal" "Something went wrong on our side"
 }
 
 impl Code {
-    fn row(self) -> (StatusCode, &'static str, &'static str) {
-        use StatusCode as S;
-        match self {
-            Self::InvalidRequest => (S::BAD_REQUEST, "invalid_request", "The request is not valid"),
-            Self::Unauthorized => (S::UNAUTHORIZED, "unauthorized", "A valid credential is needed"),
-            Self::Forbidden => (S::FORBIDDEN, "forbidden", "This credential may not do that"),
-            Self::RegistrationRejected => {
-                (S::UNAUTHORIZED, "registration_rejected", "The registration is not accepted")
-            }
-            Self::Superseded => (S::FORBIDDEN, "superseded", "This machine has been replaced"),
-            Self::SubscriptionRequired => {
-                (S::PAYMENT_REQUIRED, "subscription_required", "The slot has no active subscription")
-            }
-            Self::ServerTypeNotAllowed => {
-                (S::FORBIDDEN, "server_type_not_allowed", "The slot's plan does not contain this server type")
-            }
-            Self::MachineNotFound => (S::NOT_FOUND, "machine_not_found", "There is no such machine"),
-            Self::BundleNotFound => (S::NOT_FOUND, "bundle_not_found", "There is no such bundle"),
-            Self::NotFound => (S::NOT_FOUND, "not_found", "There is nothing here"),
-            Self::Gone => (S::GONE, "gone", "This is not known any more"),
-            Self::MethodNotAllowed => {
-                (S::METHOD_NOT_ALLOWED, "method_not_allowed", "The method is not allowed here")
-            }
-            Self::RequestTooLarge => (S::PAYLOAD_TOO_LARGE, "request_too_large", "The request is too large"),
-            Self::UnsupportedMediaType => {
-                (S::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", "The body must be application/json")
-            }
-            Self::RangeNotSatisfiable => {
-                (S::RANGE_NOT_SATISFIABLE, "range_not_satisfiable", "The range is outside the object")
-            }
-            Self::InvalidState => (S::CONFLICT, "invalid_state", "The machine's state does not allow this"),
-            Self::HandleTaken => (S::CONFLICT, "handle_taken", "The handle belongs to another user"),
-            Self::DiskWouldShrink => (S::CONFLICT, "disk_would_shrink", "The disk would shrink"),
-            Self::SnapshotUnusable => (S::CONFLICT, "snapshot_unusable", "There is no usable snapshot"),
-            Self::Conflict => (S::CONFLICT, "conflict", "The request conflicts with what is stored"),
-            Self::IdempotencyMismatch => (
-                S::UNPROCESSABLE_ENTITY,
-                "idempotency_mismatch",
-                "The idempotency key was used with another request",
-            ),
-            Self::PreviewLimitReached => {
-                (S::TOO_MANY_REQUESTS, "preview_limit_reached", "The preview limit is reached")
-            }
-            Self::RateLimited => (S::TOO_MANY_REQUESTS, "rate_limited", "Too many requests"),
-            Self::CostLimitReached => {
-                (S::TOO_MANY_REQUESTS, "cost_limit_reached", "The cost limit is reached")
-            }
-            Self::ProvisioningError => {
-                (S::BAD_GATEWAY, "provisioning_error", "The provider could not do this")
-            }
-            Self::HostUnreachable => (S::BAD_GATEWAY, "host_unreachable", "The host could not be asked"),
-            Self::UpstreamUnavailable => {
-                (S::BAD_GATEWAY, "upstream_unavailable", "The machine did not answer")
-            }
-            Self::Disabled => (S::SERVICE_UNAVAILABLE, "disabled", "This is switched off"),
-            Self::StoreUnavailable => {
-                (S::SERVICE_UNAVAILABLE, "store_unavailable", "The object store cannot be reached")
-            }
-            Self::DatabaseUnavailable => {
-                (S::SERVICE_UNAVAILABLE, "database_unavailable", "The database cannot be reached")
-            }
-            Self::Unavailable => (S::SERVICE_UNAVAILABLE, "unavailable", "Not available now"),
-            Self::DeadlineExceeded => (S::GATEWAY_TIMEOUT, "deadline_exceeded", "This took too long"),
-            Self::Internal => (S::INTERNAL_SERVER_ERROR, "internal", "Something went wrong on our side"),
-        }
-    }
-
     pub fn status(self) -> StatusCode {
         self.row().0
     }

@@ -15,13 +15,16 @@ pub struct NameError {
 }
 
 macro_rules! checked_name {
-    ($(#[$doc:meta])* $name:ident, $rule:literal, $check:expr) => {
+    ($(#[$doc:meta])* $name:ident, $rule:literal, $pattern:literal, $check:expr) => {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "String")]
         pub struct $name(String);
 
         impl $name {
+            /// The rule as a regular expression, as descriptions give it.
+            pub const PATTERN: &'static str = $pattern;
+
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -68,24 +71,28 @@ checked_name!(
     /// The identity provider's id of a user (`sub` of its tokens).
     IdpUserId,
     "1 to 128 of A-Z a-z 0-9 . _ | : @ + -, beginning with a letter or digit",
+    "^[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,127}$",
     |text| shaped(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
 );
 checked_name!(
     /// One billed runtime slot of a user; `primary` unless said otherwise.
     Slot,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "^[a-z][a-z0-9-]{0,31}$",
     |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// The owner's public handle; belongs to one user.
     Handle,
     "2 to 39 of a-z 0-9 -, beginning with a letter",
+    "^[a-z][a-z0-9-]{1,38}$",
     |text| text.len() >= 2 && shaped(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// The version of a host bundle; a segment of its object key and of the release's path.
     ImageVersion,
     "1 to 64 of A-Z a-z 0-9 . _ + -, beginning with a letter or digit, without ..",
+    "^(?!.*\\.\\.)[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$",
     |text| !text.contains("..")
         && shaped(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
 );
@@ -93,12 +100,14 @@ checked_name!(
     /// A provider's server type, e.g. `cpx22`.
     ServerType,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "^[a-z][a-z0-9-]{0,31}$",
     |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// A provider's location, e.g. `nbg1`.
     Location,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
+    "^[a-z][a-z0-9-]{0,31}$",
     |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 

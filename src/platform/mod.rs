@@ -122,7 +122,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     println!("listening api {}", api.url);
-    let control = api::router(platform.clone()).layer(Extension(scrape));
+    let control = api::routes(platform.clone()).layer(Extension(scrape));
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
     let routes = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);

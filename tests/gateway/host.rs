@@ -20,6 +20,8 @@ use svc::http::tls::{ChainCheck, Identity, pinned_client_config};
 use svc::machine::id::MachineId;
 use tempfile::TempDir;
 
+use crate::contract::{self, Exchange};
+
 pub const USER: &str = "user_owner";
 const PATIENCE: Duration = Duration::from_secs(40);
 
@@ -275,8 +277,21 @@ impl Drop for Host {
 }
 
 pub async fn answer(request: RequestBuilder) -> Result<(StatusCode, Value)> {
-    let response = request.send().await.context("the gateway answers")?;
-    let status = response.status();
+    let (client, request) = request.build_split();
+    let request = request?;
+    let (method, path) = (request.method().clone(), request.url().path().to_owned());
+    let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
+    let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
+    let response = client.execute(request).await.context("the gateway answers")?;
+    let (status, headers) = (response.status(), response.headers().clone());
     let text = response.text().await?;
+    contract::gateway().check(&Exchange {
+        method: &method,
+        path: &path,
+        sent: sent.as_deref(),
+        status: status.as_u16(),
+        headers: &headers,
+        text: &text,
+    });
     Ok((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
 }

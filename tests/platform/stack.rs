@@ -17,6 +17,8 @@ use serde_json::{Value, json};
 use svc::config::parse_env_file;
 use svc::http::client::{self, Deadlines};
 
+use crate::contract::{self, Exchange};
+
 pub const SECRET: &str = "operator-secret";
 pub const BUCKET: &str = "fleet";
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
@@ -150,8 +152,22 @@ impl Stack {
     }
 
     pub async fn send(&self, request: reqwest::RequestBuilder) -> Answer {
-        let sent = async { Answer::of(request.send().await?).await };
-        sent.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()))
+        let (client, request) = request.build_split();
+        let request = request.expect("a request");
+        let (method, path) = (request.method().clone(), request.url().path().to_owned());
+        let is_json = request.headers().get("content-type").is_some_and(|kind| kind == "application/json");
+        let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
+        let answer = async { Answer::of(client.execute(request).await?).await };
+        let answer = answer.await.unwrap_or_else(|error| panic!("{error:#}\n{}", self.log()));
+        contract::platform().check(&Exchange {
+            method: &method,
+            path: &path,
+            sent: sent.as_deref(),
+            status: answer.status,
+            headers: &answer.headers,
+            text: &answer.text,
+        });
+        answer
     }
 
     pub async fn subscribe(&self, process: &Process, user: &str) {

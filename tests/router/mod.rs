@@ -3,6 +3,7 @@
 mod access;
 mod apps;
 mod changes;
+mod described;
 mod forwarding;
 mod machine;
 mod proxy;

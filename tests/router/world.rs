@@ -22,6 +22,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::TestMachine;
 
+use crate::contract::{self, Exchange};
+
 pub const APP: &str = "app.test";
 pub const CODE: &str = "code.test";
 /// What is promised, with room for a busy machine around the poll.
@@ -207,9 +209,23 @@ pub fn insert(machine: &TestMachine, user: &str, slot: &str, status: &str) -> St
 }
 
 pub async fn read(request: RequestBuilder) -> Answer {
-    let answer = request.send().await.expect("an answer");
+    let (client, request) = request.build_split();
+    let request = request.expect("a request");
+    let (method, path) = (request.method().clone(), request.url().path().to_owned());
+    let answer = client.execute(request).await.expect("an answer");
     let (status, headers) = (answer.status(), answer.headers().clone());
-    Answer { status, headers, body: answer.text().await.expect("a whole body") }
+    let body = answer.text().await.expect("a whole body");
+    if path.starts_with("/_svc") {
+        contract::platform().check(&Exchange {
+            method: &method,
+            path: &path,
+            sent: None,
+            status: status.as_u16(),
+            headers: &headers,
+            text: &body,
+        });
+    }
+    Answer { status, headers, body }
 }
 
 async fn database_with_schema() -> Result<TestDatabase> {

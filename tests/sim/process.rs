@@ -109,7 +109,7 @@ impl Process {
             config,
         });
         let process = Self {
-            api: api::router(platform.clone()),
+            api: api::routes(platform.clone()),
             public: router::router(routes).expect("a router"),
             tasks: TaskTracker::new(),
             switch,

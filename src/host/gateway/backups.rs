@@ -7,14 +7,21 @@ use std::sync::Arc;
 
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use bytes::Bytes;
-use http::StatusCode;
+use http::{Method, StatusCode};
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
-use super::bridge::json;
+use super::bridge;
+use super::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use super::state::Gateway;
 use crate::fsx::FileError;
-use crate::http::problem::Problem;
+use crate::http::fields::Fields;
+use crate::http::openapi::{
+    Operation, Parameter, Place, array, count, named, nullable, object, one_of, text, time,
+};
+use crate::http::problem::{Code, Problem};
 
 const DEFAULT_LIMIT: usize = 50;
 const LARGEST_LIMIT: usize = 1000;
@@ -30,7 +37,7 @@ pub async fn list(State(gateway): State<Arc<Gateway>>, RawQuery(query): RawQuery
     match tokio::task::spawn_blocking(move || newest(&path, limit)).await {
         Ok(Ok(lines)) => {
             let body = format!("{{\"backups\":[{}]}}", lines.join(","));
-            json(StatusCode::OK, Bytes::from(body))
+            bridge::json(StatusCode::OK, Bytes::from(body))
         }
         Ok(Err(error)) => Problem::internal(&error).into_response(),
         Err(error) => Problem::internal(&error).into_response(),
@@ -38,15 +45,9 @@ pub async fn list(State(gateway): State<Arc<Gateway>>, RawQuery(query): RawQuery
 }
 
 fn limit(query: Option<&str>) -> Result<usize, Problem> {
-    let mut limit = DEFAULT_LIMIT;
-    for (name, value) in url::form_urlencoded::parse(query.unwrap_or_default().as_bytes()) {
-        if name != "limit" {
-            return Err(Problem::field("?", "takes limit alone"));
-        }
-        let asked = value.parse().ok().filter(|limit| (1..=LARGEST_LIMIT).contains(limit));
-        limit = asked.ok_or_else(|| Problem::field("?limit", "must be an integer from 1 to 1000"))?;
-    }
-    Ok(limit)
+    let mut query = Fields::of_query(query.unwrap_or_default());
+    let limit = query.within("limit", 1..=LARGEST_LIMIT, DEFAULT_LIMIT);
+    query.finish(Some(limit))
 }
 
 /// The last `limit` whole lines, newest first; a torn or broken line is left out.
@@ -70,6 +71,43 @@ fn tail(path: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     file.take(TAIL).read_to_end(&mut text)?;
     Ok(text)
+}
+
+pub static LIST: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listBackups",
+        method: Method::GET,
+        path: "/api/backups",
+        summary: "The runs of the backup, the newest first.",
+        credentials: OWNERS,
+        parameters: &[Parameter {
+            name: "limit",
+            place: Place::Query,
+            schema: || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_LIMIT, "default": DEFAULT_LIMIT }),
+            about: "How many.",
+        }],
+        body: None,
+        answers: &[told(200, "The runs.", || object(&[("backups", array(named("Backup")))], &[]))],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(list),
+};
+
+/// A line of `backup.jsonl`. Later releases may say more in one.
+pub fn told_run() -> Value {
+    let mut line = object(
+        &[("timestamp", time()), ("status", one_of(&["success", "error"])), ("stage", text())],
+        &[
+            ("key", nullable(text())),
+            ("sizeBytes", nullable(count())),
+            ("sha256", nullable(text())),
+            ("durationMs", count()),
+            ("error", text()),
+        ],
+    );
+    line["additionalProperties"] = true.into();
+    line
 }
 
 #[cfg(test)]

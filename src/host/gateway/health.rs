@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode, header};
+use axum::routing::get;
+use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
+use super::endpoint::{Endpoint, OWN_BODY, told};
 use super::state::Gateway;
+use crate::http::openapi::{Operation, object, one_of};
 use crate::http::problem::chain;
 
 /// The process runs.
@@ -40,4 +43,47 @@ fn answer(status: StatusCode, body: &Value) -> Response {
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     response
+}
+
+pub static LIVE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "live",
+        method: Method::GET,
+        path: "/livez",
+        summary: "Whether the process runs.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "It does.", || object(&[("status", one_of(&["live"]))], &[]))],
+        problems: &[],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(live),
+};
+
+pub static READY: Endpoint = Endpoint {
+    operation: Operation {
+        id: "ready",
+        method: Method::GET,
+        path: "/readyz",
+        summary: "Whether the bridge can be used.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "It can.", readiness), told(503, "It cannot now.", readiness)],
+        problems: &[],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(ready),
+};
+
+fn readiness() -> Value {
+    object(
+        &[
+            ("status", one_of(&["ready", "unready"])),
+            ("database", one_of(&["ok", "failing"])),
+            ("apps", one_of(&["ok", "waiting"])),
+        ],
+        &[],
+    )
 }

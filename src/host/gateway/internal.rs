@@ -5,14 +5,17 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
+use axum::routing::post;
+use http::{Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::json;
 
+use super::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
 use super::state::Gateway;
 use crate::clock::rfc3339_ms;
 use crate::fsx;
-use crate::http::problem::Problem;
+use crate::http::openapi::{Operation, object, one_of, time};
+use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 
 /// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
@@ -33,3 +36,21 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
         Err(error) => Problem::internal(&error).into_response(),
     }
 }
+
+pub static BACKUP: Endpoint = Endpoint {
+    operation: Operation {
+        id: "askForBackup",
+        method: Method::POST,
+        path: "/_svc/internal/backup",
+        summary: "Asks for a backup soon.",
+        credentials: &[PLATFORM],
+        parameters: &[],
+        body: None,
+        answers: &[told(202, "It is asked for.", || {
+            object(&[("request", one_of(&["backup"])), ("requestedAt", time())], &[])
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || post(backup),
+};

@@ -11,6 +11,7 @@ mod bridge;
 mod certificate;
 mod config;
 mod database;
+mod endpoint;
 mod health;
 mod internal;
 mod lifetime;
@@ -29,6 +30,9 @@ use axum::Extension;
 use clap::Parser;
 use sd_notify::NotifyState;
 use tokio::net::TcpListener;
+
+pub use self::endpoint::Endpoint;
+pub use self::router::{ENDPOINTS, description};
 
 use self::auth::Ingress;
 use self::config::Config;

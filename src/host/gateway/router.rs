@@ -3,56 +3,75 @@
 use std::sync::Arc;
 
 use axum::extract::Request;
-use axum::middleware::{self, Next};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
-use axum::{Extension, Router};
-use http::header;
+use axum::routing::get;
+use axum::{Extension, Json, Router};
+use http::Method;
+use serde_json::{Value, json};
 
-use super::auth::{Ingress, identify, require_caller, require_owner, require_platform};
+use super::auth::{Denied, Identified, Ingress, admit, identify};
+use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
 use super::{apps, backups, body, bridge, health, internal, measure, proxy};
 use crate::http::observe::{self, Listener};
+use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
-/// The largest body of the bridge's requests, in bytes.
-pub const BRIDGE_BODY: usize = 1024 * 1024;
-/// The largest body of the gateway's other own routes.
-const OWN_BODY: usize = 64 * 1024;
+/// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
+pub static ENDPOINTS: [&Endpoint; 13] = [
+    &bridge::QUERY,
+    &bridge::SCHEMAS,
+    &bridge::CHANGES,
+    &DESCRIPTION,
+    &apps::LIST,
+    &apps::ICON,
+    &apps::FRONT,
+    &apps::FOLDER,
+    &apps::PAGE,
+    &backups::LIST,
+    &internal::BACKUP,
+    &health::LIVE,
+    &health::READY,
+];
+
+const API: Api = Api {
+    title: "svc gateway",
+    about: "A machine's own API: the owner's, its apps' bridge, and what the platform asks.",
+    version: env!("CARGO_PKG_VERSION"),
+    schemas: &[("App", apps::told_app), ("AppSchema", bridge::app_schema), ("Backup", backups::told_run)],
+};
+
+/// The document of all routes.
+pub fn description() -> Value {
+    openapi::document(&API, ENDPOINTS.iter().map(|endpoint| &endpoint.operation))
+}
+
+static DESCRIPTION: Endpoint = Endpoint {
+    operation: Operation {
+        id: "describe",
+        method: Method::GET,
+        path: "/api/bridge/openapi.json",
+        summary: "This document.",
+        credentials: CALLERS,
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(|| async { Json(description()) }),
+};
 
 /// The routes as one listener serves them.
 pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
-    let bridge = Router::new()
-        .route("/api/bridge/query", post(bridge::query))
-        .route("/api/bridge/schemas", get(bridge::list_schemas))
-        .route("/api/bridge/changes", get(bridge::changes))
-        .route_layer(middleware::from_fn(require_caller))
-        .layer(middleware::from_fn(at_most::<BRIDGE_BODY>));
-    let pages = Router::new()
-        .route("/apps/{slug}", get(apps::page))
-        .route("/apps/{slug}/", get(apps::page))
-        .route("/apps/{slug}/{*path}", get(apps::page))
-        .route_layer(middleware::from_fn(require_caller));
-    let owner = Router::new()
-        .route("/api/apps", get(apps::list))
-        .route("/api/backups", get(backups::list))
-        .route("/icons/{slug}", get(apps::icon))
-        .route_layer(middleware::from_fn(require_owner))
-        .layer(middleware::from_fn(at_most::<OWN_BODY>));
-    let internal = Router::new()
-        .route("/_svc/internal/backup", post(internal::backup))
-        .route_layer(middleware::from_fn(require_platform))
-        .layer(middleware::from_fn(at_most::<OWN_BODY>));
-    let shell = Router::new().fallback(proxy::to_shell).layer(middleware::from_fn(require_owner));
+    let to_shell = middleware::from_fn(|request, next| admit(OWNERS, request, next));
+    let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
     let (listener, own) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
         Ingress::Trusted => (Listener::Socket, Router::new().route("/metrics", get(measure::metrics))),
     };
-    Router::new()
-        .merge(bridge)
-        .merge(pages)
-        .merge(owner)
-        .merge(internal)
+    routes(&ENDPOINTS, false)
         .route("/_svc/internal/{*path}", axum::routing::any(nothing))
         .route("/api/{*path}", axum::routing::any(nothing))
         .fallback_service(shell.with_state(gateway.clone()))
@@ -60,33 +79,26 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
         .merge(own)
-        .route("/livez", get(health::live))
-        .route("/readyz", get(health::ready))
+        .merge(routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method))
         .layer(middleware::from_fn_with_state(listener, observe::layer))
         .with_state(gateway.clone())
 }
 
-/// Refuses a body that says that it is too large, before anybody looks at the credential. A body that does not say is
-/// cut off where it is read.
-async fn at_most<const BYTES: usize>(request: Request, next: Next) -> Response {
-    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    let length: Option<u64> = length.and_then(|text| text.parse().ok());
-    if length.is_some_and(|length| length > BYTES as u64) {
-        body::hear_out(request.into_body()).await;
-        return body::too_large(BYTES).into_response();
-    }
-    next.run(request).await
-}
-
 async fn nothing(request: Request) -> Response {
     // Without a principal a path that is not there looks like any other.
-    match request.extensions().get::<Result<super::auth::Identified, super::auth::Denied>>() {
-        Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route.").into_response(),
+    let refusal = match request.extensions().get::<Result<Identified, Denied>>() {
+        Some(Ok(_)) => {
+            Problem::new(Code::NotFound, "There is no such route; /api/bridge/openapi.json lists them.")
+                .into_response()
+        }
         Some(Err(denied)) => denied.into_response(),
-        None => super::auth::Denied::Missing.into_response(),
-    }
+        None => Denied::Missing.into_response(),
+    };
+    body::hear_out(request.into_body()).await;
+    refusal
 }
 
-async fn wrong_method() -> Problem {
-    Problem::new(Code::MethodNotAllowed, "This route takes another method.")
+async fn wrong_method(request: Request) -> Problem {
+    body::hear_out(request.into_body()).await;
+    Problem::new(Code::MethodNotAllowed, "This route takes another method; the header Allow names it.")
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
@@ -13,8 +13,9 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, object, time, uuid};
+use crate::http::openapi::{Operation, fields, object, time, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
@@ -25,7 +26,7 @@ use axum::routing::post;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -87,7 +88,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Asks the host of a running machine for a backup now.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| object(&[], &[])),
+        body: Some(|| fields(&[], &[])),
         answers: &[told(202, "The host is asked.", || {
             object(&[("machineId", uuid()), ("requestedAt", time())], &[])
         })],

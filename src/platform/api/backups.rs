@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
@@ -16,6 +16,7 @@ use crate::http::openapi::{
     Operation, Parameter, Place, array, boolean, count, nullable, object, text, time, uuid,
 };
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
@@ -31,17 +32,14 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query();
-    let limit = query.optional("limit").unwrap_or(PAGE);
-    if !(1..=LARGEST_PAGE).contains(&limit) {
-        query.wrong("limit", format!("must be 1 to {LARGEST_PAGE}"));
-    }
+    let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
     let before: Option<String> = query.optional("cursor");
     query.finish(Some(()))?;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
@@ -11,8 +11,9 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
-use crate::http::openapi::{Operation, object, text, uuid};
+use crate::http::openapi::{Operation, fields, object, text_to, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -25,7 +26,7 @@ const LONGEST_MESSAGE: usize = 4096;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -33,11 +34,11 @@ pub async fn handle(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
+    let mut fields = call.fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
     }
-    let mut fields = call.fields()?;
     let stage = fields.text("stage", LONGEST_STAGE);
     let message = fields.text("message", LONGEST_MESSAGE);
     let (stage, message) = fields.finish(stage.zip(message))?;
@@ -63,7 +64,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "A host says at which stage its boot failed.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
-        body: Some(|| object(&[("stage", text()), ("message", text())], &[])),
+        body: Some(|| {
+            fields(&[("stage", text_to(LONGEST_STAGE)), ("message", text_to(LONGEST_MESSAGE))], &[])
+        }),
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])
         })],

@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
@@ -12,8 +12,9 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Answer, Content, Operation, object, one_of};
+use crate::http::openapi::{Answer, Content, Operation, fields, one_of};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self, machine_changes};
@@ -37,7 +38,7 @@ impl FromStr for Stage {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -73,7 +74,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            object(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
+            fields(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{Method, StatusCode};
@@ -14,6 +14,7 @@ use super::call::Call;
 use super::endpoint::{Endpoint, HOST, OPERATOR};
 use crate::http::openapi::{Answer, Content, Operation, Parameter, Place, one_of, text};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
 use crate::store::key::{self, BUNDLE_FILE};
@@ -21,7 +22,7 @@ use axum::routing::get;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path((version, file)): Path<(String, String)>,
+    Segments((version, file)): Segments<(String, String)>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

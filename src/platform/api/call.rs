@@ -10,7 +10,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::fields::Fields;
+use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -101,11 +101,25 @@ impl Call {
         machine.map(|machine| (machine, token)).ok_or_else(registration_rejected)
     }
 
+    fn media_type(&self) -> &str {
+        let content_type = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        content_type.and_then(|value| value.split(';').next()).map(str::trim).unwrap_or_default()
+    }
+
+    /// Whether the body is a browser's form.
+    pub fn is_form(&self) -> bool {
+        self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
+    }
+
+    /// The body as a form's fields.
+    pub fn form(&self) -> Result<Fields, Problem> {
+        let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a form"))?;
+        Ok(Fields::of_form(text))
+    }
+
     /// The body as an object whose fields are taken one by one.
     pub fn fields(&self) -> Result<Fields, Problem> {
-        let content_type = self.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let media_type = content_type.and_then(|value| value.split(';').next()).map(str::trim);
-        if !media_type.is_some_and(|media| media.eq_ignore_ascii_case("application/json")) {
+        if !self.media_type().eq_ignore_ascii_case("application/json") {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
         }
         match serde_json::from_slice(&self.body) {

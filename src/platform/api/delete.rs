@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::Response;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
@@ -14,6 +14,7 @@ use super::mutation::{self, Changed, Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{Operation, nullable, object, time, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
@@ -24,7 +25,7 @@ use axum::routing::delete as delete_route;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 
@@ -10,8 +10,9 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
-use crate::http::openapi::{Operation, named, object, text};
+use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -25,7 +26,7 @@ const STAGE: &str = "operator";
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -80,7 +81,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Takes a machine out of running, or out of a state that it is stuck in.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| object(&[("reason", text())], &[])),
+        body: Some(|| fields(&[("reason", text_to(LONGEST_REASON))], &[])),
         answers: &[told(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,

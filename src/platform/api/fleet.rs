@@ -7,7 +7,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, OPERATOR, slot_name, status, told};
+use super::endpoint::{Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::openapi::{Operation, array, count, nullable, object, text, time, uuid};
 use crate::http::problem::{Code, Problem};
@@ -40,7 +40,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         answers: &[told(200, "The fleet.", shape)],
-        problems: &[Code::DatabaseUnavailable],
+        problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
@@ -61,9 +61,9 @@ fn shape() -> Value {
     let in_need = object(
         &[
             ("machineId", uuid()),
-            ("idpUserId", text()),
+            ("idpUserId", idp_user_id()),
             ("slot", slot_name()),
-            ("handle", text()),
+            ("handle", handle_name()),
             ("status", status()),
             ("reasons", array(text())),
         ],

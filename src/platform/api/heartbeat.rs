@@ -3,17 +3,18 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, HOST, MACHINE_ID, said_last_backup, told};
-use super::fields::Fields;
+use super::endpoint::{Endpoint, HOST, MACHINE_ID, image_version, last_backup_told, told};
 use super::mutation::{self, Changed};
-use crate::http::openapi::{Operation, array, boolean, count, nullable, object, one_of, text};
+use crate::http::fields::Fields;
+use crate::http::openapi::{Operation, any_text, array, boolean, count, fields, object, one_of, text};
 use crate::http::problem::{Code, Problem, chain};
+use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -28,6 +29,9 @@ use crate::provider::{ServerId, ServerStatus};
 use axum::routing::post;
 use http::Method;
 
+/// Keys that a host may know at one time.
+const MOST_KIDS: usize = 16;
+
 struct Beat {
     image_version: ImageVersion,
     health: Value,
@@ -40,7 +44,7 @@ struct Beat {
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -141,7 +145,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let health = health(&mut fields);
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
-    let proof_kids = fields.strings("proofKids", 16);
+    let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
         health["disk"] = disk?;
@@ -184,7 +188,7 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
         inner.wrong("status", "must be success or error");
     }
     let key: Option<String> = inner.optional("key");
-    let taken_at: Option<Timestamp> = inner.optional("takenAt");
+    let taken_at = inner.time("takenAt");
     let size = inner.optional_number("sizeBytes");
     let error: Option<String> = inner.optional("error");
     fields.close(inner);
@@ -218,14 +222,15 @@ pub static ENDPOINT: Endpoint = Endpoint {
 
 fn said() -> Value {
     let word = || one_of(&["ok", "failing"]);
-    object(
+    let kids = json!({ "type": "array", "items": any_text(), "maxItems": MOST_KIDS });
+    fields(
         &[
-            ("imageVersion", text()),
+            ("imageVersion", image_version()),
             ("epoch", count()),
-            ("health", object(&[("gateway", word()), ("database", word())], &[])),
-            ("disk", object(&[("totalBytes", count()), ("freeBytes", count())], &[])),
+            ("health", fields(&[("gateway", word()), ("database", word())], &[])),
+            ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
         ],
-        &[("lastBackup", nullable(said_last_backup())), ("proofKids", array(text()))],
+        &[("lastBackup", last_backup_told()), ("proofKids", kids)],
     )
 }
 

@@ -8,8 +8,10 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{CURSOR, Endpoint, OPERATOR, slot_name, status, told};
-use crate::http::openapi::{Operation, Parameter, Place, array, boolean, named, nullable, object, text};
+use super::endpoint::{CURSOR, Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
+use crate::http::openapi::{
+    Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid,
+};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
@@ -24,7 +26,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     let mut query = call.query();
-    let which = match query.optional::<bool>("deleted") {
+    let which = match query.flag("deleted") {
         Some(true) => Which::Ended,
         Some(false) | None => Which::Active,
     };
@@ -36,10 +38,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         which,
         before: query.optional("cursor"),
     };
-    let limit = query.optional("limit").unwrap_or(PAGE);
-    if !(1..=LARGEST_PAGE).contains(&limit) {
-        query.wrong("limit", format!("must be 1 to {LARGEST_PAGE}"));
-    }
+    let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
     query.finish(Some(()))?;
 
     let session = platform.db.session().await?;
@@ -60,7 +59,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         path: "/vps",
         summary: "Machines, the newest first.",
         credentials: &[OPERATOR],
-        parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, CURSOR],
+        parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
         answers: &[told(200, "A page.", || {
             object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])
@@ -75,9 +74,9 @@ const fn by(name: &'static str, schema: fn() -> Value, about: &'static str) -> P
 }
 
 const STATUS: Parameter = by("status", status, "Only machines of this status.");
-const USER: Parameter = by("idpUserId", text, "Only this user's.");
+const USER: Parameter = by("idpUserId", idp_user_id, "Only this user's.");
 const SLOT: Parameter = by("slot", slot_name, "Only of slots of this name.");
-const HANDLE: Parameter = by("handle", text, "Only with this handle.");
+const HANDLE: Parameter = by("handle", handle_name, "Only with this handle.");
 const DELETED: Parameter = by("deleted", boolean, "The ended ones instead of the active ones.");
 const LIMIT: Parameter = by(
     "limit",

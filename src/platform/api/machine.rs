@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 
 use super::call::{Call, path_id};
@@ -11,6 +11,7 @@ use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR, machine_with_operations, t
 use super::{fault, operation};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use axum::routing::get;
@@ -18,7 +19,7 @@ use http::Method;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

@@ -11,7 +11,6 @@ pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
 pub mod fault;
-pub mod fields;
 pub mod fleet;
 pub mod health;
 pub mod heartbeat;
@@ -24,6 +23,7 @@ pub mod provision;
 pub mod recover;
 pub mod register;
 pub mod resize;
+pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
 
@@ -33,16 +33,18 @@ use axum::extract::Request;
 use axum::middleware;
 use axum::routing::get;
 use axum::{Json, Router};
-use serde_json::Value;
+use http::Method;
+use serde_json::{Value, json};
 
-use self::endpoint::Endpoint;
+use self::endpoint::{Endpoint, told};
 use super::context::Platform;
+use super::router;
 use crate::http::observe::{self, Listener};
-use crate::http::openapi::{self, Api};
+use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 22] = [
+pub static ENDPOINTS: [&Endpoint; 23] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -65,6 +67,7 @@ pub static ENDPOINTS: [&Endpoint; 22] = [
     &health::LIVE,
     &health::READY,
     &metrics::ENDPOINT,
+    &DESCRIPTION,
 ];
 
 const API: Api = Api {
@@ -72,24 +75,41 @@ const API: Api = Api {
     about: "The control plane: machines of slots, their lives, and what their hosts ask.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
-        ("Machine", endpoint::machine),
-        ("Operation", endpoint::operation),
-        ("Subscription", endpoint::subscription),
+        ("Machine", shape::machine),
+        ("Operation", shape::operation),
+        ("Subscription", shape::subscription),
+        ("OwnSlot", router::own_slot),
     ],
 };
 
-/// The document of all routes.
+/// The document of all routes: the control API's, and the router's own on the public hosts.
 pub fn description() -> Value {
-    openapi::document(&API, ENDPOINTS.iter().map(|endpoint| &endpoint.operation))
+    let own = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
+    let public = router::ROUTES.iter().map(|own| &own.operation);
+    let mut document = openapi::document(&API, own.chain(public));
+    for route in router::ROUTES {
+        document["paths"][route.operation.path]["servers"] = router::servers();
+    }
+    document
 }
 
-async fn openapi() -> Json<Value> {
-    Json(description())
-}
+static DESCRIPTION: Endpoint = Endpoint {
+    operation: Operation {
+        id: "describe",
+        method: Method::GET,
+        path: "/openapi.json",
+        summary: "This document.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        problems: &[],
+    },
+    serve: || get(|| async { Json(description()) }),
+};
 
-pub fn router(platform: Arc<Platform>) -> Router {
+pub fn routes(platform: Arc<Platform>) -> Router {
     endpoint::routes(&ENDPOINTS)
-        .route("/openapi.json", get(openapi))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(Listener::Api, observe::layer))

@@ -63,8 +63,8 @@ impl Mutation {
         let key = match call.headers.get("idempotency-key") {
             None => None,
             Some(value) => match value.to_str() {
-                Ok(text) if (1..=255).contains(&text.len()) => Some(text.to_owned()),
-                _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 visible characters")),
+                Ok(text) if (1..=255).contains(&text.len()) && !text.contains('\t') => Some(text.to_owned()),
+                _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 printable characters")),
             },
         };
         let route = format!("{} {}", call.method, call.uri.path());

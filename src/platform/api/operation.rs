@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use deadpool_postgres::GenericClient;
 use serde_json::Value;
@@ -12,6 +12,7 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, OPERATOR, told};
 use crate::http::openapi::{Operation, Parameter, Place, named, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::id::OperationId;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::OperationRow;
@@ -21,7 +22,7 @@ use http::Method;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

@@ -9,11 +9,14 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, server_type, slot_name, status, told};
+use super::endpoint::{
+    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, handle_name, idp_user_id, image_version, location,
+    server_type, slot_name, status, told,
+};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::config::Flag;
-use crate::http::openapi::{Operation, count, nullable, object, one_of, text, uuid};
+use crate::http::openapi::{Operation, count, fields, nullable, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::OperationId;
@@ -239,13 +242,13 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {
-            object(
-                &[("idpUserId", text()), ("handle", text())],
+            fields(
+                &[("idpUserId", idp_user_id()), ("handle", handle_name())],
                 &[
                     ("slot", slot_name()),
                     ("serverType", server_type()),
-                    ("location", text()),
-                    ("imageVersion", text()),
+                    ("location", location()),
+                    ("imageVersion", image_version()),
                     ("kind", one_of(&["customer", "preview"])),
                 ],
             )
@@ -271,9 +274,9 @@ fn made() -> Value {
     object(
         &[
             ("machineId", uuid()),
-            ("idpUserId", text()),
+            ("idpUserId", idp_user_id()),
             ("slot", slot_name()),
-            ("handle", text()),
+            ("handle", handle_name()),
             ("status", status()),
             ("epoch", count()),
             ("operationId", nullable(uuid())),

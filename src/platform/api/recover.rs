@@ -11,10 +11,10 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, slot_name, status, told};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, slot_name, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{fault, provision};
-use crate::http::openapi::{Operation, boolean, count, object, text, uuid};
+use crate::http::openapi::{Operation, any_text, boolean, count, fields, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
@@ -182,9 +182,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {
-            object(
-                &[("idpUserId", text())],
-                &[("slot", slot_name()), ("allowEmpty", boolean()), ("snapshotKey", text())],
+            fields(
+                &[("idpUserId", idp_user_id())],
+                &[("slot", slot_name()), ("allowEmpty", boolean()), ("snapshotKey", any_text())],
             )
         }),
         answers: &[told(202, "The recovery is under way.", || {
@@ -202,10 +202,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
         })],
         problems: &[
             Code::MachineNotFound,
-            Code::InvalidState,
             Code::SnapshotUnusable,
             Code::BundleNotFound,
             Code::StoreUnavailable,
+            Code::Unavailable,
             Code::DatabaseUnavailable,
             Code::IdempotencyMismatch,
         ],

@@ -15,9 +15,9 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::call::{Call, registration_rejected};
-use super::endpoint::{Endpoint, REGISTRATION, told};
+use super::endpoint::{Endpoint, REGISTRATION, image_version, sha256, told};
 use super::mutation::{self, Changed};
-use crate::http::openapi::{Operation, count, object, one_of, text, uuid};
+use crate::http::openapi::{Operation, count, fields, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::tls::SpkiPin;
 use crate::machine::event::Event;
@@ -76,7 +76,7 @@ fn asked(call: &Call) -> Result<(Asked, SpkiPin), Problem> {
     let image_version = fields.required("imageVersion");
     let digest: Option<String> = fields.required("bundleSha256");
     let bundle_sha256 = digest.and_then(|text| {
-        let parsed = parse_digest(&text);
+        let parsed = parse_digest(&text).filter(|_| text.len() == 64);
         if parsed.is_none() {
             fields.wrong("bundleSha256", "must be 64 hexadecimal digits");
         }
@@ -152,12 +152,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[],
         body: Some(|| {
-            object(
+            fields(
                 &[
                     ("machineId", uuid()),
-                    ("imageVersion", text()),
-                    ("bundleSha256", text()),
-                    ("tlsSpkiSha256", text()),
+                    ("imageVersion", image_version()),
+                    ("bundleSha256", sha256()),
+                    ("tlsSpkiSha256", sha256()),
                 ],
                 &[("bootMs", count())],
             )

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::Response;
 use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
@@ -16,8 +16,9 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, s
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::config::Flag;
-use crate::http::openapi::{Operation, nullable, object, uuid};
+use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::ServerType;
@@ -32,7 +33,7 @@ use axum::routing::post;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -175,7 +176,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Gives a running machine another server type, on the disk that it has.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| object(&[("serverType", server_type())], &[])),
+        body: Some(|| fields(&[("serverType", server_type())], &[])),
         answers: &[
             told(202, "The machine is being resized.", resized),
             told(200, "It has that type.", resized),

@@ -9,9 +9,9 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, slot_name, told};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, idp_user_id, plan, slot_name, told};
 use super::mutation::{Changed, Mutation, Reply};
-use crate::http::openapi::{Operation, Parameter, Place, array, named, object, one_of, text, time};
+use crate::http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
 use crate::platform::context::Platform;
@@ -48,7 +48,7 @@ fn asked(call: &Call) -> Result<SlotRow, Problem> {
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
     let status = fields.required("status");
-    let current_period_end = fields.optional("currentPeriodEnd");
+    let current_period_end = fields.time("currentPeriodEnd");
     let whole = (|| Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end }))();
     fields.finish(whole)
 }
@@ -75,10 +75,10 @@ pub static PUT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
-            object(
+            fields(
                 &[
-                    ("idpUserId", text()),
-                    ("plan", one_of(&["starter", "builder", "max"])),
+                    ("idpUserId", idp_user_id()),
+                    ("plan", plan()),
                     ("status", one_of(&["active", "inactive"])),
                 ],
                 &[("slot", slot_name()), ("currentPeriodEnd", time())],
@@ -101,7 +101,7 @@ pub static LIST: Endpoint = Endpoint {
         parameters: &[Parameter {
             name: "idpUserId",
             place: Place::Query,
-            schema: text,
+            schema: idp_user_id,
             about: "Only this user's.",
         }],
         body: None,

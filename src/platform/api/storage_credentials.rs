@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 
@@ -14,6 +14,7 @@ use super::endpoint::{Endpoint, HOST, MACHINE_ID, told};
 use super::{fault, heartbeat};
 use crate::http::openapi::{Operation, nullable, object, text, time};
 use crate::http::problem::{Code, Problem, chain};
+use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::host_store::Life;
@@ -23,7 +24,7 @@ use serde_json::Value;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
-    Path(id): Path<String>,
+    Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;

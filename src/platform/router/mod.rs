@@ -15,6 +15,7 @@ mod identity;
 mod machine;
 mod origin;
 mod own;
+mod own_routes;
 mod page;
 mod serve;
 mod session;
@@ -30,6 +31,8 @@ use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
+pub use own::{Own, ROUTES};
+pub use own_routes::{own_slot, servers};
 
 use crate::http::observe::{self, Listener};
 use crate::http::{client, jwt};

@@ -3,54 +3,92 @@
 
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, SET_COOKIE};
-use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
-use serde::Deserialize;
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SET_COOKIE};
+use http::{HeaderValue, Method, StatusCode};
 use serde_json::json;
-use url::form_urlencoded;
 
 use super::directory::Found;
 use super::door::Door;
 use super::identity::Identity;
+use super::own_routes::{CHOOSE_SLOT, HAND_OVER, LIST_SLOTS, MINT_APP_TOKEN, SIGN_OUT, TAKE_SESSION};
 use super::page::{self, Absence};
 use super::serve::{Visit, database_unavailable, redirect};
 use super::session::LIFE_SECONDS;
 use super::{Site, app_token, cookie, sign_in};
+use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
+use crate::platform::api::call::{self, Call};
 
-const SLOTS: &str = "/_svc/slots";
-const SIGN_OUT: &str = "/_svc/sign-out";
-const LARGEST_BODY: usize = 64 * 1024;
-const APP_TOKEN: &str = "/_svc/app-token";
 const SLOTS_PAGE: &str = include_str!("slots.html");
+const PREFIX: &str = "/_svc";
+
+/// One of the router's own routes: on which host, and what serves it.
+pub struct Own {
+    pub operation: Operation,
+    /// `None`: on both.
+    pub(super) door: Option<Door>,
+    pub(super) act: Act,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Act {
+    ListSlots,
+    ChooseSlot,
+    SignOut,
+    HandOver,
+    TakeSession,
+    MintAppToken,
+}
+
+pub static ROUTES: [&Own; 6] =
+    [&LIST_SLOTS, &CHOOSE_SLOT, &MINT_APP_TOKEN, &SIGN_OUT, &HAND_OVER, &TAKE_SESSION];
 
 pub(super) fn is_ours(path: &str) -> bool {
-    path == "/_svc" || path.starts_with("/_svc/")
+    path.strip_prefix(PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
     let path = request.uri().path();
-    match (path, request.method(), visit.door) {
-        (SLOTS, &Method::GET | &Method::HEAD, _) => list(site, visit, request.uri(), request.headers()).await,
-        (SLOTS, &Method::POST, _) => choose(site, visit, request).await,
-        (SIGN_OUT, &Method::POST, _) => sign_in::sign_out(site, visit, request.headers()).await,
-        (sign_in::HAND_OVER, &Method::GET, Door::App) => sign_in::hand_over(site, visit, request).await,
-        (sign_in::TAKE, &Method::GET, Door::Code) => {
-            sign_in::take(site, request.uri(), request.headers()).await
-        }
-        (APP_TOKEN, &Method::POST, Door::App) => app_token_for(site, visit, request).await,
-        (SLOTS | SIGN_OUT, _, _) | (APP_TOKEN, _, Door::App) => {
-            Err(Problem::new(Code::MethodNotAllowed, "This method is not served here."))
-        }
-        _ => Err(Problem::new(Code::NotFound, "There is nothing at this path.")),
+    let here: Vec<&Own> = ROUTES
+        .into_iter()
+        .filter(|own| own.operation.path == path && own.door.is_none_or(|door| door == visit.door))
+        .collect();
+    let method = if request.method() == Method::HEAD { &Method::GET } else { request.method() };
+    let Some(own) = here.iter().find(|own| own.operation.method == *method) else {
+        return Ok(refused(&here, request).await);
+    };
+    let call = Call::read(request).await?;
+    match own.act {
+        Act::ListSlots => list(site, visit, &call).await,
+        Act::ChooseSlot => choose(site, visit, &call).await,
+        Act::SignOut => sign_in::sign_out(site, visit, &call.headers).await,
+        Act::HandOver => sign_in::hand_over(site, visit, &call).await,
+        Act::TakeSession => sign_in::take(site, &call).await,
+        Act::MintAppToken => app_token_for(site, visit, &call).await,
     }
 }
 
+/// Nothing is at this path, or it takes other methods.
+async fn refused(here: &[&Own], request: Request) -> Response {
+    call::discard(&mut request.into_body()).await;
+    if here.is_empty() {
+        return Problem::new(Code::NotFound, "There is nothing at this path of the router's own.")
+            .into_response();
+    }
+    let detail = "This route takes another method; the header Allow names it.";
+    let mut answer = Problem::new(Code::MethodNotAllowed, detail).into_response();
+    let takes: Vec<&str> = here.iter().map(|own| own.operation.method.as_str()).collect();
+    if let Ok(allow) = HeaderValue::from_str(&takes.join(", ")) {
+        answer.headers_mut().insert(ALLOW, allow);
+    }
+    answer
+}
+
 /// The user's slots, oldest first, and which one this browser is led to.
-async fn list(site: &Site, visit: &Visit, uri: &Uri, headers: &HeaderMap) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, headers).await? else {
-        return sign_in::ask(site, visit, uri);
+async fn list(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
+    let Some(identity) = site.identify(visit, &call.headers).await? else {
+        return sign_in::ask(site, visit, &call.uri);
     };
     let Some(machines) = site.directory.machines(identity.user()) else {
         return Ok(Absence::Unknown.answer(visit.page));
@@ -84,27 +122,20 @@ async fn list(site: &Site, visit: &Visit, uri: &Uri, headers: &HeaderMap) -> Res
     Ok(json_answer(&json!({ "slots": slots })))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Choice {
-    slot: Slot,
-}
-
 /// Remembers a slot in the browser's session, and opens one where there is none yet.
-async fn choose(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
-    let (parts, body) = request.into_parts();
-    let Some(identity) = site.identify(visit, &parts.headers).await? else {
-        return Err(Problem::new(Code::Unauthorized, "Sign in first."));
+async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
+    let Some(identity) = site.identify(visit, &call.headers).await? else {
+        return Err(sign_in::first());
     };
-    let body = axum::body::to_bytes(body, LARGEST_BODY).await;
-    let body = body.map_err(|_| Problem::new(Code::RequestTooLarge, "At most 64 KiB are read here."))?;
-    let kind = parts.headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    let form = kind.starts_with("application/x-www-form-urlencoded");
-    let slot = if form { from_form(&body)? } else { from_json(&body)? };
+    // A form of a page, or a program.
+    let form = call.is_form();
+    let mut fields = if form { call.form()? } else { call.fields()? };
+    let slot = fields.required::<Slot>("slot");
+    let slot = fields.finish(slot)?;
     let machines = site.directory.machines(identity.user());
     let known = machines.is_some_and(|machines| machines.iter().any(|machine| machine.row.slot == slot));
     if !known {
-        return Err(Problem::new(Code::NotFound, "You have no such slot."));
+        return Err(Problem::new(Code::NotFound, "You have no such slot; GET /_svc/slots lists yours."));
     }
     let mut set = None;
     let remembered = match &identity {
@@ -116,12 +147,13 @@ async fn choose(site: &Site, visit: &Visit, request: Request) -> Result<Response
             })
         }
         Identity::Bearer(_) => {
-            let detail = "A slot is remembered by a browser's session; a bearer token has none.";
+            let detail = "A slot is remembered by a browser's session, which a bearer token has not: \
+                          send the session's cookie instead.";
             return Err(Problem::new(Code::InvalidRequest, detail));
         }
     };
     if !remembered.map_err(|error| database_unavailable(&error))? {
-        return Err(Problem::new(Code::Unauthorized, "The session has ended."));
+        return Err(Problem::new(Code::Unauthorized, "The session has ended; sign in again."));
     }
     let mut answer =
         if form { redirect(StatusCode::SEE_OTHER, "/") } else { json_answer(&json!({ "slot": slot })) };
@@ -131,25 +163,17 @@ async fn choose(site: &Site, visit: &Visit, request: Request) -> Result<Response
     Ok(answer)
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Wanted {
-    app: String,
-}
-
 /// A token for one app on the machine that this owner is led to; the frame renews its own by this.
-async fn app_token_for(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
-    let (parts, body) = request.into_parts();
-    let Some(identity) = site.identify(visit, &parts.headers).await? else {
-        return Err(Problem::new(Code::Unauthorized, "Sign in first."));
+async fn app_token_for(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
+    let Some(identity) = site.identify(visit, &call.headers).await? else {
+        return Err(sign_in::first());
     };
-    let body = axum::body::to_bytes(body, LARGEST_BODY).await;
-    let body = body.map_err(|_| Problem::new(Code::RequestTooLarge, "At most 64 KiB are read here."))?;
-    let wanted: Wanted =
-        serde_json::from_slice(&body).map_err(|error| Problem::field("", error.to_string()))?;
-    if !app_token::is_slug(&wanted.app) {
-        return Err(Problem::field("/app", "must be an app's slug, such as notes"));
+    let mut fields = call.fields()?;
+    let app: Option<String> = fields.required("app");
+    if app.as_deref().is_some_and(|app| !app_token::is_slug(app)) {
+        fields.wrong("app", "must be an app's slug, such as notes");
     }
+    let app = fields.finish(app)?;
     let machine = match site.directory.find(identity.user(), identity.slot()) {
         Found::Running(machine, _) => machine,
         Found::Waiting(machine) => return Ok(Absence::NotRunning(machine.row.status).answer(false)),
@@ -157,20 +181,8 @@ async fn app_token_for(site: &Site, visit: &Visit, request: Request) -> Result<R
         Found::Unknown => return Ok(Absence::Unknown.answer(false)),
     };
     let row = &machine.row;
-    let minted = app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &wanted.app, visit.now);
+    let minted = app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &app, visit.now);
     Ok(json_answer(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
-}
-
-fn from_json(body: &[u8]) -> Result<Slot, Problem> {
-    let choice: Choice =
-        serde_json::from_slice(body).map_err(|error| Problem::field("", error.to_string()))?;
-    Ok(choice.slot)
-}
-
-fn from_form(body: &[u8]) -> Result<Slot, Problem> {
-    let slot = form_urlencoded::parse(body).find(|(name, _)| name == "slot");
-    let (_, slot) = slot.ok_or_else(|| Problem::field("/slot", "is required"))?;
-    slot.parse().map_err(|error| Problem::field("/slot", format!("{error}")))
 }
 
 fn json_answer(body: &serde_json::Value) -> Response {

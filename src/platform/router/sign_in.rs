@@ -4,7 +4,6 @@
 //! The code works only together with a nonce that the asking browser holds in a cookie of `CODE_HOST`, so that nobody
 //! can be signed in as somebody else by a link.
 
-use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use http::header::{HeaderMap, SET_COOKIE};
 use http::{StatusCode, Uri};
@@ -15,6 +14,7 @@ use super::serve::{Visit, database_unavailable, redirect};
 use super::session::{Handed, LIFE_SECONDS, SessionError, random};
 use super::{Site, cookie};
 use crate::http::problem::{Code, Problem};
+use crate::platform::api::call::Call;
 
 /// On `APP_HOST`: makes a code for the browser that holds `state` on `CODE_HOST`.
 pub(super) const HAND_OVER: &str = "/_svc/code-session";
@@ -26,7 +26,7 @@ const LONGEST_RETURN: usize = 2048;
 /// Answers a request that nobody has signed for.
 pub(super) fn ask(site: &Site, visit: &Visit, uri: &Uri) -> Result<Response, Problem> {
     if !visit.page {
-        return Err(Problem::new(Code::Unauthorized, "Sign in first, or send a bearer token."));
+        return Err(first());
     }
     let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     match visit.door {
@@ -56,19 +56,14 @@ pub(super) fn ask(site: &Site, visit: &Visit, uri: &Uri) -> Result<Response, Pro
 }
 
 /// On `APP_HOST`, for whoever is known there.
-pub(super) async fn hand_over(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, request.headers()).await? else {
-        return ask(site, visit, request.uri());
+pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
+    let Some(identity) = site.identify(visit, &call.headers).await? else {
+        return ask(site, visit, &call.uri);
     };
-    let (mut state, mut return_to) = (None, None);
-    for (name, value) in form_urlencoded::parse(request.uri().query().unwrap_or_default().as_bytes()) {
-        match &*name {
-            "state" => state = Some(value.into_owned()),
-            "return_to" => return_to = Some(value.into_owned()),
-            _ => {}
-        }
-    }
-    let state = state.ok_or_else(|| Problem::field("?state", "is required"))?;
+    let mut query = call.query();
+    let state: Option<String> = query.required("state");
+    let return_to: Option<String> = query.optional("return_to");
+    let state = query.finish(state)?;
     let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
     let handed = Handed { user: identity.user().clone(), slot: identity.slot().cloned(), return_to };
     let code = site.sessions.issue_code(&handed, &state).await.map_err(|error| failed(&error))?;
@@ -76,14 +71,13 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, request: Request) -> R
 }
 
 /// On `CODE_HOST`: the code, together with the nonce, becomes a session.
-pub(super) async fn take(site: &Site, uri: &Uri, headers: &HeaderMap) -> Result<Response, Problem> {
-    let query = uri.query().unwrap_or_default().as_bytes();
-    let code = form_urlencoded::parse(query).find(|(name, _)| name == "code").map(|(_, code)| code);
-    let handed = match (code, cookie::get(headers, cookie::STATE)) {
-        (Some(code), Some(state)) => {
-            site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?
-        }
-        _ => None,
+pub(super) async fn take(site: &Site, call: &Call) -> Result<Response, Problem> {
+    let mut query = call.query();
+    let code: Option<String> = query.required("code");
+    let code = query.finish(code)?;
+    let handed = match cookie::get(&call.headers, cookie::STATE) {
+        Some(state) => site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?,
+        None => None,
     };
     let handed = handed.ok_or_else(|| {
         Problem::new(
@@ -108,6 +102,11 @@ pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) ->
     let mut answer = StatusCode::NO_CONTENT.into_response();
     answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));
     Ok(answer)
+}
+
+/// The refusal of a program that nobody has signed for.
+pub(super) fn first() -> Problem {
+    Problem::new(Code::Unauthorized, "Sign in first, or send the identity provider's token as bearer.")
 }
 
 fn failed(error: &SessionError) -> Problem {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use axum::extract::{Path as Segments, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::pages::{self, content_type};
 use crate::host::gateway::state::Gateway;
+use crate::http::segments::Segments;
 
 const LARGEST: u64 = 1024 * 1024;
 

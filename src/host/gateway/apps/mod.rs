@@ -3,6 +3,7 @@
 mod bundled;
 mod column;
 mod ddl;
+mod describe;
 mod folder;
 mod icon;
 mod list;
@@ -15,12 +16,10 @@ mod supervise;
 mod watch;
 
 pub use column::{Column, ColumnType, Origin};
-pub use icon::icon;
-pub use list::list;
+pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
 #[cfg(test)]
 pub use manifest::Manifest;
 pub use manifest::Table;
 pub use name::{Name, Slug};
-pub use pages::page;
 pub use registry::{App, Registry};
 pub use supervise::supervise;

@@ -2,6 +2,7 @@
 //!
 //! A document runs in an origin of its own: apps share a host with the owner's session, so none of them may be of it.
 
+use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
@@ -17,6 +18,7 @@ use super::manifest::Runtime;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
 
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'";
@@ -24,6 +26,8 @@ const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popu
 pub async fn page(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
+    // Refused where it is no text; what it leads to is told by the whole of it.
+    _: Segments<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());

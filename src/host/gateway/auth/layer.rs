@@ -8,12 +8,13 @@ use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 
 use super::{Denied, Identified, Ingress, Principal};
-use crate::host::gateway::proxy;
 use crate::host::gateway::state::Gateway;
+use crate::host::gateway::{body, proxy};
+use crate::http::openapi::Credential;
 use crate::http::problem::{Code, Problem};
 use crate::http::proof::Route;
 
-/// Who asks, for handlers behind one of the `require_…` layers.
+/// Who asks, for handlers behind [`admit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller(pub Principal);
 
@@ -35,31 +36,28 @@ pub async fn identify(
     next.run(request).await
 }
 
-/// Lets in anybody with a principal, save the platform, whose proofs are for internal routes alone.
-pub async fn require_caller(request: Request, next: Next) -> Response {
-    admit(request, next, |principal| *principal != Principal::Platform).await
-}
-
-/// Lets in the owner and the admin.
-pub async fn require_owner(request: Request, next: Next) -> Response {
-    admit(request, next, |principal| matches!(principal, Principal::Owner { .. } | Principal::Admin)).await
-}
-
-/// Lets in the platform alone.
-pub async fn require_platform(request: Request, next: Next) -> Response {
-    admit(request, next, |principal| *principal == Principal::Platform).await
-}
-
-async fn admit(mut request: Request, next: Next, allowed: impl FnOnce(&Principal) -> bool) -> Response {
+/// Lets in the principals of these credentials.
+pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
     let outcome = request.extensions().get::<Result<Identified, Denied>>().cloned();
-    match outcome.unwrap_or(Err(Denied::Missing)) {
-        Ok(identified) if allowed(&identified.principal) => {
+    let refusal = match outcome.unwrap_or(Err(Denied::Missing)) {
+        Ok(identified) if credentials.contains(&identified.principal.credential()) => {
             request.extensions_mut().insert(Caller(identified.principal));
-            next.run(request).await
+            return next.run(request).await;
         }
-        Ok(_) => Problem::new(Code::Forbidden, "This credential is not for this route.").into_response(),
+        Ok(identified) => {
+            let (given, wanted) = (identified.principal.credential().name, names(credentials));
+            let detail = format!("This credential is the {given}'s; this route takes that of {wanted}.");
+            Problem::new(Code::Forbidden, detail).into_response()
+        }
         Err(denied) => denied.into_response(),
-    }
+    };
+    // A client that is still writing would not read the refusal.
+    body::hear_out(request.into_body()).await;
+    refusal
+}
+
+fn names(credentials: &[Credential]) -> String {
+    credentials.iter().map(|one| one.name).collect::<Vec<_>>().join(" or ")
 }
 
 impl IntoResponse for Denied {

@@ -8,7 +8,7 @@ mod layer;
 mod replay;
 mod resolve;
 
-pub use layer::{Caller, identify, require_caller, require_owner, require_platform};
+pub use layer::{Caller, admit, identify};
 pub use resolve::Seam;
 
 use crate::http::proof::Route;

@@ -10,13 +10,13 @@ use http::{HeaderMap, StatusCode, header};
 use serde_json::json;
 
 use super::answer::{self, Answer};
+use super::describe::QUERY_BODY;
 use super::plan::{self, Plan};
 use super::request::{Action, Call, Request};
 use super::{refusal, run, schemas};
 use crate::host::gateway::apps::App;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::body;
-use crate::host::gateway::router::BRIDGE_BODY;
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::{Code, Problem};
 use crate::metrics::BRIDGE_ACTIONS;
@@ -51,7 +51,7 @@ async fn answer(
     named: &mut &'static str,
 ) -> Result<Response, Problem> {
     require_json(headers)?;
-    let body = body::read(body, BRIDGE_BODY).await?;
+    let body = body::read(body, QUERY_BODY).await?;
     let Request { app, action } = Request::parse(&body)?;
     *named = action.name();
     let app = app.as_deref();

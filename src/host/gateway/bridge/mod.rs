@@ -7,6 +7,7 @@
 mod answer;
 mod changes;
 mod cursor;
+mod describe;
 mod fields;
 mod filter;
 mod handler;
@@ -21,5 +22,7 @@ mod sql;
 mod value;
 
 pub use answer::json;
-pub use changes::{Changes, changes, tend};
-pub use handler::{list_schemas, query};
+use changes::changes;
+pub use changes::{Changes, tend};
+pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
+use handler::{list_schemas, query};

@@ -5,11 +5,12 @@ use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 
+use super::describe::fields_of;
 use super::fields::{Fields, elements, text};
 use super::filter::escaped;
 use crate::http::problem::{FieldError, Problem};
 
-const MOST_OPERATIONS: usize = 50;
+pub const MOST_OPERATIONS: usize = 50;
 
 /// A request to the bridge.
 #[derive(Debug)]
@@ -316,14 +317,15 @@ impl<'a, 'w> Reader<'a, 'w> {
         text(raw).or_else(|| self.say(name, "must be a string"))
     }
 
-    fn refuse_others(&mut self, shape: &Shape, always: &[&str]) {
+    fn refuse_others(&mut self, shape: &Shape, always: &[&'static str]) {
         let known = |name: &str| {
             name == "action"
                 || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
         };
         for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
             let pointer = format!("{}/{}", self.place, escaped(name));
-            self.wrong.push(FieldError { pointer, detail: "is not a field of this action".to_owned() });
+            let detail = format!("is not a field of this action; it takes {}", fields_of(shape, always));
+            self.wrong.push(FieldError { pointer, detail });
         }
     }
 }

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Extension, Query, State};
+use axum::extract::{Extension, RawQuery, State};
 use axum::response::Response;
 use bytes::Bytes;
 use futures_util::stream;
 use http::{HeaderMap, HeaderValue, header};
-use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::feed::Stream;
@@ -23,6 +22,7 @@ use crate::host::gateway::bridge::handler::{allow, find_app};
 use crate::host::gateway::bridge::refusal;
 use crate::host::gateway::database::DatabaseError;
 use crate::host::gateway::state::Gateway;
+use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem, chain};
 
 const HEARTBEAT: Duration = Duration::from_secs(15);
@@ -32,12 +32,6 @@ const LONGEST: Duration = Duration::from_secs(15 * 60);
 const RETRY_MS: u32 = 1000;
 const SET_UP: Duration = Duration::from_secs(15);
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Asked {
-    app: Option<String>,
-}
-
 /// `GET /api/bridge/changes?app=`: an app hears of itself; the owner of one app, or of all.
 ///
 /// # Errors
@@ -46,10 +40,12 @@ pub async fn changes(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
-    asked: Result<Query<Asked>, axum::extract::rejection::QueryRejection>,
+    RawQuery(query): RawQuery,
 ) -> Result<Response, Problem> {
-    let Query(asked) = asked.map_err(|_| Problem::field("?app", "is the one parameter, at most once"))?;
-    let scope = scope(&gateway, &caller.0, asked.app)?;
+    let mut query = Fields::of_query(query.as_deref().unwrap_or_default());
+    let app = query.optional("app");
+    query.finish(Some(()))?;
+    let scope = scope(&gateway, &caller.0, app)?;
     let resumed = resumed(&headers)?;
     let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), scope, resumed));
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;

@@ -8,13 +8,27 @@ use std::collections::BTreeMap;
 use http::Method;
 use serde_json::{Map, Value, json};
 
+mod schema;
+
+pub use schema::*;
+
 use super::problem::Code;
 
 /// What a caller must show. Routes of several take any one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Credential {
     pub name: &'static str,
+    pub scheme: Scheme,
     pub about: &'static str,
+}
+
+/// Where a credential stands in a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Scheme {
+    /// `Authorization: Bearer` (RFC 6750).
+    Bearer,
+    Header(&'static str),
+    Cookie(&'static str),
 }
 
 /// One method of one path.
@@ -23,7 +37,7 @@ pub struct Operation {
     /// In camelCase, and once in a document.
     pub id: &'static str,
     pub method: Method,
-    /// With `{name}` for each parameter.
+    /// With `{name}` for each parameter; `{*name}` is the rest of the path.
     pub path: &'static str,
     pub summary: &'static str,
     /// Empty: open to all.
@@ -42,6 +56,8 @@ pub type Schema = fn() -> Value;
 pub enum Place {
     Path,
     Query,
+    /// Of a query, and it must be there.
+    QueryNeeded,
     Header,
 }
 
@@ -81,9 +97,13 @@ pub struct Api {
 impl Operation {
     /// Every code that this operation may answer with: its own, and those that follow from its description.
     pub fn codes(&self) -> Vec<Code> {
-        let mut codes = vec![Code::MethodNotAllowed, Code::RequestTooLarge, Code::Internal];
+        let mut codes = vec![Code::MethodNotAllowed, Code::Internal];
         if !self.credentials.is_empty() {
-            codes.push(Code::Unauthorized);
+            codes.push(Code::RequestTooLarge);
+            // A registration token's refusal has a code of its own.
+            if !self.problems.contains(&Code::RegistrationRejected) {
+                codes.push(Code::Unauthorized);
+            }
         }
         if self.body.is_some() {
             codes.push(Code::UnsupportedMediaType);
@@ -106,7 +126,7 @@ impl Operation {
             by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
         }
         for (status, codes) in by_status {
-            responses.entry(status.to_string()).or_insert_with(|| refusal(&codes));
+            responses.entry(status.to_string()).or_insert_with(|| refusal(status, &codes));
         }
         let mut operation = json!({
             "operationId": self.id,
@@ -125,17 +145,31 @@ impl Operation {
     }
 }
 
+impl Credential {
+    fn document(&self) -> Value {
+        match self.scheme {
+            Scheme::Bearer => json!({ "type": "http", "scheme": "bearer", "description": self.about }),
+            Scheme::Header(name) => {
+                json!({ "type": "apiKey", "in": "header", "name": name, "description": self.about })
+            }
+            Scheme::Cookie(name) => {
+                json!({ "type": "apiKey", "in": "cookie", "name": name, "description": self.about })
+            }
+        }
+    }
+}
+
 impl Parameter {
     fn document(&self) -> Value {
         let place = match self.place {
             Place::Path => "path",
-            Place::Query => "query",
+            Place::Query | Place::QueryNeeded => "query",
             Place::Header => "header",
         };
         json!({
             "name": self.name,
             "in": place,
-            "required": self.place == Place::Path,
+            "required": matches!(self.place, Place::Path | Place::QueryNeeded),
             "description": self.about,
             "schema": (self.schema)(),
         })
@@ -156,25 +190,45 @@ impl Answer {
     }
 }
 
-fn refusal(codes: &[&str]) -> Value {
+fn refusal(status: u16, codes: &[&str]) -> Value {
     let schema = json!({
         "allOf": [named("Problem"), { "type": "object", "properties": { "code": { "enum": codes } } }],
     });
+    let header = |name: &str| json!({ "$ref": format!("#/components/headers/{name}") });
+    let mut headers = json!({ "x-request-id": header("RequestId") });
+    match status {
+        401 => headers["WWW-Authenticate"] = header("WwwAuthenticate"),
+        405 => headers["Allow"] = header("Allow"),
+        429 | 503 => headers["Retry-After"] = header("RetryAfter"),
+        _ => {}
+    }
     json!({
         "description": codes.join(", "),
+        "headers": headers,
         "content": { "application/problem+json": { "schema": schema } },
+    })
+}
+
+fn headers() -> Value {
+    let header = |about: &str, schema: Value| json!({ "description": about, "schema": schema });
+    json!({
+        "RequestId": header("The same as the problem's requestId; the log knows more under it.", text()),
+        "WwwAuthenticate": header("Bearer", text()),
+        "Allow": header("The methods that this path takes.", text()),
+        "RetryAfter": header("Seconds after which the same request may succeed.", count()),
     })
 }
 
 /// RFC 9457, with our `code` and `requestId`; other members belong to single codes.
 fn problem() -> Value {
     let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
+    let codes: Vec<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();
     let standard = [
-        ("type", json!({ "type": "string", "format": "uri" })),
+        ("type", json!({ "type": "string", "pattern": "^urn:svc:problem:[a-z_]+$" })),
         ("title", text()),
         ("status", json!({ "type": "integer", "minimum": 400, "maximum": 599 })),
         ("detail", text()),
-        ("code", text()),
+        ("code", one_of(&codes)),
         ("requestId", text()),
     ];
     let mut schema = object(&standard, &[("errors", errors)]);
@@ -185,84 +239,31 @@ fn problem() -> Value {
 /// The document of these operations.
 pub fn document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
     let mut paths: Map<String, Value> = Map::new();
-    let mut credentials: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut credentials: BTreeMap<&str, &Credential> = BTreeMap::new();
     for operation in operations {
-        credentials.extend(operation.credentials.iter().map(|one| (one.name, one.about)));
-        let path = paths.entry(operation.path).or_insert_with(|| json!({}));
+        credentials.extend(operation.credentials.iter().map(|one| (one.name, one)));
+        let path = paths.entry(operation.path.replace("{*", "{")).or_insert_with(|| json!({}));
         path[operation.method.as_str().to_ascii_lowercase()] = operation.document();
     }
     let mut schemas: Map<String, Value> =
         api.schemas.iter().map(|(name, schema)| ((*name).to_owned(), schema())).collect();
     schemas.insert("Problem".to_owned(), problem());
-    let schemes: Map<String, Value> = credentials
-        .into_iter()
-        .map(|(name, about)| {
-            (name.to_owned(), json!({ "type": "http", "scheme": "bearer", "description": about }))
-        })
-        .collect();
+    let schemes: Map<String, Value> =
+        credentials.into_iter().map(|(name, one)| (name.to_owned(), one.document())).collect();
     json!({
         "openapi": "3.1.0",
         "info": { "title": api.title, "description": api.about, "version": api.version },
         "paths": paths,
-        "components": { "schemas": schemas, "securitySchemes": schemes },
+        "components": { "schemas": schemas, "headers": headers(), "securitySchemes": schemes },
     })
-}
-
-/// A reference to a schema of [`Api::schemas`].
-pub fn named(name: &str) -> Value {
-    json!({ "$ref": format!("#/components/schemas/{name}") })
-}
-
-/// An object with exactly these members.
-pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
-    let all = required.iter().chain(optional);
-    let properties: Map<String, Value> =
-        all.map(|(name, schema)| ((*name).to_owned(), schema.clone())).collect();
-    let names: Vec<&str> = required.iter().map(|(name, _)| *name).collect();
-    json!({ "type": "object", "properties": properties, "required": names, "additionalProperties": false })
-}
-
-#[allow(clippy::needless_pass_by_value, reason = "schemas are written inside out")]
-pub fn array(of: Value) -> Value {
-    json!({ "type": "array", "items": of })
-}
-
-pub fn text() -> Value {
-    json!({ "type": "string" })
-}
-
-pub fn boolean() -> Value {
-    json!({ "type": "boolean" })
-}
-
-/// A whole number, not negative.
-pub fn count() -> Value {
-    json!({ "type": "integer", "minimum": 0 })
-}
-
-pub fn uuid() -> Value {
-    json!({ "type": "string", "format": "uuid" })
-}
-
-/// RFC 3339, UTC, with milliseconds.
-pub fn time() -> Value {
-    json!({ "type": "string", "format": "date-time" })
-}
-
-pub fn one_of(words: &[&str]) -> Value {
-    json!({ "type": "string", "enum": words })
-}
-
-#[allow(clippy::needless_pass_by_value, reason = "schemas are written inside out")]
-pub fn nullable(schema: Value) -> Value {
-    json!({ "anyOf": [schema, { "type": "null" }] })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const OPERATOR: Credential = Credential { name: "operator", about: "PLATFORM_SECRET" };
+    const OPERATOR: Credential =
+        Credential { name: "operator", scheme: Scheme::Bearer, about: "PLATFORM_SECRET" };
 
     fn ask() -> Operation {
         Operation {

@@ -1,11 +1,14 @@
 //! The fields of a body or query, taken one by one: what is missing, wrong or unknown is collected and said at once.
 
 use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
+use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use crate::http::problem::{FieldError, Problem};
+use super::openapi::LARGEST_NUMBER;
+use super::problem::{FieldError, Problem};
 
 pub struct Fields {
     left: Map<String, Value>,
@@ -22,9 +25,17 @@ impl Fields {
     }
 
     pub fn of_query(query: &str) -> Self {
+        Self::of_pairs(query, "?")
+    }
+
+    pub fn of_form(form: &str) -> Self {
+        Self::of_pairs(form, "/")
+    }
+
+    fn of_pairs(text: &str, prefix: &str) -> Self {
         let mut fields =
-            Self { left: Map::new(), prefix: "?".to_owned(), errors: Vec::new(), known: Vec::new() };
-        for (name, value) in url::form_urlencoded::parse(query.as_bytes()) {
+            Self { left: Map::new(), prefix: prefix.to_owned(), errors: Vec::new(), known: Vec::new() };
+        for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
             if fields.left.insert(name.to_string(), value.into_owned().into()).is_some() {
                 fields.wrong(&name, "is given twice");
             }
@@ -60,6 +71,11 @@ impl Fields {
             self.wrong(name, "must be a string");
             return None;
         };
+        // No database keeps it in text or JSON, and nobody means it.
+        if text.contains('\0') {
+            self.wrong(name, "must not contain NUL");
+            return None;
+        }
         text.parse().map_err(|why| self.wrong(name, why)).ok()
     }
 
@@ -73,11 +89,42 @@ impl Fields {
         self.parsed(name, &value)
     }
 
-    /// Text of 1 to `longest` bytes.
+    /// A whole number of a query.
+    pub fn within(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
+        let Some(value) = self.take(name) else { return default };
+        let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
+        number.unwrap_or_else(|| {
+            self.wrong(name, format!("must be a whole number from {} to {}", range.start(), range.end()));
+            default
+        })
+    }
+
+    /// `true` or `false` of a query.
+    pub fn flag(&mut self, name: &str) -> Option<bool> {
+        match self.take(name)?.as_str() {
+            Some("true") => Some(true),
+            Some("false") => Some(false),
+            _ => {
+                self.wrong(name, "must be true or false");
+                None
+            }
+        }
+    }
+
+    pub fn time(&mut self, name: &str) -> Option<Timestamp> {
+        let text: String = self.optional(name)?;
+        let time = text.parse().ok().filter(|_| is_rfc3339(&text));
+        if time.is_none() {
+            self.wrong(name, "must be a time as RFC 3339 writes it, such as 2026-01-02T03:04:05.678Z");
+        }
+        time
+    }
+
+    /// Text of 1 to `longest` characters.
     pub fn text(&mut self, name: &str, longest: usize) -> Option<String> {
         let text: String = self.required(name)?;
-        if text.is_empty() || text.len() > longest {
-            self.wrong(name, format!("must have 1 to {longest} bytes"));
+        if !(1..=longest).contains(&text.chars().count()) {
+            self.wrong(name, format!("must have 1 to {longest} characters"));
             return None;
         }
         Some(text)
@@ -102,19 +149,25 @@ impl Fields {
     }
 
     fn number(&mut self, name: &str, value: &Value) -> Option<u64> {
-        if value.as_u64().is_none() {
-            self.wrong(name, "must be a whole number, not negative");
+        // JSON does not tell 1.0 from 1.
+        let whole = value.as_f64().filter(|number| number.fract() == 0.0 && *number >= 0.0);
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
+        let number = value.as_u64().or(whole.map(|number| number as u64));
+        let number = number.filter(|number| *number <= LARGEST_NUMBER);
+        if number.is_none() {
+            self.wrong(name, format!("must be a whole number from 0 to {LARGEST_NUMBER}"));
         }
-        value.as_u64()
+        number
     }
 
     pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {
         let Some(value) = self.take(name) else { return Vec::new() };
         let texts = value.as_array().filter(|items| items.len() <= most).and_then(|items| {
-            items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
+            let text = |item: &Value| item.as_str().filter(|text| !text.contains('\0')).map(str::to_owned);
+            items.iter().map(text).collect::<Option<Vec<_>>>()
         });
         if texts.is_none() {
-            self.wrong(name, format!("must be an array of at most {most} strings"));
+            self.wrong(name, format!("must be an array of at most {most} strings without NUL"));
         }
         texts.unwrap_or_default()
     }
@@ -165,6 +218,19 @@ impl Fields {
     }
 }
 
+/// The parser also reads other standards' forms.
+fn is_rfc3339(text: &str) -> bool {
+    let upper = text.to_ascii_uppercase();
+    let shape = upper.replace(|c: char| c.is_ascii_digit(), "0");
+    let Some(rest) = shape.strip_prefix("0000-00-00T00:00:00") else { return false };
+    let zone = match rest.strip_prefix('.') {
+        Some(fraction) if fraction.starts_with('0') => fraction.trim_start_matches('0'),
+        Some(_) => return false,
+        None => rest,
+    };
+    matches!(zone, "Z" | "+00:00" | "-00:00")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,6 +256,24 @@ mod tests {
         let named: Vec<_> =
             problem.members["errors"].as_array().unwrap().iter().map(|e| &e["pointer"]).collect();
         assert_eq!(named, ["/port", "/name", "/flag", "/inner/a~1b", "/what"]);
+    }
+
+    #[test]
+    fn a_time_is_rfc_3339_and_nothing_else() {
+        for (text, good) in [
+            ("2026-01-02T03:04:05Z", true),
+            ("2026-01-02t03:04:05.678901z", true),
+            ("2026-01-02T03:04:05+01:30", true),
+            ("2026-01-02 03:04:05Z", false),
+            ("2026-01-02T03:04:05.Z", false),
+            ("2026-01-02T03:04Z", false),
+            ("2026-01-02T03:04:05Z[UTC]", false),
+            ("2026-13-02T03:04:05Z", false),
+            ("+002026-01-02T03:04:05Z", false),
+        ] {
+            let mut body = fields(json!({ "at": text }));
+            assert_eq!(body.time("at").is_some(), good, "{text}");
+        }
     }
 
     #[test]

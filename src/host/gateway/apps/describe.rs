@@ -1,0 +1,130 @@
+//! The apps' routes with their descriptions.
+
+use axum::routing::get;
+use http::Method;
+use serde_json::Value;
+
+use super::icon::icon;
+use super::list::list;
+use super::pages::page;
+use crate::host::gateway::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, told};
+use crate::http::openapi::{
+    Answer, Content, Operation, Parameter, Place, array, named, nullable, object, one_of, text,
+};
+use crate::http::problem::Code;
+
+pub static LIST: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listApps",
+        method: Method::GET,
+        path: "/api/apps",
+        summary: "Every app, with what is wrong with it.",
+        credentials: OWNERS,
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(list),
+};
+
+pub static ICON: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getIcon",
+        method: Method::GET,
+        path: "/icons/{slug}",
+        summary: "An app's icon, or one made from its name.",
+        credentials: OWNERS,
+        parameters: &[SLUG],
+        body: None,
+        answers: &[file(200, "The icon."), NOT_MODIFIED],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(icon),
+};
+
+pub static FOLDER: Endpoint = Endpoint {
+    operation: Operation {
+        id: "openApp",
+        method: Method::GET,
+        path: "/apps/{slug}",
+        summary: "Leads to the app's first page.",
+        credentials: CALLERS,
+        parameters: &[SLUG],
+        body: None,
+        answers: &[Answer { status: 308, about: "To /apps/{slug}/.", content: Content::Nothing }],
+        problems: PAGE_PROBLEMS,
+    },
+    largest_body: OWN_BODY,
+    serve: || get(page),
+};
+
+pub static FRONT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getFrontPage",
+        method: Method::GET,
+        path: "/apps/{slug}/",
+        summary: "The app's first page, in an origin of its own.",
+        credentials: CALLERS,
+        parameters: &[SLUG],
+        body: None,
+        answers: PAGE_ANSWERS,
+        problems: PAGE_PROBLEMS,
+    },
+    largest_body: OWN_BODY,
+    serve: || get(page),
+};
+
+pub static PAGE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getPage",
+        method: Method::GET,
+        path: "/apps/{slug}/{*path}",
+        summary: "A file of the app's build; a path without an ending is the first page.",
+        credentials: CALLERS,
+        parameters: &[
+            SLUG,
+            Parameter {
+                name: "path",
+                place: Place::Path,
+                schema: text,
+                about: "The rest of the path, slashes and all.",
+            },
+        ],
+        body: None,
+        answers: PAGE_ANSWERS,
+        problems: PAGE_PROBLEMS,
+    },
+    largest_body: OWN_BODY,
+    serve: || get(page),
+};
+
+const SLUG: Parameter = Parameter { name: "slug", place: Place::Path, schema: text, about: "The app." };
+const NOT_MODIFIED: Answer = Answer { status: 304, about: "It is as it was.", content: Content::Nothing };
+const PAGE_ANSWERS: &[Answer] = &[file(200, "The file."), NOT_MODIFIED];
+const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
+
+/// Of whatever media type the file has.
+const fn file(status: u16, about: &'static str) -> Answer {
+    Answer { status, about, content: Content::Other("*/*") }
+}
+
+/// An app as the list tells it.
+pub fn told_app() -> Value {
+    object(
+        &[("slug", nullable(text())), ("status", one_of(&["ready", "waiting", "error"]))],
+        &[
+            ("name", nullable(text())),
+            ("version", nullable(text())),
+            ("runtime", nullable(one_of(&["vite", "static", "node"]))),
+            ("folder", nullable(text())),
+            ("url", nullable(text())),
+            ("icon", text()),
+            ("tables", array(text())),
+            ("error", nullable(text())),
+            ("notDone", array(text())),
+        ],
+    )
+}

@@ -1,0 +1,86 @@
+//! Words for JSON schemas (draft 2020-12), so that descriptions are short and alike.
+
+use serde_json::{Map, Value, json};
+
+/// 2^53 - 1.
+pub const LARGEST_NUMBER: u64 = (1 << 53) - 1;
+
+/// A reference to a schema of [`Api::schemas`].
+pub fn named(name: &str) -> Value {
+    json!({ "$ref": format!("#/components/schemas/{name}") })
+}
+
+/// An object with exactly these members.
+pub fn object(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
+    let all = required.iter().chain(optional);
+    let properties: Map<String, Value> =
+        all.map(|(name, schema)| ((*name).to_owned(), schema.clone())).collect();
+    let names: Vec<&str> = required.iter().map(|(name, _)| *name).collect();
+    json!({ "type": "object", "properties": properties, "required": names, "additionalProperties": false })
+}
+
+pub fn array(of: Value) -> Value {
+    let mut array = json!({ "type": "array" });
+    array["items"] = of;
+    array
+}
+
+/// Of an answer; a request's says more.
+pub fn text() -> Value {
+    json!({ "type": "string" })
+}
+
+pub fn boolean() -> Value {
+    json!({ "type": "boolean" })
+}
+
+/// A whole number, not negative, that every reader of JSON keeps exactly (RFC 7493).
+pub fn count() -> Value {
+    json!({ "type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER })
+}
+
+/// Text of 1 to `longest` characters, none of them NUL.
+pub fn text_to(longest: usize) -> Value {
+    json!({ "type": "string", "minLength": 1, "maxLength": longest, "pattern": "^[^\\u0000]*$" })
+}
+
+/// Any text without NUL, which databases do not keep.
+pub fn any_text() -> Value {
+    json!({ "type": "string", "pattern": "^[^\\u0000]*$" })
+}
+
+pub fn matching(pattern: &str) -> Value {
+    json!({ "type": "string", "pattern": pattern })
+}
+
+pub fn uuid() -> Value {
+    json!({ "type": "string", "format": "uuid" })
+}
+
+/// RFC 3339, UTC, with milliseconds.
+pub fn time() -> Value {
+    json!({ "type": "string", "format": "date-time" })
+}
+
+pub fn one_of(words: &[&str]) -> Value {
+    json!({ "type": "string", "enum": words })
+}
+
+/// Or null.
+pub fn nullable(mut schema: Value) -> Value {
+    let Some(kind) = schema["type"].as_str().map(str::to_owned) else {
+        return json!({ "anyOf": [schema, { "type": "null" }] });
+    };
+    schema["type"] = json!([kind, "null"]);
+    if let Some(words) = schema.get_mut("enum").and_then(Value::as_array_mut) {
+        words.push(Value::Null);
+    }
+    schema
+}
+
+/// A request's object with exactly these members; an optional one that is null is as good as absent.
+pub fn fields(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
+    let optional: Vec<(&str, Value)> =
+        optional.iter().map(|(name, schema)| (*name, nullable(schema.clone()))).collect();
+    object(required, &optional)
+}

@@ -1,0 +1,154 @@
+//! The shapes of what several routes take and answer: names, machines, operations, subscriptions.
+
+use serde_json::Value;
+
+use crate::http::openapi::{
+    any_text, array, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
+};
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::plan::Plan;
+use crate::machine::state::{FailureCause, Status};
+
+pub fn status() -> Value {
+    one_of(&Status::ALL.map(Status::as_str))
+}
+
+pub fn idp_user_id() -> Value {
+    matching(IdpUserId::PATTERN)
+}
+
+pub fn slot_name() -> Value {
+    matching(Slot::PATTERN)
+}
+
+pub fn handle_name() -> Value {
+    matching(Handle::PATTERN)
+}
+
+pub fn image_version() -> Value {
+    matching(ImageVersion::PATTERN)
+}
+
+pub fn server_type() -> Value {
+    matching(ServerType::PATTERN)
+}
+
+pub fn location() -> Value {
+    matching(Location::PATTERN)
+}
+
+pub fn sha256() -> Value {
+    matching("^[0-9A-Fa-f]{64}$")
+}
+
+/// What a host says of its last backup.
+pub fn last_backup_told() -> Value {
+    fields(
+        &[("status", one_of(&["success", "error"]))],
+        &[("key", any_text()), ("takenAt", time()), ("sizeBytes", count()), ("error", any_text())],
+    )
+}
+
+fn health() -> Value {
+    let word = one_of(&["ok", "failing"]);
+    let disk = object(&[("totalBytes", count()), ("freeBytes", count())], &[]);
+    object(&[("gateway", word.clone()), ("database", word), ("disk", disk)], &[])
+}
+
+fn machine_members() -> Vec<(&'static str, Value)> {
+    let causes: Vec<&str> = FailureCause::ALL.iter().map(|cause| cause.as_str()).collect();
+    let failure = object(
+        &[("cause", one_of(&causes)), ("stage", nullable(text())), ("message", nullable(text()))],
+        &[],
+    );
+    let stage = object(&[("stage", text()), ("at", time())], &[]);
+    let boot = object(&[("stage", text()), ("at", time()), ("stages", array(stage))], &[]);
+    vec![
+        ("machineId", uuid()),
+        ("idpUserId", idp_user_id()),
+        ("slot", slot_name()),
+        ("handle", handle_name()),
+        ("kind", one_of(&["customer", "preview"])),
+        ("status", status()),
+        ("failure", nullable(failure)),
+        ("epoch", count()),
+        ("restoreMode", one_of(&["required", "empty"])),
+        ("serverType", server_type()),
+        ("location", location()),
+        ("imageVersion", image_version()),
+        ("providerServerId", nullable(text())),
+        ("publicIpv4", nullable(text())),
+        ("httpsPort", count()),
+        ("tlsSpkiSha256", nullable(text())),
+        ("registeredAt", nullable(time())),
+        ("heartbeatAt", nullable(time())),
+        ("health", nullable(health())),
+        ("lastBackup", nullable(last_backup_told())),
+        ("boot", nullable(boot)),
+        ("replacedBy", nullable(uuid())),
+        ("retiredAt", nullable(time())),
+        ("deletedAt", nullable(time())),
+        ("createdAt", time()),
+        ("updatedAt", time()),
+    ]
+}
+
+/// A machine's record.
+pub fn machine() -> Value {
+    object(&machine_members(), &[])
+}
+
+/// A machine's record with its operations, the newest first.
+pub fn machine_with_operations() -> Value {
+    let mut members = machine_members();
+    members.push(("operations", array(named("Operation"))));
+    object(&members, &[])
+}
+
+/// An operation with the log of its steps.
+pub fn operation() -> Value {
+    let line = object(
+        &[("at", time()), ("step", text()), ("outcome", text())],
+        &[("detail", nullable(text())), ("requestId", nullable(text()))],
+    );
+    object(
+        &[
+            ("operationId", uuid()),
+            ("machineId", uuid()),
+            ("kind", text()),
+            ("state", one_of(&["running", "succeeded", "failed", "cancelled"])),
+            ("step", text()),
+            ("attempts", count()),
+            ("errorCode", nullable(text())),
+            ("createdAt", time()),
+            ("updatedAt", time()),
+            ("endedAt", nullable(time())),
+            ("requestId", nullable(text())),
+            ("log", array(line)),
+        ],
+        &[],
+    )
+}
+
+pub fn plan() -> Value {
+    one_of(&Plan::ALL.map(Plan::as_str))
+}
+
+/// The subscription of a slot.
+pub fn subscription() -> Value {
+    object(
+        &[
+            ("idpUserId", idp_user_id()),
+            ("slot", slot_name()),
+            ("plan", plan()),
+            ("status", one_of(&["active", "inactive"])),
+            ("currentPeriodEnd", nullable(time())),
+        ],
+        &[],
+    )
+}
+
+/// What health routes say of a part.
+pub fn well() -> Value {
+    one_of(&["ok", "failing"])
+}

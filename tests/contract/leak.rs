@@ -1,0 +1,75 @@
+//! What an answer must not tell: secrets, and words of what lies behind a route.
+
+/// By lower case. None of them is a word of ours.
+const WORDS: [&str; 34] = [
+    "svcu_",
+    "svcr_",
+    "svca_",
+    "eyj",
+    "bearer ey",
+    "password",
+    "select ",
+    "insert into",
+    "update user_",
+    "delete from",
+    "relation \"",
+    "sqlstate",
+    "postgres",
+    "pg_",
+    "deadpool",
+    "hetzner",
+    "simulator",
+    "scripted",
+    "amazonaws",
+    "accessdenied",
+    "nosuchkey",
+    "s3://",
+    "/tmp/",
+    "/home/",
+    "/opt/",
+    "/var/",
+    "/run/",
+    ".rs:",
+    "panicked",
+    "reqwest",
+    "hyper",
+    "tokio",
+    "os error",
+    "connection refused",
+];
+
+/// The first thing that is told and should not be.
+pub fn find(text: &str, planted: &[String]) -> Option<String> {
+    let lower = text.to_lowercase();
+    let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
+    word.or_else(|| planted.iter().find(|secret| text.contains(secret.as_str())).cloned())
+        .or_else(|| address(text))
+}
+
+/// Four numbers with dots between them.
+fn address(text: &str) -> Option<String> {
+    let words = text.split(|c: char| !c.is_ascii_digit() && c != '.');
+    let is_address = |word: &&str| {
+        let parts: Vec<&str> = word.trim_matches('.').split('.').collect();
+        parts.len() == 4 && parts.iter().all(|part| part.parse::<u8>().is_ok())
+    };
+    words.into_iter().find(is_address).map(str::to_owned)
+}
+
+#[test]
+fn what_lies_behind_is_noticed() {
+    let planted = ["hunter2".to_owned()];
+    for bad in [
+        "connect to 10.0.0.7:5432",
+        "error in SELECT 1",
+        "open /var/lib/svc/x",
+        "the secret is hunter2.",
+        "svcu_0190_1_abcd",
+    ] {
+        assert!(find(bad, &planted).is_some(), "{bad}");
+    }
+    for good in ["The machine is running; this needs failed.", "version 1.2.3", "at 2026-01-02T03:04:05.678Z"]
+    {
+        assert_eq!(find(good, &planted), None);
+    }
+}

@@ -1,0 +1,161 @@
+//! Requests that follow from a schema: a right one, and each of its values replaced by one of many, right and wrong.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use super::Contract;
+
+/// A body in which one value was replaced, and where that is.
+pub struct Probe {
+    pub pointer: String,
+    pub schema: Value,
+    pub value: Value,
+    pub body: Value,
+}
+
+/// An object inside a body: a member that it has not, and those that it has.
+pub struct Level {
+    pub pointer: String,
+    pub known: BTreeSet<String>,
+    pub body: Value,
+}
+
+/// The schemas of which a body has to fit one.
+pub fn variants(schema: &Value) -> Vec<Value> {
+    match schema["oneOf"].as_array() {
+        Some(all) if schema["properties"].is_null() => all.clone(),
+        _ => vec![schema.clone()],
+    }
+}
+
+/// Texts of all kinds.
+pub fn strings() -> Vec<String> {
+    let mut all: Vec<String> = [
+        "",
+        " ",
+        "x",
+        "7",
+        "v1",
+        "ok",
+        "true",
+        "active",
+        "starter",
+        "customer",
+        "running",
+        "user_1",
+        "Zz9",
+        "a b",
+        "../etc",
+        "a\0b",
+        "é",
+        "-",
+        "cpx32",
+        "bundle",
+        "success",
+        "notes",
+        "0192d1f0-0000-7000-8000-000000000000",
+        "0192d1f000007000800000000000000",
+        "2026-01-02T03:04:05Z",
+        "2026-01-02",
+        "2026-01-02 03:04:05Z",
+        "1-1",
+    ]
+    .map(str::to_owned)
+    .into();
+    all.extend(["ab".repeat(32), "AB".repeat(32), "x".repeat(5000)]);
+    all
+}
+
+fn pool() -> Vec<Value> {
+    let mut all: Vec<Value> = strings().into_iter().map(Value::from).collect();
+    all.extend([
+        Value::Null,
+        json!(true),
+        json!(false),
+        json!(0),
+        json!(1),
+        json!(-1),
+        json!(7.5),
+        json!(1.0),
+        json!(300),
+        json!((1_u64 << 53) - 1),
+        json!(1_u64 << 53),
+        json!(1e300),
+        json!({}),
+        json!({"zz": 1}),
+        json!([]),
+        json!([1]),
+        json!(["x"]),
+        json!(["a\0"]),
+        json!(vec!["x"; 2000]),
+    ]);
+    all
+}
+
+pub fn is_right(contract: &Contract, schema: &Value, value: &Value) -> bool {
+    contract.validator(schema).is_valid(value)
+}
+
+/// A body with every member that the schema has; `own` gives those that have to mean something, and null for one that is
+/// better left out.
+pub fn right(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
+    let members = schema["properties"].as_object().cloned().unwrap_or_default();
+    let member = |(name, of): (String, Value)| {
+        let value = own(&name).unwrap_or_else(|| match of["properties"].is_object() {
+            true => right(contract, &of, own),
+            false => {
+                let own = of["enum"].as_array().and_then(|all| all.first()).unwrap_or(&of["const"]).clone();
+                let mut all = std::iter::once(own).chain(pool()).filter(|value| !value.is_null());
+                let fit = all.find(|value| is_right(contract, &of, value));
+                fit.unwrap_or_else(|| panic!("nothing fits {name}: {of}"))
+            }
+        });
+        (name, value)
+    };
+    members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
+}
+
+/// Every value of a body replaced by each of the pool.
+pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
+    let mut all = Vec::new();
+    walk(schema, "", &mut |pointer, of| {
+        for value in pool() {
+            let mut body = body.clone();
+            put(&mut body, pointer, value.clone());
+            all.push(Probe { pointer: pointer.to_owned(), schema: of.clone(), value, body });
+        }
+    });
+    all
+}
+
+fn put(body: &mut Value, pointer: &str, value: Value) {
+    let (outer, name) = pointer.rsplit_once('/').unwrap();
+    body.pointer_mut(outer).unwrap()[name] = value;
+}
+
+/// Every object of a body with a member more.
+pub fn levels(schema: &Value, body: &Value) -> Vec<Level> {
+    let mut all = vec![level(schema, "", body)];
+    walk(schema, "", &mut |pointer, of| {
+        if of["properties"].is_object() {
+            all.push(level(of, pointer, body));
+        }
+    });
+    all
+}
+
+fn level(schema: &Value, pointer: &str, body: &Value) -> Level {
+    let mut body = body.clone();
+    body.pointer_mut(pointer).unwrap()["zz"] = json!(1);
+    let known = schema["properties"].as_object().into_iter().flat_map(Map::keys).cloned().collect();
+    Level { pointer: format!("{pointer}/zz"), known, body }
+}
+
+fn walk(schema: &Value, at: &str, look: &mut dyn FnMut(&str, &Value)) {
+    for (name, of) in schema["properties"].as_object().into_iter().flatten() {
+        let pointer = format!("{at}/{name}");
+        look(&pointer, of);
+        walk(of, &pointer, look);
+    }
+}

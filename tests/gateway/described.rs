@@ -1,0 +1,332 @@
+//! The gateway's document against the gateway: every route is called in every wrong way that it has, and every code that
+//! it names is provoked.
+
+use kit::idp::{Idp, MintOptions};
+use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
+use reqwest::{Method, RequestBuilder};
+use serde_json::{Value, json};
+use svc::host::gateway::{ENDPOINTS, description};
+use svc::http::openapi::Operation;
+use svc::http::proof::{Claims, Route};
+use svc::machine::id::MachineId;
+
+use super::host::{Host, Machine, USER, signer, unique};
+use crate::contract::{self, Contract, Reply, Side, Stranger, right_body, right_call, variants, wrong_ways};
+
+const ADMIN: &str = "admin-s3cret";
+const NOWHERE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
+const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
+
+/// What no single request provokes, and where it is tried instead.
+const EXCUSED: [(&str, &str); 1] = [
+    // A fault of our own that no request leads to.
+    ("*", "internal"),
+];
+
+struct World {
+    host: Host,
+    slug: String,
+    idp: Idp,
+}
+
+impl World {
+    async fn start(url: &str) -> Self {
+        let (slug, idp) = (unique("notes"), Idp::start().unwrap());
+        let mut machine = Machine::new(url).unwrap();
+        machine.env.extend(idp.env());
+        machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
+        machine.env.insert("BRIDGE_STATEMENT_TIMEOUT_MS".into(), "700".into());
+        let columns = json!({ "title": "text", "size": "integer" });
+        machine.app(&slug, &json!({ "notes": { "columns": columns, "unique": ["title"] } })).unwrap();
+        machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
+        let host = machine.start().unwrap();
+        [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().plant(secret));
+        Self { host, slug, idp }
+    }
+
+    async fn with_app(url: &str) -> Self {
+        let world = Self::start(url).await;
+        world.host.until_registered(&world.slug).await.unwrap();
+        world
+    }
+
+    async fn send(&self, request: RequestBuilder) -> Reply {
+        contract::gateway().send(request).await.unwrap()
+    }
+
+    fn path_of(&self, operation: &Operation, slug: &str) -> String {
+        operation.path.replace("{slug}", slug).replace("{*path}", "index.html")
+    }
+
+    /// The claims of a proof as the platform makes it for this kind of caller.
+    fn claims(&self, credential: &str, method: &Method, path: &str) -> Claims {
+        let route = match credential {
+            "app" => Route::App,
+            "platform" => Route::Internal,
+            _ => Route::Shell,
+        };
+        let mut claims = self.host.machine.claims(route);
+        claims.app = (credential == "app").then(|| self.slug.clone());
+        if credential == "platform" {
+            claims.method = Some(method.to_string());
+            claims.path = Some(path.split('?').next().unwrap().to_owned());
+            claims.jti = Some(uuid::Uuid::now_v7().to_string());
+        }
+        claims
+    }
+
+    fn by(&self, credential: &str, method: &Method, path: &str) -> RequestBuilder {
+        let proof = self.host.machine.signer.sign(&self.claims(credential, method, path));
+        let request = self.host.bare(method.clone(), path).header("x-svc-proof", proof);
+        if credential == "admin" { request.bearer_auth(ADMIN) } else { request }
+    }
+
+    fn query(&self, body: &Value) -> RequestBuilder {
+        self.by("owner", &Method::POST, "/api/bridge/query").json(body)
+    }
+}
+
+impl Side for World {
+    const SCHEMA_IS_ALL: bool = false;
+
+    fn contract(&self) -> &'static Contract {
+        contract::gateway()
+    }
+
+    fn path(&self, operation: &Operation) -> String {
+        self.path_of(operation, &self.slug)
+    }
+
+    fn largest_body(&self, operation: &Operation) -> usize {
+        if operation.id == "query" { 1024 * 1024 } else { 64 * 1024 }
+    }
+
+    fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
+        self.host.bare(method, path)
+    }
+
+    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
+        match operation.credentials.first() {
+            Some(credential) => self.by(credential.name, &operation.method, path),
+            None => self.host.bare(operation.method.clone(), path),
+        }
+    }
+
+    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+        let (path, method) = (self.path(operation), &operation.method);
+        let mine = operation.credentials[0].name;
+        let refused = |what, request| Stranger { what, request, status: 401, code: "unauthorized" };
+        let forbidden = |what, request| Stranger { what, request, status: 403, code: "forbidden" };
+        let bare = || self.host.bare(method.clone(), &path);
+        let signed = |change: fn(&mut Claims)| {
+            let mut claims = self.claims(mine, method, &path);
+            change(&mut claims);
+            bare().header("x-svc-proof", self.host.machine.signer.sign(&claims))
+        };
+        let forged = signer("k1").sign(&self.claims(mine, method, &path));
+        let mut all = vec![
+            refused("nobody", bare()),
+            refused("no proof", bare().header("x-svc-proof", "a.b.c")),
+            refused("a forged proof", bare().header("x-svc-proof", forged)),
+            refused("another machine's proof", signed(|claims| claims.aud = MachineId::new())),
+            refused(
+                "an old proof",
+                signed(|claims| (claims.iat, claims.exp) = (claims.iat - 300, claims.exp - 300)),
+            ),
+            refused("no token", bare().bearer_auth("svcu_wrong")),
+            refused("another scheme", bare().header("authorization", "Basic b3A6eA==")),
+            refused("the admin's token alone", bare().bearer_auth(ADMIN)),
+            refused("a bad token beside a good proof", self.known(operation, &path).bearer_auth("x.y.z")),
+            forbidden("another user's proof", signed(|claims| claims.sub = "user_other".parse().unwrap())),
+        ];
+        let jwt = |sub: &str| bare().bearer_auth(self.idp.mint(sub, &MintOptions::default()));
+        all.push(forbidden("another user's token", jwt("user_other")));
+        for other in ["owner", "app", "admin", "platform"] {
+            if !operation.credentials.iter().any(|one| one.name == other) {
+                all.push(forbidden(other, self.by(other, method, &path)));
+            }
+        }
+        if mine == "platform" {
+            all.push(forbidden("the platform, elsewhere", signed(|claims| claims.path = Some("/x".into()))));
+        }
+        all
+    }
+
+    fn own(&self, _: &Operation, name: &str) -> Option<Value> {
+        Some(match name {
+            "app" => json!(self.slug),
+            "table" => json!("notes"),
+            "data" => json!({ "title": uuid::Uuid::now_v7() }),
+            "rows" => json!([{ "title": uuid::Uuid::now_v7() }, { "title": uuid::Uuid::now_v7() }]),
+            "onConflict" => json!(["title"]),
+            "filter" => json!({ "title": { "ne": "zz" } }),
+            "columns" => json!(["id", "title"]),
+            "orderBy" => json!(["title", { "column": "id", "direction": "desc" }]),
+            "id" => json!(ROW),
+            "maxAffected" => json!(5),
+            "operations" => json!([{ "action": "count", "table": "notes" }]),
+            // Of an earlier page; there is none.
+            "after" => Value::Null,
+            _ => return None,
+        })
+    }
+}
+
+fn operations() -> impl Iterator<Item = &'static Operation> {
+    ENDPOINTS.iter().map(|endpoint| &endpoint.operation)
+}
+
+fn named(id: &str) -> &'static Operation {
+    operations().find(|operation| operation.id == id).unwrap()
+}
+
+async fn own_database() -> PgServer {
+    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
+    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
+    server.create_database("svc").await.unwrap();
+    server
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_document_is_whole_and_told_to_whoever_may_call_it() {
+    let world = World::start(NOWHERE).await;
+    contract::assert_whole(contract::gateway());
+    for caller in ["owner", "app", "admin"] {
+        let told = world.send(world.by(caller, &Method::GET, "/api/bridge/openapi.json")).await;
+        assert_eq!((told.status, &told.body), (200, &description()), "{caller}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_call_of_every_route_is_answered_as_described() {
+    let database = test_database().await.unwrap();
+    let world = World::with_app(&database.url()).await;
+    let line = json!({ "timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "stage": "dump", "key": null,
+        "sizeBytes": null, "sha256": null, "durationMs": 5, "error": "x" });
+    world.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
+    for operation in operations().filter(|operation| operation.id != "query") {
+        let answer = world.send(right_call(&world, operation)).await;
+        assert!(answer.status < 400, "{}: {answer:?}", operation.id);
+    }
+    let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
+    assert_eq!(world.send(world.query(&row)).await.status, 201);
+    for schema in variants(&named("query").body.unwrap()()) {
+        let body = right_body(&world, named("query"), &schema);
+        let answer = world.send(world.query(&body)).await;
+        assert!(answer.status < 300, "{body}: {answer:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_code_that_a_route_names_is_seen() {
+    let database = own_database().await;
+    let world = World::with_app(&database.url("svc")).await;
+    for operation in operations() {
+        wrong_ways(&world, operation).await;
+    }
+    names(&world).await;
+    what_is_stored(&world, &database).await;
+    unverifiable(&world).await;
+    database.kill9().await.unwrap();
+    without_database(&world, &["listSchemas"]).await;
+    let never = World::start(NOWHERE).await;
+    without_database(&never, &[]).await;
+    let all: Vec<&'static Operation> = operations().collect();
+    let unseen = contract::gateway().unseen(&all, &EXCUSED);
+    assert!(unseen.is_empty(), "{unseen:#?}");
+}
+
+/// Paths that name nothing, or no text.
+async fn names(world: &World) {
+    for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
+        let ask = |slug: &str| world.known(operation, &world.path_of(operation, slug));
+        world.send(ask("%ff")).await.assert_problem(400, "invalid_request");
+        if operation.id == "getIcon" {
+            assert_eq!(world.send(ask("unknown")).await.status, 200, "an icon is made from any name");
+            continue;
+        }
+        for slug in ["unknown", "..%2f..", "%00", "NOTES"] {
+            world.send(ask(slug)).await.assert_problem(404, "not_found");
+        }
+        let other = world.by("app", &Method::GET, &world.path_of(operation, "another"));
+        world.send(other).await.assert_problem(403, "forbidden");
+    }
+    for path in ["/api", "/api/x", "/api/bridge/query/x", "/_svc/internal/other"] {
+        let answer = world.send(world.host.bare(Method::GET, path)).await;
+        answer.assert_problem(401, "unauthorized");
+    }
+}
+
+/// What is refused for what the machine keeps.
+async fn what_is_stored(world: &World, database: &PgServer) {
+    let of = |action: &str, more: Value| {
+        let mut body = json!({ "action": action, "app": world.slug, "table": "notes" });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let insert = of("insert", json!({ "data": { "title": "a-s3cret-value" } }));
+    contract::gateway().plant("a-s3cret-value");
+    world.send(world.query(&insert)).await;
+    world.send(world.query(&insert)).await.assert_problem(409, "conflict");
+    for (body, status, code) in [
+        (of("get", json!({ "id": uuid::Uuid::now_v7() })), 404, "not_found"),
+        (of("find", json!({ "app": "unknown" })), 404, "not_found"),
+        (of("find", json!({ "table": "pg_class" })), 404, "not_found"),
+        (json!({ "action": "schemas", "app": "unknown" }), 404, "not_found"),
+        (of("find", json!({ "filter": { "passwd": "a-s3cret-value" } })), 400, "invalid_request"),
+        (of("insert", json!({ "data": { "size": "a-s3cret-value" } })), 400, "invalid_request"),
+    ] {
+        world.send(world.query(&body)).await.assert_problem(status, code);
+    }
+    let path = "/api/bridge/query";
+    let foreign = of("find", json!({ "app": "another" }));
+    let foreign = world.by("app", &Method::POST, path).json(&foreign);
+    world.send(foreign).await.assert_problem(403, "forbidden");
+    let mut unknown = world.claims("app", &Method::GET, path);
+    unknown.app = Some("unknown".into());
+    let unknown = world.host.machine.signer.sign(&unknown);
+    let unknown = world.host.bare(Method::GET, "/api/bridge/schemas").header("x-svc-proof", unknown);
+    world.send(unknown).await.assert_problem(404, "not_found");
+    let schema = format!("app_{}", world.slug.replace('-', "_"));
+    let mut admin = database.connect("svc").await.unwrap();
+    let held = admin.transaction().await.unwrap();
+    held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await.unwrap();
+    world.send(world.query(&of("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
+    held.rollback().await.unwrap();
+
+    let changes = |app: &str| format!("/api/bridge/changes?app={app}");
+    let listen = |caller: &str, app: &str| world.by(caller, &Method::GET, &changes(app));
+    world.send(listen("owner", "unknown")).await.assert_problem(404, "not_found");
+    world.send(listen("app", "another")).await.assert_problem(403, "forbidden");
+    let after = |id: &str| listen("owner", &world.slug).header("last-event-id", id);
+    world.send(after("7-1")).await.assert_problem(410, "gone");
+    for bad in ["x", "1", "-", "1-x", "1-1-1", "99999999999999999999999-1"] {
+        world.send(after(bad)).await.assert_problem(400, "invalid_request");
+    }
+}
+
+/// A token of an issuer that cannot be asked.
+async fn unverifiable(world: &World) {
+    let other = Idp::start().unwrap();
+    let token = other.mint(USER, &MintOptions::default());
+    let mut machine = Machine::new(NOWHERE).unwrap();
+    machine.env.extend(other.env());
+    other.down();
+    let host = machine.start().unwrap();
+    for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
+        let request = host.bare(operation.method.clone(), &world.path(operation)).bearer_auth(&token);
+        world.send(request).await.assert_problem(503, "unavailable");
+    }
+}
+
+async fn without_database(world: &World, kept: &[&str]) {
+    for operation in operations() {
+        let answer = world.send(right_call(world, operation)).await;
+        let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
+        match operation.id {
+            "ready" => assert_eq!(answer.status, 503),
+            id if needs && !kept.contains(&id) => answer.assert_problem(503, "database_unavailable"),
+            id => assert!(answer.status < 400, "{id}: {answer:?}"),
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! The description against the code: every route is called in every wrong way that it has, and answers as it says.
+//!
+//! The rows are the routes' own descriptions: a new route is tried without a line here.
+
+mod refusals;
+
+use kit::pg::{PgBinaries, PgOptions, PgServer};
+use reqwest::{Method, RequestBuilder};
+use serde_json::{Value, json};
+use svc::http::openapi::Operation;
+use svc::platform::api::{ENDPOINTS, description};
+
+use super::stack::{Answer, DIGEST, Guest, Process, SECRET, Stack};
+use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
+
+/// A platform with a machine that runs and one that waits for its registration.
+struct World {
+    stack: Stack,
+    process: Process,
+    runs: Guest,
+    waits: Guest,
+    operation: String,
+}
+
+impl World {
+    async fn start(more: &[(&str, &str)]) -> Self {
+        let stack = Stack::start().await;
+        let process = stack.platform_with(more);
+        let runs = stack.running(&process, "user_1").await;
+        let made = stack.provision(&process, "user_2").await;
+        let waits = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+        let operation = made["operationId"].as_str().unwrap().to_owned();
+        let secrets = [SECRET, &"07".repeat(32), stack.provider.token(), stack.store.secret_key()];
+        let tokens = [&*runs.upgrade_token, &*runs.registration_token, &*waits.registration_token];
+        secrets.iter().chain(&tokens).for_each(|secret| contract::platform().plant(secret));
+        Self { stack, process, runs, waits, operation }
+    }
+
+    /// The machine that an operation's caller would name.
+    fn guest(&self, operation: &Operation) -> &Guest {
+        if takes(operation, "registration") { &self.waits } else { &self.runs }
+    }
+
+    fn path_of(&self, operation: &Operation, id: &str) -> String {
+        let path = operation.path.replace("{id}", id);
+        path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz")
+    }
+
+    fn token(&self, credential: &str) -> &str {
+        match credential {
+            "operator" => SECRET,
+            "host" => &self.runs.upgrade_token,
+            "registration" => &self.waits.registration_token,
+            other => panic!("no token for {other}"),
+        }
+    }
+
+    async fn send(&self, request: RequestBuilder) -> Answer {
+        self.stack.send(request).await
+    }
+
+    /// An operator's call.
+    fn ask(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
+        self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
+    }
+}
+
+impl Side for World {
+    fn contract(&self) -> &'static Contract {
+        contract::platform()
+    }
+
+    fn path(&self, operation: &Operation) -> String {
+        match operation.id {
+            "getOperation" => self.path_of(operation, &self.operation),
+            _ => self.path_of(operation, &self.guest(operation).machine),
+        }
+    }
+
+    fn largest_body(&self, _: &Operation) -> usize {
+        64 << 10
+    }
+
+    fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
+        self.stack.request(&self.process, method, path)
+    }
+
+    fn known(&self, operation: &Operation, path: &str) -> RequestBuilder {
+        let request = self.bare(operation, operation.method.clone(), path);
+        match operation.credentials.first() {
+            Some(credential) => request.bearer_auth(self.token(credential.name)),
+            None => request,
+        }
+    }
+
+    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+        let code = if takes(operation, "registration") { "registration_rejected" } else { "unauthorized" };
+        let bare = |path: &str| self.bare(operation, operation.method.clone(), path);
+        let call = || bare(&self.path(operation));
+        let mut tokens = vec![
+            ("another word", "wrong"),
+            ("no token", "svcu_wrong"),
+            ("two words", "a b"),
+            ("nothing", ""),
+        ];
+        for other in ["operator", "host", "registration"] {
+            if !takes(operation, other) {
+                tokens.push((other, self.token(other)));
+            }
+        }
+        let cut = &self.token(operation.credentials[0].name)[1..];
+        tokens.push(("a token that is cut", cut));
+        let with = |(what, token): (&'static str, &str)| {
+            let request = call().bearer_auth(token);
+            Stranger { what, request, status: 401, code }
+        };
+        let mut all: Vec<Stranger> = tokens.into_iter().map(with).collect();
+        let of = |what, request| Stranger { what, request, status: 401, code };
+        all.push(of("nobody", call()));
+        all.push(of("another scheme", call().header("authorization", "Basic b3A6eA==")));
+        if takes(operation, "host") && operation.path.contains("{id}") {
+            let another = bare(&self.path_of(operation, &self.waits.machine)).bearer_auth(self.token("host"));
+            all.push(Stranger { what: "another host", request: another, status: 403, code: "forbidden" });
+        }
+        all
+    }
+
+    fn own(&self, operation: &Operation, name: &str) -> Option<Value> {
+        Some(match name {
+            "idpUserId" => json!("user_1"),
+            "slot" => json!("primary"),
+            "handle" => json!("h-user-1"),
+            "machineId" => json!(self.guest(operation).machine),
+            "serverType" => json!("cpx32"),
+            "plan" => json!("max"),
+            "kind" => json!("customer"),
+            "imageVersion" => json!("v1"),
+            "bundleSha256" => json!(DIGEST),
+            "epoch" => json!(1),
+            "allowEmpty" => json!(false),
+            "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
+            _ => return None,
+        })
+    }
+}
+
+fn takes(operation: &Operation, credential: &str) -> bool {
+    operation.credentials.iter().any(|one| one.name == credential)
+}
+
+fn operations() -> impl Iterator<Item = &'static Operation> {
+    ENDPOINTS.iter().map(|endpoint| &endpoint.operation)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_document_is_served_and_whole() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
+    assert_eq!((served.status, &served.body), (200, &description()));
+    contract::assert_whole(contract::platform());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_route_refuses_what_is_wrong_and_in_order() {
+    let world = World::start(&[]).await;
+    for operation in operations() {
+        wrong_ways(&world, operation).await;
+        ids(&world, operation).await;
+    }
+    world
+        .send(world.bare(operations().next().unwrap(), Method::GET, "/vps/x/y/z"))
+        .await
+        .assert_problem(404, "not_found");
+}
+
+async fn ids(world: &World, operation: &Operation) {
+    if !operation.path.contains("{id}") {
+        return;
+    }
+    let call = |id: &str| {
+        let call = world.known(operation, &world.path_of(operation, id));
+        match right_call(world, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
+            Some(body) => call.header("content-type", "application/json").body(body.to_vec()),
+            None => call,
+        }
+    };
+    let some = uuid::Uuid::now_v7();
+    let braced = some.braced().to_string().replace('{', "%7B").replace('}', "%7D");
+    let simple = some.simple().to_string();
+    for bad in ["7", "not-a-uuid", "%00", "%ff", "00000000-0000-0000-0000-00000000000g", &braced, &simple] {
+        world.send(call(bad)).await.assert_problem(400, "invalid_request");
+    }
+    if takes(operation, "operator") {
+        let code = if operation.id == "getOperation" { "not_found" } else { "machine_not_found" };
+        world.send(call(&some.to_string())).await.assert_problem(404, code);
+    }
+}
+
+/// A server of its own, which may be killed.
+async fn own_database() -> PgServer {
+    let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
+    let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
+    server.create_database("svc").await.unwrap();
+    server
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_its_database_every_route_that_needs_it_says_so() {
+    let server = own_database().await;
+    let world = World::start(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]).await;
+    server.kill9().await.unwrap();
+    without_database(&world).await;
+}
+
+async fn without_database(world: &World) {
+    for operation in operations() {
+        let answer = world.send(right_call(world, operation)).await;
+        let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
+        match operation.id {
+            // An operator's bundle needs the store alone.
+            "getBundle" => assert_eq!(answer.status, 200),
+            "ready" => assert_eq!(answer.status, 503),
+            _ if needs => answer.assert_problem(503, "database_unavailable"),
+            _ => assert_eq!(answer.status, 200, "{answer:?}"),
+        }
+    }
+    // A host's is looked up there.
+    let bundle = operations().find(|operation| operation.id == "getBundle").unwrap();
+    let by_host = world.bare(bundle, Method::GET, &world.path(bundle)).bearer_auth(world.token("host"));
+    world.send(by_host).await.assert_problem(503, "database_unavailable");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_its_store_every_route_that_needs_it_says_so() {
+    let world = World::start(&[]).await;
+    world.stack.store.down();
+    without_store(&world).await;
+}
+
+async fn without_store(world: &World) {
+    world.stack.subscribe(&world.process, "user_3").await;
+    let mut tried = 0;
+    for operation in operations() {
+        if !operation.codes().iter().any(|code| code.as_str() == "store_unavailable") {
+            continue;
+        }
+        let request = match operation.id {
+            "provision" => {
+                let body = json!({"idpUserId": "user_3", "handle": "third"});
+                world.known(operation, operation.path).json(&body)
+            }
+            _ => right_call(world, operation),
+        };
+        world.send(request).await.assert_problem(503, "store_unavailable");
+        tried += 1;
+    }
+    assert!(tried >= 5, "{tried}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_call_of_every_route_is_answered_as_described() {
+    let world = World::start(&[]).await;
+    // Those that end a machine come last.
+    let mut all: Vec<&Operation> = operations().collect();
+    all.sort_by_key(|operation| match operation.id {
+        "reportBootFailure" | "resize" => 1,
+        "recover" | "fail" => 2,
+        "delete" => 3,
+        _ => 0,
+    });
+    for operation in all {
+        let answer = world.send(right_call(&world, operation)).await;
+        // The host of a record does not answer, and it has no snapshot.
+        let refused = match operation.id {
+            "backUp" => Some((502, "host_unreachable")),
+            "recover" => Some((409, "snapshot_unusable")),
+            // The machine that waited has registered by then.
+            "reportBootFailure" => Some((409, "invalid_state")),
+            _ => None,
+        };
+        match refused {
+            Some((status, code)) => answer.assert_problem(status, code),
+            None => assert!(answer.status < 300, "{}: {answer:?}", operation.id),
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Every code that a route says it may answer with is provoked in one world: by a wrong call, by the state that things
+//! are in, and by each part that stands behind the platform being away.
+
+use kit::provider::{Fault, FaultRule};
+use reqwest::{Method, RequestBuilder};
+use serde_json::{Value, json};
+use svc::http::openapi::Operation;
+
+use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
+use super::{World, ids, operations};
+use crate::contract::{Side, right_call, wrong_ways};
+
+/// What takes more than one request to provoke: where it is tried instead, or why it is not.
+const EXCUSED: [(&str, &str); 7] = [
+    // A fault of our own that no request leads to.
+    ("*", "internal"),
+    // Two requests that overlap.
+    ("provision", "unavailable"),
+    ("recover", "unavailable"),
+    ("resize", "unavailable"),
+    // A host that is faster than the answer to its own creation: platform::registration.
+    ("register", "unavailable"),
+    ("register", "invalid_state"),
+    // A store of files: platform::credentials.
+    ("renewStorageCredentials", "disabled"),
+];
+
+struct Rows<'w> {
+    world: &'w World,
+}
+
+impl Rows<'_> {
+    async fn row(&mut self, request: RequestBuilder, status: u16, code: &str) {
+        self.world.send(request).await.assert_problem(status, code);
+    }
+
+    async fn post(&mut self, path: &str, body: &Value, status: u16, code: &str) {
+        self.row(self.world.ask(Method::POST, path, body), status, code).await;
+    }
+
+    async fn post_to(&mut self, process: &Process, path: &str, body: &Value, status: u16, code: &str) {
+        let request = self.world.stack.request(process, Method::POST, path);
+        self.row(request.bearer_auth(SECRET).json(body), status, code).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_code_that_a_route_names_is_seen() {
+    let database = super::own_database().await;
+    let world = World::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
+    for operation in operations() {
+        wrong_ways(&world, operation).await;
+        ids(&world, operation).await;
+    }
+    let mut rows = Rows { world: &world };
+    let settings = [("PLATFORM_DATABASE_URL", database.url("svc"))];
+    provisioning(&mut rows, &settings).await;
+    lives(&mut rows, &settings).await;
+    keys(&mut rows).await;
+    bundles(&mut rows).await;
+
+    world.stack.store.down();
+    super::without_store(&world).await;
+    world.stack.store.up().unwrap();
+    database.kill9().await.unwrap();
+    super::without_database(&world).await;
+    let world = World::start(&[]).await;
+    ends(&mut Rows { world: &world }).await;
+
+    let all: Vec<&'static Operation> = operations().collect();
+    let unseen = world.contract().unseen(&all, &EXCUSED);
+    assert!(unseen.is_empty(), "{unseen:#?}");
+}
+
+fn process(stack: &Stack, settings: &[(&str, String)], more: &[(&str, &str)]) -> Process {
+    let settings = settings.iter().map(|(name, value)| (*name, value.as_str()));
+    stack.platform_with(&settings.chain(more.iter().copied()).collect::<Vec<_>>())
+}
+
+async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
+    let (world, path) = (rows.world, "/vps/provision");
+    let with = |user: &str, more: &Value| {
+        let mut body = provision_body(user);
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    rows.post(path, &provision_body("user_none"), 402, "subscription_required").await;
+    let starter = json!({"idpUserId": "user_small", "plan": "starter", "status": "active"});
+    world.send(world.ask(Method::PUT, "/vps/slots", &starter)).await;
+    let large = with("user_small", &json!({"serverType": "cpx52"}));
+    rows.post(path, &large, 403, "server_type_not_allowed").await;
+    rows.post(path, &with("user_small", &json!({"imageVersion": "v9"})), 404, "bundle_not_found").await;
+    rows.post(path, &with("user_small", &json!({"handle": "h-user-1"})), 409, "handle_taken").await;
+    let off = process(&world.stack, settings, &[("CUSTOMER_VPS_ENABLED", "false")]);
+    rows.post_to(&off, path, &provision_body("user_small"), 503, "disabled").await;
+    let none = process(&world.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
+    let preview = with("user_small", &json!({"kind": "preview"}));
+    rows.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
+}
+
+async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
+    let world = rows.world;
+    let (runs, waits) = (&world.runs.machine, &world.waits.machine);
+    let of = |machine: &str, what: &str| format!("/vps/{machine}/{what}");
+    let to = |server_type: &str| json!({ "serverType": server_type });
+    rows.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
+    rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
+    rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
+    rows.post(&of(waits, "backup"), &json!({}), 409, "invalid_state").await;
+    rows.post(&of(runs, "backup"), &json!({}), 502, "host_unreachable").await;
+    rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
+    rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
+    let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
+    rows.post_to(&free, &of(runs, "resize"), &to("cpx12"), 409, "disk_would_shrink").await;
+    rows.post_to(&free, &of(runs, "resize"), &to("none9"), 400, "invalid_request").await;
+    let provider = &world.stack.provider;
+    for fault in [
+        Fault::LostRequest,
+        Fault::Status { status: 503, code: "scripted_secret".into(), reset_in_seconds: None },
+        Fault::Status { status: 403, code: "scripted_secret".into(), reset_in_seconds: None },
+    ] {
+        let everything =
+            FaultRule { method: None, path_contains: String::new(), skip: 0, times: 10_000, fault };
+        provider.fault(everything);
+        rows.post(&of(runs, "resize"), &to("cpx32"), 502, "provisioning_error").await;
+        provider.clear_faults();
+    }
+    let plan = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
+    let slots = "/vps/slots";
+    world.send(world.ask(Method::PUT, slots, &plan("starter", "active"))).await;
+    rows.post(&of(runs, "resize"), &to("cpx32"), 403, "server_type_not_allowed").await;
+    let ended = plan("max", "inactive");
+    let answer = world.send(world.ask(Method::PUT, slots, &ended)).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    rows.post(&of(runs, "resize"), &to("cpx32"), 402, "subscription_required").await;
+    world.send(world.ask(Method::PUT, slots, &plan("max", "active"))).await;
+}
+
+/// The same key with another body, of every route that takes one.
+async fn keys(rows: &mut Rows<'_>) {
+    let world = rows.world;
+    for operation in operations().filter(|one| one.parameters.iter().any(|p| p.name == "Idempotency-Key")) {
+        let key = format!("key-{}", operation.id);
+        // Taken by a call of another route.
+        let first = json!({"idpUserId": "user_keys", "plan": "starter", "status": "active"});
+        let first = world.ask(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
+        assert_eq!(world.send(first).await.status, 200);
+        let other = match operation.id {
+            "putSubscription" => {
+                let other = json!({"idpUserId": "user_keys", "plan": "max", "status": "active"});
+                world.ask(Method::PUT, "/vps/slots", &other)
+            }
+            _ => right_call(world, operation),
+        };
+        rows.row(other.header("idempotency-key", &key), 422, "idempotency_mismatch").await;
+        for bad in ["", &"x".repeat(256), "a\tb"] {
+            let call = right_call(world, operation).header("idempotency-key", bad);
+            rows.row(call, 400, "invalid_request").await;
+        }
+    }
+}
+
+async fn bundles(rows: &mut Rows<'_>) {
+    let world = rows.world;
+    let get = |path: &str| world.ask(Method::GET, path, &Value::Null);
+    let file = "svc-host-bundle.tar.gz";
+    rows.row(get(&format!("/system-bundles/v9/{file}")), 404, "bundle_not_found").await;
+    rows.row(get("/system-bundles/v1/other"), 404, "not_found").await;
+    rows.row(get("/system-bundles/..%2f..%2fuser_1/x"), 404, "not_found").await;
+    rows.row(get("/system-bundles/%ff/x"), 400, "invalid_request").await;
+    let beyond = get(&format!("/system-bundles/v1/{file}")).header("range", "bytes=100-");
+    rows.row(beyond, 416, "range_not_satisfiable").await;
+}
+
+/// What the end of a machine leaves: tokens that were good, and a machine that is no more.
+async fn ends(rows: &mut Rows<'_>) {
+    let world = rows.world;
+    let (stack, runs) = (&world.stack, &world.runs.machine);
+    let snapshot = stack.snapshot("user_1");
+    let key = "system-bundles/v1/svc-host-bundle.tar.gz.sha256";
+    let digest = stack.store.read(BUCKET, key).unwrap();
+    stack.store.remove(BUCKET, key);
+    rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 404, "bundle_not_found").await;
+    stack.store.write(BUCKET, key, digest);
+    let recovered = world.ask(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
+    let recovered = world.send(recovered).await;
+    assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
+    stack.ended(&world.process, recovered.body["operationId"].as_str().unwrap()).await;
+    let replaced = |method, path: &str| {
+        stack.request(&world.process, method, path).bearer_auth(&world.runs.upgrade_token)
+    };
+    rows.row(replaced(Method::GET, "/system-bundles/v1/svc-host-bundle.tar.gz"), 403, "superseded").await;
+    rows.row(replaced(Method::POST, &format!("/vps/{runs}/storage-credentials")), 403, "superseded").await;
+    for what in ["fail", "resize", "backup"] {
+        let body = match what {
+            "fail" => json!({"reason": "x"}),
+            "resize" => json!({"serverType": "cpx32"}),
+            _ => json!({}),
+        };
+        rows.post(&format!("/vps/{runs}/{what}"), &body, 409, "invalid_state").await;
+    }
+    rows.row(world.ask(Method::DELETE, &format!("/vps/{runs}"), &Value::Null), 409, "invalid_state").await;
+    let failure = operations().find(|operation| operation.id == "reportBootFailure").unwrap();
+    rows.row(right_call(world, failure), 409, "invalid_state").await;
+}
