@@ -8,6 +8,8 @@ use std::future::Future;
 use std::path::Path;
 use std::process::ExitCode;
 
+use crate::chain::chain;
+
 /// `0.1.0 (commit 0123456789ab, 2026-11-21)`, printed by `--version` of every applet.
 pub const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("SVC_COMMIT"), ", ", env!("SVC_COMMIT_DATE"), ")");
@@ -109,7 +111,7 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
 }
 
 fn report(name: &str, failure: &Failure) -> ExitCode {
-    eprintln!("{name}: {:#}", failure.error);
+    eprintln!("{name}: {}", chain(failure.error.as_ref()));
     failure.exit.into()
 }
 

@@ -3,6 +3,7 @@
 //! `ARCHITECTURE.md` has the map. Host and platform never import each other; what both need is beside them here.
 
 pub mod applet;
+mod chain;
 pub mod clock;
 pub mod config;
 pub mod ctl;
@@ -10,7 +11,9 @@ pub mod failpoint;
 pub mod fsx;
 pub mod host;
 pub mod http;
+mod log_line;
 pub mod machine;
+pub mod metrics;
 pub mod platform;
 pub mod provider;
 pub mod store;

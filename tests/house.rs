@@ -110,6 +110,11 @@ fn every_variable_is_in_the_reference() {
 }
 
 #[test]
+fn every_metric_is_in_the_readme() {
+    assert_none(&documented::untold_metrics(&files()));
+}
+
+#[test]
 fn the_folders_are_those_of_the_plan() {
     assert_none(&rules::unplanned_folders(&files()));
 }

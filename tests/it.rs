@@ -5,8 +5,10 @@
     reason = "all of it is tests; clippy sees only the functions with #[test] as such"
 )]
 
+mod canary;
 mod contract;
 mod ctl;
+mod exposition;
 mod first_boot;
 mod gateway;
 mod house;

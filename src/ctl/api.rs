@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::refusal::Refusal;
 use crate::http::client::{self, Deadlines};
-use crate::http::problem;
+use crate::http::{problem, request_id};
 
 const TRIES: usize = 5;
 /// A platform that asks for more patience than this is left to the operator.
@@ -152,7 +152,7 @@ impl Api {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let response = request.send().await.map_err(unreachable)?;
+        let response = request_id::onward(request).send().await.map_err(unreachable)?;
         let (status, pause) = (response.status(), retry_after(&response));
         let text = response.text().await.map_err(unreachable)?;
         let what = format!("{method} {}", url.path());

@@ -19,6 +19,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use crate::applet;
+use crate::http::request_id;
 use crate::telemetry;
 use args::Args;
 
@@ -29,12 +30,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     telemetry::init("svcctl");
     if !args.global.json {
-        return applet::block_on("svcctl", command::run(args));
+        return applet::block_on("svcctl", request_id::own(command::run(args)));
     }
     // For programs a failure is one line of JSON.
     let mut exit = None;
     let ran = applet::block_on("svcctl", async {
-        if let Err(failure) = command::run(args).await {
+        if let Err(failure) = request_id::own(command::run(args)).await {
             eprintln!("{}", refusal::json(&failure));
             exit = Some(failure.exit);
         }

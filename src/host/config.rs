@@ -11,6 +11,7 @@ use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
+use crate::telemetry;
 
 /// The environment of a host applet: process, then the env files below `SVC_ROOT`.
 pub fn environment(layout: &Layout) -> Env {
@@ -18,6 +19,12 @@ pub fn environment(layout: &Layout) -> Env {
         .with_file(&layout.host_env())
         .with_file(&layout.store_env())
         .with_file(&layout.boot_env())
+}
+
+/// Starts an applet's log with this machine's name; a configuration that is wrong is told of when it is read.
+pub fn begin_log(applet: &'static str, layout: &Layout) {
+    let machine = environment(layout).text("SVC_MACHINE_ID").and_then(|id| id.parse().ok());
+    telemetry::init_on(applet, machine);
 }
 
 /// Who this machine is and who owns it, as provisioning wrote it.

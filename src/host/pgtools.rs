@@ -114,9 +114,32 @@ fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
     vars
 }
 
+/// What a tool complained of, in one line, without what its lines quote of rows.
+pub fn complaint(said: &str) -> String {
+    let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
+    let lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
+    let told = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
+    // `invalid input syntax for type integer: "…"`
+    let told = told.map(|line| line.split(": \"").next().unwrap_or_default());
+    told.collect::<Vec<_>>().join("; ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_complaint_quotes_no_row() {
+        let said = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
+                    CONTEXT:  COPY notes, line 1, column rank: \"mine\"\n\
+                    DETAIL:  Key (title)=(mine) is duplicated.\npg_restore: error: ended\n";
+        let told = complaint(said);
+        assert!(!told.contains("mine"), "{told}");
+        assert!(
+            told.contains("COPY failed for table \"notes\"") && told.ends_with("; pg_restore: error: ended"),
+            "{told}"
+        );
+    }
 
     #[test]
     fn the_password_is_in_no_argument_list() {

@@ -22,6 +22,7 @@ use crate::clock;
 use crate::fsx;
 use crate::http::client::{self, Deadlines};
 use crate::http::problem::chain;
+use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::store::credentials::{CredentialError, Source, Temporary};
 
@@ -141,7 +142,8 @@ impl Renewed {
         let unavailable = |error: reqwest::Error| CredentialError::Unavailable(chain(&error));
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
         let token = self.platform.upgrade_token.expose_secret();
-        let answer = self.client.post(url).bearer_auth(token).send().await.map_err(unavailable)?;
+        let answer =
+            request_id::onward(self.client.post(url).bearer_auth(token)).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (answer.status(), date(answer.headers()));
         let body = answer.bytes().await.map_err(unavailable)?;

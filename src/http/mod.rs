@@ -3,6 +3,7 @@
 pub mod client;
 pub mod fields;
 pub mod jwt;
+pub mod observe;
 pub mod openapi;
 pub mod problem;
 pub mod proof;

@@ -7,6 +7,8 @@ use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+pub use crate::chain::chain;
+
 /// Declares the codes with all that belongs to each, so that none can be left out of anything.
 macro_rules! codes {
     ($($name:ident $status:ident $code:literal $title:literal)*) => {
@@ -140,21 +142,6 @@ impl Problem {
         }
         Value::Object(body)
     }
-}
-
-/// An error and its causes in one line.
-pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let part = error.to_string();
-        if !text.ends_with(&part) {
-            text.push_str(": ");
-            text.push_str(&part);
-        }
-        cause = error.source();
-    }
-    text
 }
 
 impl IntoResponse for Problem {

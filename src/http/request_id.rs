@@ -3,10 +3,7 @@
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use axum::extract::Request;
-use axum::middleware::Next;
-use axum::response::Response;
-use http::HeaderValue;
+use http::HeaderMap;
 use tracing::Instrument;
 
 pub const HEADER: &str = "x-request-id";
@@ -20,9 +17,20 @@ pub fn current() -> String {
     CURRENT.try_with(String::clone).unwrap_or_default()
 }
 
-/// Runs `work` under a given id; for work that is not an axum request.
+/// Runs `work` under a given id.
 pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
+}
+
+/// Runs work that no request asked for under an id of its own, which its log lines and calls carry.
+pub async fn own<T>(work: impl Future<Output = T>) -> T {
+    under(fresh(), work).await
+}
+
+/// Runs what a request left to be done later under that request's id.
+pub async fn under<T>(id: String, work: impl Future<Output = T>) -> T {
+    let span = tracing::info_span!("run", svc_request_id = %id);
+    scope(id, work).instrument(span).await
 }
 
 /// A new id, in time order. It has to be another one than all others, and may be guessed: this process's own random bytes
@@ -41,24 +49,19 @@ pub fn fresh() -> String {
     id.simple().to_string()
 }
 
-/// Takes a well-formed inbound id or makes one; puts it into the request, the log span and the answer.
-pub async fn layer(mut request: Request, next: Next) -> Response {
-    let inbound = request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| fits(id));
-    let id = inbound.map_or_else(fresh, str::to_owned);
-    let value = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("invalid"));
-    request.headers_mut().insert(HEADER, value.clone());
-    let span = tracing::info_span!(
-        "request",
-        svc_request_id = %id,
-        method = %request.method(),
-        path = request.uri().path(),
-    );
-    let mut response = scope(id, next.run(request)).instrument(span).await;
-    response.headers_mut().insert(HEADER, value);
-    response
+/// A call of ours that is made for the request of now carries its id; one that is made for none gets its own.
+pub fn onward(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
+    let current = current();
+    call.header(HEADER, if current.is_empty() { fresh() } else { current })
 }
 
-fn fits(id: &str) -> bool {
+/// What the client calls its request, where that is well formed.
+pub fn inbound(headers: &HeaderMap) -> Option<&str> {
+    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| fits(id))
+}
+
+/// Whether a text has the form of an id.
+pub fn fits(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }
 

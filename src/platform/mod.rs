@@ -12,6 +12,7 @@ pub mod host_store;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
+pub mod measure;
 pub mod operations;
 pub mod rate_budget;
 pub mod router;
@@ -24,6 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use axum::Extension;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
@@ -42,7 +44,7 @@ use crate::http::client::{self, Deadlines};
 use crate::http::server::{self, Limits};
 use crate::http::tls::Identity;
 use crate::provider::hetzner::Hetzner;
-use crate::telemetry;
+use crate::{metrics, telemetry};
 
 /// How long steps under way may go on after the stop was asked; the rest is resumed by the next process.
 const DRAIN: Duration = Duration::from_secs(25);
@@ -66,6 +68,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
+    let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
     if host_store.gives_our_own() {
         tracing::warn!(
@@ -73,6 +76,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         );
     }
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
+    scrape.keep_up(stop.clone());
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
@@ -118,7 +122,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     println!("listening api {}", api.url);
-    let control = api::routes(platform.clone());
+    let control = api::routes(platform.clone()).layer(Extension(scrape));
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
     let routes = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);

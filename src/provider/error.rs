@@ -19,6 +19,18 @@ pub enum ErrorKind {
     Ambiguous,
 }
 
+impl ErrorKind {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::NotFound => "not_found",
+            Self::Conflict => "conflict",
+            Self::Refused => "refused",
+            Self::Transient => "transient",
+            Self::Ambiguous => "ambiguous",
+        }
+    }
+}
+
 /// A provider call that failed after its own retries.
 #[derive(Debug, thiserror::Error)]
 #[error("the provider call `{call}` failed ({kind:?})")]

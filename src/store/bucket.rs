@@ -1,6 +1,7 @@
 //! One bucket: reads, writes and conditional writes with the errors that callers decide by.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::TryStreamExt;
@@ -12,6 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
+use crate::metrics::{STORE_CALLS, STORE_DURATION};
 
 /// What went wrong at the store, by what it means.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +55,18 @@ impl StoreError {
                 Self::Denied { key, source: Box::new(error) }
             }
             error => Self::Unavailable { key, source: Box::new(error) },
+        }
+    }
+
+    /// What it means, in a word.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::NotFound { .. } => "not_found",
+            Self::Precondition { .. } => "precondition",
+            Self::Corrupt { .. } => "corrupt",
+            Self::Denied { .. } => "denied",
+            Self::Withdrawn { .. } => "withdrawn",
+            Self::Unavailable { .. } => "unavailable",
         }
     }
 
@@ -109,6 +123,10 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
+        counted("head", self.head_once(key)).await
+    }
+
+    async fn head_once(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
         match self.inner.head(key).await.map_err(|error| StoreError::of(key, error)) {
             Ok(meta) => Ok(Some(meta)),
             Err(error) if error.is_not_found() => Ok(None),
@@ -143,6 +161,10 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
     pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
+        counted("get", self.get_once(key, limit)).await
+    }
+
+    async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
         let got = match self.inner.get_opts(key, GetOptions::default()).await {
             Ok(got) => got,
             Err(Error::NotFound { .. }) => return Ok(None),
@@ -181,8 +203,8 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`].
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
-        let put = self.inner.put(key, body.into().into()).await;
-        put.map(|_| ()).map_err(|error| StoreError::of(key, error))
+        let put = self.inner.put(key, body.into().into());
+        counted("put", async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }).await
     }
 
     /// # Errors
@@ -206,9 +228,20 @@ impl Bucket {
             Condition::Unchanged(version) => PutMode::Update(version.0),
         };
         let options = PutOptions { mode, ..PutOptions::default() };
-        let put = self.inner.put_opts(key, to_json(key, value)?.into(), options).await;
-        put.map(|_| ()).map_err(|error| StoreError::of(key, error))
+        let put = self.inner.put_opts(key, to_json(key, value)?.into(), options);
+        counted("put_if", async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }).await
     }
+}
+
+async fn counted<T>(
+    call: &'static str,
+    work: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    let start = Instant::now();
+    let end = work.await;
+    STORE_DURATION.record([call], start.elapsed());
+    STORE_CALLS.add_one([call, end.as_ref().map_or_else(StoreError::kind, |_| "ok")]);
+    end
 }
 
 fn to_json(key: &Path, value: &impl Serialize) -> Result<Bytes, StoreError> {

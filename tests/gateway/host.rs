@@ -100,7 +100,8 @@ impl Machine {
         }
     }
 
-    fn command(&self) -> Command {
+    /// The gateway, not yet started.
+    pub fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         let path = std::env::var_os("PATH").unwrap_or_default();
         command.arg("svc-gateway").env_clear().env("PATH", path).env("SVC_ROOT", self.root.path());

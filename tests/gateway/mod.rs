@@ -14,4 +14,6 @@ mod described;
 mod host;
 mod identity;
 mod isolation;
+mod journal;
 mod life;
+mod metrics;

@@ -70,6 +70,22 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
     found
 }
 
+/// Every metric has its row in the README.
+pub fn untold_metrics(files: &[File]) -> Vec<String> {
+    let readme = files.iter().find(|file| file.path == "README.md").map_or("", |file| &file.text);
+    let mut found = Vec::new();
+    for file in files.iter().filter(|file| file.path == "src/metrics.rs") {
+        for (number, line) in file.text.lines().enumerate() {
+            let names =
+                line.split('"').filter(|part| part.starts_with("svc_") || part.starts_with("process_"));
+            for name in names.filter(|name| !readme.contains(&format!("| `{name}` |"))) {
+                found.push(at(&file.path, number + 1, format!("{name} is not in the README's table")));
+            }
+        }
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,5 +110,13 @@ mod tests {
         let source = File::sample("src/a.rs", "env.text(\"SVC_A\"); env.text(\"SVC_AB\")");
         let found = undocumented(&[readme, source]);
         assert!(found.len() == 1 && found[0].contains("SVC_AB"), "{found:?}");
+    }
+
+    #[test]
+    fn a_metric_that_the_readme_does_not_have_is_noticed() {
+        let readme = File::sample("README.md", "| `svc_a_total` | – |");
+        let source = File::sample("src/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
+        let found = untold_metrics(&[readme, source]);
+        assert!(found.len() == 1 && found[0].contains("svc_b"), "{found:?}");
     }
 }

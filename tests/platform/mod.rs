@@ -18,6 +18,7 @@ mod key_rotation;
 mod kills;
 mod last_backup;
 mod lives;
+mod metrics;
 mod provisioning;
 mod reconciling;
 mod recovery;

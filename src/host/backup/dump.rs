@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use super::toc;
 use crate::failpoint;
 use crate::host::pgconn::Server;
-use crate::host::pgtools::PgTools;
+use crate::host::pgtools::{self, PgTools};
 use crate::store::upload::{Upload, UploadError};
 
 const CHUNK: usize = 256 * 1024;
@@ -188,5 +188,5 @@ async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
         kept.extend_from_slice(&piece[..read]);
         kept.drain(..kept.len().saturating_sub(COMPLAINT));
     }
-    String::from_utf8_lossy(&kept).trim().replace('\n', "; ")
+    pgtools::complaint(&String::from_utf8_lossy(&kept))
 }

@@ -16,16 +16,16 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::config::{self, DatabaseUrl, Identity};
+use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
-use crate::telemetry;
 use request::Request;
 
 pub use job::POINTS;
@@ -95,12 +95,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    telemetry::init("svc-db-backup");
+    begin_log("svc-db-backup", &Layout::from_process());
     let Command::Run(args) = args.command.unwrap_or(Command::Run(args.run));
     applet::block_on("svc-db-backup", async move {
         let settings = Settings::read(Layout::from_process())?;
         let request = args.request.then(|| Request::new(&settings.layout));
-        let end = take_turn(&settings, request.as_ref()).await;
+        let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
+        let end = request_id::under(id, take_turn(&settings, request.as_ref())).await;
         // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
         if let Some(request) = request {
             request.done();

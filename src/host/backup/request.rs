@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use crate::fsx;
 use crate::host::layout::Layout;
+use crate::http::request_id;
 
 /// The file as it was when this run began.
 pub struct Request {
@@ -22,6 +23,13 @@ impl Request {
         let path = layout.request("backup");
         let seen = Cell::new(version(&path));
         Self { path, seen }
+    }
+
+    /// The id of the request that asked, where the file tells one.
+    pub fn id(&self) -> Option<String> {
+        let text = fsx::read_if_there(&self.path).ok()??;
+        let told: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        told["requestId"].as_str().filter(|id| request_id::fits(id)).map(str::to_owned)
     }
 
     /// The snapshot comes after this moment: it serves what was asked until now.

@@ -51,7 +51,7 @@ fn limit(query: Option<&str>) -> Result<usize, Problem> {
 }
 
 /// The last `limit` whole lines, newest first; a torn or broken line is left out.
-fn newest(path: &Path, limit: usize) -> Result<Vec<String>, FileError> {
+pub(super) fn newest(path: &Path, limit: usize) -> Result<Vec<String>, FileError> {
     let text = match tail(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -16,12 +16,15 @@ use crate::clock::rfc3339_ms;
 use crate::fsx;
 use crate::http::openapi::{Operation, object, one_of, time};
 use crate::http::problem::{Code, Problem};
+use crate::http::request_id;
 
 /// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
 pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
     let path = gateway.config.layout.request("backup");
     let requested_at = rfc3339_ms(Timestamp::now());
-    let content = json!({ "requestedAt": requested_at, "by": "platform" }).to_string();
+    let content =
+        json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
+            .to_string();
     let written =
         tokio::task::spawn_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await;
     match written {

@@ -15,6 +15,7 @@ mod endpoint;
 mod health;
 mod internal;
 mod lifetime;
+mod measure;
 mod proxy;
 mod router;
 mod socket;
@@ -25,6 +26,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
+use axum::Extension;
 use clap::Parser;
 use sd_notify::NotifyState;
 use tokio::net::TcpListener;
@@ -36,9 +38,10 @@ use self::auth::Ingress;
 use self::config::Config;
 use self::state::Gateway;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::host::config::begin_log;
 use crate::host::layout::Layout;
 use crate::http::server::{self, Limits};
-use crate::telemetry;
+use crate::metrics;
 
 #[derive(Parser)]
 #[command(
@@ -54,7 +57,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    telemetry::init("svc-gateway");
+    begin_log("svc-gateway", &Layout::from_process());
     applet::block_on("svc-gateway", serve(Layout::from_process()))
 }
 
@@ -71,13 +74,15 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted = socket::bind(&layout.sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    let scrape = metrics::install()?;
+    scrape.keep_up(stop.clone());
     let gateway = Gateway::new(config)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(lifetime::feed_watchdog(stop.clone()));
-    let local = router::router(&gateway, Ingress::Trusted);
+    let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
     let local = tokio::spawn(socket::serve(trusted, local, stop.clone()));
     let told = stop.clone();
     tokio::spawn(async move {

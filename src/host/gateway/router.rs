@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
-use super::{apps, backups, body, bridge, health, internal, proxy};
+use super::{apps, backups, body, bridge, health, internal, measure, proxy};
+use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
 pub static ENDPOINTS: [&Endpoint; 13] = [
@@ -67,6 +67,10 @@ static DESCRIPTION: Endpoint = Endpoint {
 pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
     let to_shell = middleware::from_fn(|request, next| admit(OWNERS, request, next));
     let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
+    let (listener, own) = match ingress {
+        Ingress::Public => (Listener::Gateway, Router::new()),
+        Ingress::Trusted => (Listener::Socket, Router::new().route("/metrics", get(measure::metrics))),
+    };
     routes(&ENDPOINTS, false)
         .route("/_svc/internal/{*path}", axum::routing::any(nothing))
         .route("/api/{*path}", axum::routing::any(nothing))
@@ -74,8 +78,9 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
+        .merge(own)
         .merge(routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method))
-        .layer(middleware::from_fn(request_id::layer))
+        .layer(middleware::from_fn_with_state(listener, observe::layer))
         .with_state(gateway.clone())
 }
 

@@ -11,6 +11,7 @@ use url::Url;
 use crate::host::config::PlatformLink;
 use crate::host::patience::Patience;
 use crate::http::client::{self, Deadlines};
+use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
@@ -112,7 +113,7 @@ impl<'a> Platform<'a> {
             .bearer_auth(self.token.expose_secret())
             .header(header::CONTENT_TYPE, "application/json")
             .body(body.to_owned());
-        let response = match request.send().await {
+        let response = match request_id::onward(request).send().await {
             Ok(response) => response,
             Err(error) => return Try::Again(crate::http::problem::chain(&error)),
         };

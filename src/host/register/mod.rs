@@ -15,17 +15,17 @@ use std::time::{Duration, Instant};
 
 use secrecy::SecretString;
 
-use super::config::{self, Identity, PlatformLink};
+use super::config::{self, Identity, PlatformLink, begin_log};
 use super::layout::Layout;
 use super::probe::{self, Gateway};
 use super::release;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::failpoint;
+use crate::http::request_id;
 use crate::http::tls::SpkiPin;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
-use crate::telemetry;
 use call::{CallError, Platform};
 use ledger::{Body, Ledger};
 
@@ -69,18 +69,21 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    telemetry::init("svc-register");
+    begin_log("svc-register", &Layout::from_process());
     let layout = Layout::from_process();
-    applet::block_on("svc-register", async move {
-        match args.command.unwrap_or(Command::Register) {
-            Command::Register => register(&layout).await,
-            Command::Stage { stage } => {
-                stage::report(&layout, stage).await;
-                Ok(())
+    applet::block_on(
+        "svc-register",
+        request_id::own(async move {
+            match args.command.unwrap_or(Command::Register) {
+                Command::Register => register(&layout).await,
+                Command::Stage { stage } => {
+                    stage::report(&layout, stage).await;
+                    Ok(())
+                }
+                Command::Failure { stage, message } => failure::report(&layout, stage, &message).await,
             }
-            Command::Failure { stage, message } => failure::report(&layout, stage, &message).await,
-        }
-    })
+        }),
+    )
 }
 
 struct Settings {

@@ -15,6 +15,7 @@ use crate::failpoint::{self, Injected};
 use crate::host::census;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError, ident, literal};
+use crate::host::pgtools;
 use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
 const APPLICATION: &str = "svc-restore";
@@ -168,7 +169,7 @@ async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(),
         return Ok(());
     }
     let said = String::from_utf8_lossy(&said);
-    let complaint = said.trim().chars().take(2000).collect::<String>().replace('\n', "; ");
+    let complaint = pgtools::complaint(&said).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
 }
 

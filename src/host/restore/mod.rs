@@ -13,7 +13,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use super::config::{self, DatabaseUrl, Identity};
+use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
@@ -21,9 +21,9 @@ use super::pgtools::PgTools;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
+use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
-use crate::telemetry;
 
 pub use gate::POINTS;
 
@@ -98,21 +98,24 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    telemetry::init("svc-restore");
-    applet::block_on("svc-restore", async {
-        let layout = Layout::from_process();
-        if layout.restore_complete().exists() {
-            tracing::info!("the database of this machine is in use already; nothing is restored over it");
-            return Ok(());
-        }
-        let settings = Settings::read(layout)?;
-        let lock =
-            Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
-                LockError::Held => {
-                    Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way"))
-                }
-                error @ LockError::File(_) => Failure::new(Exit::Internal, error),
-            })?;
-        gate::open(&lock, &settings).await
-    })
+    begin_log("svc-restore", &Layout::from_process());
+    applet::block_on(
+        "svc-restore",
+        request_id::own(async {
+            let layout = Layout::from_process();
+            if layout.restore_complete().exists() {
+                tracing::info!("the database of this machine is in use already; nothing is restored over it");
+                return Ok(());
+            }
+            let settings = Settings::read(layout)?;
+            let lock =
+                Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
+                    LockError::Held => {
+                        Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way"))
+                    }
+                    error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+                })?;
+            gate::open(&lock, &settings).await
+        }),
+    )
 }

@@ -9,6 +9,7 @@ use super::vitals::{self, Disk, Health, LastBackup};
 use crate::host::release;
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::ProofKeys;
+use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::name::ImageVersion;
 
@@ -71,7 +72,8 @@ impl<'a> Heart<'a> {
         };
         let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
         let token = settings.platform.upgrade_token.expose_secret();
-        let response = self.client.post(url).bearer_auth(token).json(&beat).send().await?;
+        let call = request_id::onward(self.client.post(url).bearer_auth(token).json(&beat));
+        let response = call.send().await?;
         let status = response.status();
         let body = response.bytes().await?;
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {

@@ -15,17 +15,17 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{self, DatabaseUrl, Identity, PlatformLink};
+use super::config::{self, DatabaseUrl, Identity, PlatformLink, begin_log};
 use super::layout::Layout;
 use super::pgconn::Server;
 use super::probe;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
+use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
-use crate::telemetry;
 use heartbeat::Heart;
 use obey::Superseded;
 
@@ -92,7 +92,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    telemetry::init("svc-sync-agent");
+    begin_log("svc-sync-agent", &Layout::from_process());
     applet::block_on("svc-sync-agent", async {
         let settings = Settings::read(Layout::from_process())?;
         if settings.layout.superseded().exists() {
@@ -128,7 +128,7 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
     let mut ticks = ticks(settings.heartbeat_each);
     loop {
         ticks.tick().await;
-        match heart.beat().await {
+        match request_id::own(heart.beat()).await {
             Ok(answer) => match obey::obey(settings, answer) {
                 Ok(None) => {}
                 Ok(Some(superseded)) => return superseded,

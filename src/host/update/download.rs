@@ -16,6 +16,7 @@ use crate::failpoint::{self, Injected};
 use crate::host::config::PlatformLink;
 use crate::host::patience::Patience;
 use crate::http::client::{self, Deadlines};
+use crate::http::request_id;
 
 /// How long the source may be away, counted from the last byte.
 const DEADLINE: Duration = Duration::from_secs(300);
@@ -135,7 +136,7 @@ impl Download<'_> {
             request =
                 request.header(header::RANGE, format!("bytes={}-", self.at)).header(header::IF_RANGE, etag);
         }
-        let response = request.send().await;
+        let response = request_id::onward(request).send().await;
         let response = response
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {

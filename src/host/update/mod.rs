@@ -12,9 +12,10 @@ mod unpack;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use super::config::begin_log;
 use super::layout::Layout;
 use crate::applet;
-use crate::telemetry;
+use crate::http::request_id;
 
 pub use boot::POINTS;
 
@@ -46,15 +47,18 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    telemetry::init("svc-update");
     let layout = Layout::from_process();
-    applet::block_on("svc-update", async move {
-        match args.command {
-            Command::Boot => boot::run(layout).await,
-            Command::Status { json } => {
-                let format = if json { status::Format::Json } else { status::Format::Table };
-                status::print(&layout, format)
+    begin_log("svc-update", &layout);
+    applet::block_on(
+        "svc-update",
+        request_id::own(async move {
+            match args.command {
+                Command::Boot => boot::run(layout).await,
+                Command::Status { json } => {
+                    let format = if json { status::Format::Json } else { status::Format::Table };
+                    status::print(&layout, format)
+                }
             }
-        }
-    })
+        }),
+    )
 }

@@ -83,6 +83,22 @@ pub enum ProxyError {
     Closed,
 }
 
+impl ProxyError {
+    /// What happened, in a word.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Connect(_) => "connect",
+            Self::ConnectTimeout => "connect_timeout",
+            Self::Exchange(_) => "exchange",
+            Self::HeadTimeout => "head_timeout",
+            Self::Full => "full",
+            Self::UnaskedUpgrade => "unasked_upgrade",
+            Self::Tunnel => "tunnel",
+            Self::Closed => "closed",
+        }
+    }
+}
+
 /// The way to one upstream.
 pub struct Proxy {
     pool: Arc<Pool>,

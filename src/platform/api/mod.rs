@@ -16,6 +16,7 @@ pub mod health;
 pub mod heartbeat;
 pub mod list;
 pub mod machine;
+pub mod metrics;
 pub mod mutation;
 pub mod operation;
 pub mod provision;
@@ -27,11 +28,9 @@ pub mod slots;
 pub mod storage_credentials;
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use axum::extract::Request;
-use axum::middleware::{self, Next};
-use axum::response::Response;
+use axum::middleware;
 use axum::routing::get;
 use axum::{Json, Router};
 use http::Method;
@@ -40,12 +39,12 @@ use serde_json::{Value, json};
 use self::endpoint::{Endpoint, told};
 use super::context::Platform;
 use super::router;
+use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
-use crate::http::request_id;
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 22] = [
+pub static ENDPOINTS: [&Endpoint; 23] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -67,6 +66,7 @@ pub static ENDPOINTS: [&Endpoint; 22] = [
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,
+    &metrics::ENDPOINT,
     &DESCRIPTION,
 ];
 
@@ -112,8 +112,7 @@ pub fn routes(platform: Arc<Platform>) -> Router {
     endpoint::routes(&ENDPOINTS)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn(log))
-        .layer(middleware::from_fn(request_id::layer))
+        .layer(middleware::from_fn_with_state(Listener::Api, observe::layer))
         .with_state(platform)
 }
 
@@ -125,12 +124,4 @@ async fn not_found(request: Request) -> Problem {
 async fn method_not_allowed(request: Request) -> Problem {
     call::discard(&mut request.into_body()).await;
     Problem::new(Code::MethodNotAllowed, "This route does not take that method.")
-}
-
-async fn log(request: Request, next: Next) -> Response {
-    let start = Instant::now();
-    let response = next.run(request).await;
-    let ms = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
-    tracing::info!(status = response.status().as_u16(), ms, "answered");
-    response
 }

@@ -123,6 +123,7 @@ pub fn operation() -> Value {
             ("createdAt", time()),
             ("updatedAt", time()),
             ("endedAt", nullable(time())),
+            ("requestId", nullable(text())),
             ("log", array(line)),
         ],
         &[],

@@ -12,7 +12,9 @@ use uuid::Uuid;
 
 use super::{DbError, execute, row, rows};
 use crate::clock::rfc3339_ms;
+use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
+use crate::platform::measure;
 
 #[derive(Debug, Clone)]
 pub struct OperationRow {
@@ -27,10 +29,12 @@ pub struct OperationRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
+    /// Of the request that it was filed for, or of the reconciler's round.
+    pub request_id: String,
 }
 
 const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, attempts, error_code, created_at, \
-                       updated_at, ended_at";
+                       updated_at, ended_at, request_id";
 
 impl OperationRow {
     fn parse(row: &Row) -> Self {
@@ -46,6 +50,7 @@ impl OperationRow {
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
             ended_at: row.get("ended_at"),
+            request_id: row.get("request_id"),
         }
     }
 
@@ -65,11 +70,14 @@ impl OperationRow {
             "createdAt": rfc3339_ms(self.created_at),
             "updatedAt": rfc3339_ms(self.updated_at),
             "endedAt": self.ended_at.map(rfc3339_ms),
+            "requestId": (!self.request_id.is_empty()).then_some(&self.request_id),
             "log": log,
         })
     }
 }
 
+/// Files an operation for the request of now.
+///
 /// # Errors
 /// [`DbError`].
 pub async fn file(
@@ -79,9 +87,9 @@ pub async fn file(
     first_step: &str,
 ) -> Result<OperationId, DbError> {
     let id = OperationId::new();
-    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
-               VALUES ($1, $2, $3, 'running', $4)";
-    execute(tx, sql, &[&id.0, &machine.0, &kind, &first_step]).await?;
+    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, request_id) \
+               VALUES ($1, $2, $3, 'running', $4, $5)";
+    execute(tx, sql, &[&id.0, &machine.0, &kind, &first_step, &request_id::current()]).await?;
     log(tx, id, first_step, "filed", None).await?;
     Ok(id)
 }
@@ -155,11 +163,21 @@ pub async fn end_running(
     error_code: Option<&str>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now() \
-               WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step";
+               WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
     for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
+        measure::ended(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
     }
     Ok(())
+}
+
+/// How many operations of each kind are under way.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
+    let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
+    Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
 /// Operations under way that were filed longer ago than `deadline`, deletions apart.
@@ -180,8 +198,9 @@ pub async fn hanging(client: &impl GenericClient, deadline: Duration) -> Result<
 /// [`DbError`].
 pub async fn end_as_hung(tx: &Transaction<'_>, id: OperationId) -> Result<(), DbError> {
     let sql = "UPDATE operations SET state = 'failed', error_code = 'operation_hung', ended_at = now(), \
-               updated_at = now() WHERE operation_id = $1 AND state = 'running' RETURNING step";
+               updated_at = now() WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
     if let Some(ended) = row(tx, sql, &[&id.0]).await? {
+        measure::ended(ended.get(1), "failed", ended.get(2));
         log(tx, id, ended.get(0), "failed", Some("operation_hung")).await?;
     }
     Ok(())

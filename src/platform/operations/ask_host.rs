@@ -15,6 +15,7 @@ use super::step::{Answer, StepError};
 use crate::config::Flag;
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::{self, Claims, Route};
+use crate::http::request_id;
 use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
 use crate::platform::context::Platform;
 use crate::platform::db;
@@ -114,7 +115,8 @@ async fn ask(
     };
     let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims);
     let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
-    let answer = client.post(url).header(proof::HEADER, signed).send().await.context("ask the host")?;
+    let call = request_id::onward(client.post(url).header(proof::HEADER, signed));
+    let answer = call.send().await.context("ask the host")?;
     anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());
     Ok(())
 }

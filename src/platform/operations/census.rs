@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use serde_json::json;
 
 use super::create::{INSTALLATION_LABEL, MACHINE_LABEL};
+use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
@@ -105,7 +106,7 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
         target: &target,
         before: Some(&row.record()),
         after: after.as_ref(),
-        request_id: "",
+        request_id: &request_id::current(),
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
@@ -144,7 +145,7 @@ async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
             target: &target,
             before: Some(&json!({"providerServerId": target})),
             after: None,
-            request_id: "",
+            request_id: &request_id::current(),
         };
         db::audit::write(&tx, &entry).await?;
         db::commit(tx).await?;

@@ -9,7 +9,9 @@ use std::time::Duration;
 use super::OperationKind;
 use super::{census, held};
 use crate::http::problem::chain;
+use crate::http::request_id;
 use crate::machine::event::Event;
+use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::operations::OperationRow;
@@ -29,7 +31,8 @@ pub async fn run(platform: Arc<Platform>) {
             () = tokio::time::sleep(every) => {}
             () = platform.reconcile.notified() => unless_within = SHORTEST_PAUSE,
         }
-        pass(&platform, unless_within).await;
+        // What a round does, it does under an id of its own.
+        request_id::own(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(SHORTEST_PAUSE) => {}
@@ -40,15 +43,22 @@ pub async fn run(platform: Arc<Platform>) {
 async fn pass(platform: &Platform, unless_within: Duration) {
     report("registrations", registrations(platform).await);
     report("previews", previews(platform).await);
-    report("hanging operations", hanging(platform).await);
+    report("hanging_operations", hanging(platform).await);
     report("servers", servers(platform, unless_within).await);
     report("leftovers", leftovers(platform).await);
-    report("idempotency keys", idempotency(platform).await);
+    report("idempotency_keys", idempotency(platform).await);
 }
 
-fn report(what: &str, end: anyhow::Result<()>) {
-    if let Err(error) = end {
-        tracing::warn!(error = %chain(error.as_ref()), "the reconciler could not see to {what}");
+fn report(part: &'static str, end: anyhow::Result<()>) {
+    match end {
+        Ok(()) => {
+            RECONCILER_RUNS.add_one([part, "ok"]);
+            RECONCILER_SUCCESS.set_to_now([part]);
+        }
+        Err(error) => {
+            RECONCILER_RUNS.add_one([part, "failed"]);
+            tracing::warn!(error = %chain(error.as_ref()), part, "the reconciler could not do its part");
+        }
     }
 }
 
@@ -77,7 +87,7 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
             target: &target,
             before: Some(&row.record()),
             after: None,
-            request_id: "",
+            request_id: &request_id::current(),
         };
         db::audit::write(&tx, &entry).await?;
         db::commit(tx).await?;

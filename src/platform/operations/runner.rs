@@ -3,10 +3,11 @@
 //! The invariant: what a step leads to is written only while the lease holds by the database's clock.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
+use tracing::Instrument;
 use uuid::Uuid;
 
 use super::held::Held;
@@ -14,10 +15,12 @@ use super::resize::{self, Verdict};
 use super::step::{self, Answer, Record, StepError};
 use super::{OperationKind, Place, Step};
 use crate::http::problem::chain;
+use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
 use crate::platform::db::{self, DbError};
+use crate::platform::measure;
 
 /// Operations that one process drives at a time.
 const AT_ONCE: usize = 16;
@@ -34,7 +37,7 @@ pub async fn run(platform: Arc<Platform>) {
             match claim(&platform, owner).await {
                 Ok(Some(operation)) => {
                     let platform = platform.clone();
-                    driven.spawn(async move { drive(&platform, operation, owner).await });
+                    driven.spawn(async move { drive_as_asked(&platform, operation, owner).await });
                 }
                 Ok(None) => break,
                 Err(error) => {
@@ -58,6 +61,19 @@ pub async fn run(platform: Arc<Platform>) {
 async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
     let session = platform.db.session().await?;
     db::operations::claim(&session, owner, platform.config.timing.lease).await
+}
+
+/// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
+async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uuid) {
+    let id = operation.request_id.clone();
+    let span = tracing::info_span!(
+        "operation",
+        svc_request_id = %id,
+        svc_machine_id = %operation.machine,
+        svc_operation_id = %operation.id,
+        kind = operation.kind,
+    );
+    request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
 }
 
 /// Takes one operation as far as it goes now.
@@ -100,14 +116,17 @@ async fn one_step(
     let held = Held { platform, operation: &operation, kind, owner };
     let work = async {
         held.pass(step, Place::Before)?;
+        tracing::debug!(step = step.as_str(), "step begins");
         let answer = step::run(&held, step).await?;
         held.pass(step, Place::After)?;
         Ok(answer)
     };
+    let start = Instant::now();
     let answer = tokio::select! {
         answer = work => answer,
         () = lease_lost(&held) => Err(StepError::Lost),
     };
+    measure::step(kind, step, &answer, start.elapsed());
     match answer {
         Ok(Answer::Done { note, record }) => done(&held, step, note, record).await,
         Ok(Answer::Abandon { why }) => abandon(&held, why).await.map(Some),
@@ -297,7 +316,10 @@ async fn end(held: &Held<'_>, step: Step, note: Option<&str>) -> Result<(), Step
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
-    Ok(db::commit(tx).await?)
+    db::commit(tx).await?;
+    measure::ended(held.kind.as_str(), "succeeded", held.operation.created_at);
+    tracing::info!("an operation succeeded");
+    Ok(())
 }
 
 /// Ends when the lease is gone: prolongs it while the step runs.

@@ -34,7 +34,8 @@ pub use config::RouterConfig;
 pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};
 
-use crate::http::{client, jwt, request_id};
+use crate::http::observe::{self, Listener};
+use crate::http::{client, jwt};
 use crate::platform::keys::SigningSet;
 use directory::Directory;
 use identity::Gate;
@@ -80,5 +81,5 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     Ok(Router::new()
         .fallback(serve::serve)
         .with_state(site)
-        .layer(axum::middleware::from_fn(request_id::layer)))
+        .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer)))
 }

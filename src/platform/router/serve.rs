@@ -22,6 +22,7 @@ use crate::http::proof::Route;
 use crate::http::proxy::ProxyError;
 use crate::http::request_id;
 use crate::http::server::Scheme;
+use crate::metrics::UPSTREAM_FAILURES;
 
 /// What a request is, apart from who asks.
 pub(super) struct Visit {
@@ -176,7 +177,8 @@ impl Site {
                 answer
             }
             Err(error) => {
-                tracing::warn!(machine = %machine.row.id, error = %chain(&error), "the machine did not answer");
+                tracing::warn!(svc_machine_id = %machine.row.id, error = %chain(&error), "the machine did not answer");
+                UPSTREAM_FAILURES.add_one([error.kind()]);
                 match error {
                     ProxyError::Closed => Absence::JustLeft.answer(visit.page),
                     ProxyError::HeadTimeout => page::upstream_slow(visit.page),

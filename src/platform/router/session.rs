@@ -18,6 +18,7 @@ use tokio_postgres::types::ToSql;
 
 use super::door::Door;
 use crate::machine::name::{IdpUserId, Slot};
+use crate::metrics::SESSIONS_OPENED;
 
 pub(super) const LIFE_SECONDS: u64 = 12 * 3600;
 const CODE_LIFE_SECONDS: i32 = 60;
@@ -127,6 +128,7 @@ impl Sessions {
         let session = row.as_ref().map(read).transpose()?.flatten().ok_or(SessionError::Unreadable)?;
         let session = Arc::new(session);
         self.keep(hash, Kept::Live(Arc::clone(&session)));
+        SESSIONS_OPENED.add_one([door.as_str()]);
         Ok((token, session))
     }
 

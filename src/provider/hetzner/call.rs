@@ -2,7 +2,7 @@
 //!
 //! The invariant: a call that creates is repeated only after an answer that says that nothing was done.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use backon::{ExponentialBuilder, Retryable};
 use http::header::{AUTHORIZATION, CONTENT_TYPE};
@@ -13,6 +13,8 @@ use url::Url;
 use super::super::error::{Cause, ErrorKind, ProviderError};
 use super::budget::Budget;
 use super::wire::ErrorBody;
+use crate::http::request_id;
+use crate::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
 
 /// A page of fifty servers has some 150 KiB.
 const LARGEST_ANSWER: usize = 8 << 20;
@@ -131,13 +133,23 @@ impl Line {
     }
 
     async fn exchange(&self, call: &Call<'_>) -> Result<Answer, Failed> {
+        let end = self.exchange_once(call).await;
+        let outcome = end.as_ref().map_or_else(|failed| failed.error.kind().as_str(), |_| "ok");
+        PROVIDER_CALLS.add_one([call.name, outcome]);
+        end
+    }
+
+    async fn exchange_once(&self, call: &Call<'_>) -> Result<Answer, Failed> {
         let Ok(_place) = self.budget.enter().await else {
             let cause = Cause::Exhausted { after: self.limits.longest_rate_wait };
             let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
             return Err(Failed { error, again: Again::Never });
         };
         let after = self.limits.deadline;
-        let answer = match tokio::time::timeout(after, self.send(call)).await {
+        let start = Instant::now();
+        let sent = tokio::time::timeout(after, self.send(call)).await;
+        PROVIDER_DURATION.record([call.name], start.elapsed());
+        let answer = match sent {
             Ok(Ok(answer)) => answer,
             Ok(Err(cause)) => {
                 let kind = match &cause {
@@ -167,10 +179,8 @@ impl Line {
     }
 
     async fn send(&self, call: &Call<'_>) -> Result<Answer, Cause> {
-        let mut request = self
-            .client
-            .request(call.method.clone(), self.url(call))
-            .header(AUTHORIZATION, self.authorization.clone());
+        let request = self.client.request(call.method.clone(), self.url(call));
+        let mut request = request_id::onward(request).header(AUTHORIZATION, self.authorization.clone());
         if let Some(body) = &call.body {
             request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
         }

@@ -19,6 +19,7 @@ use crate::http::client::{self, Deadlines};
 use crate::http::jwt::{JwtError, Verifier};
 use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use crate::machine::name::IdpUserId;
+use crate::metrics::PROOFS;
 
 /// How many verified proofs are remembered; the platform reuses one for some seconds.
 const REMEMBERED: usize = 4096;
@@ -75,6 +76,20 @@ impl Seam {
         ingress: Ingress,
         now: Timestamp,
     ) -> Result<Identified, Denied> {
+        let resolved = self.identify(head, ingress, now).await;
+        match &resolved {
+            // Nothing was shown.
+            Err(Denied::Missing) => {}
+            Ok(_)
+                if !head.headers.contains_key(proof::HEADER)
+                    && !head.headers.contains_key(header::AUTHORIZATION) => {}
+            Ok(_) => PROOFS.add_one(["verified"]),
+            Err(_) => PROOFS.add_one(["refused"]),
+        }
+        resolved
+    }
+
+    async fn identify(&self, head: &Parts, ingress: Ingress, now: Timestamp) -> Result<Identified, Denied> {
         let proved = match single(&head.headers, proof::HEADER)? {
             Some(token) => Some(self.proved(token, head, now)?),
             None => None,

@@ -19,6 +19,7 @@ use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::body;
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::{Code, Problem};
+use crate::metrics::BRIDGE_ACTIONS;
 
 /// `POST /api/bridge/query`.
 pub async fn query(
@@ -27,7 +28,11 @@ pub async fn query(
     request: HttpRequest,
 ) -> Response {
     let (head, body) = request.into_parts();
-    answer(&gateway, &caller.0, &head.headers, body).await.unwrap_or_else(IntoResponse::into_response)
+    let mut action = "unreadable";
+    let answered = answer(&gateway, &caller.0, &head.headers, body, &mut action).await;
+    BRIDGE_ACTIONS
+        .add_one([action, answered.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "ok")]);
+    answered.unwrap_or_else(IntoResponse::into_response)
 }
 
 /// `GET /api/bridge/schemas`.
@@ -43,10 +48,12 @@ async fn answer(
     principal: &Principal,
     headers: &HeaderMap,
     body: Body,
+    named: &mut &'static str,
 ) -> Result<Response, Problem> {
     require_json(headers)?;
     let body = body::read(body, QUERY_BODY).await?;
     let Request { app, action } = Request::parse(&body)?;
+    *named = action.name();
     let app = app.as_deref();
     let calls = match &action {
         Action::Schemas => return schemas_of(gateway, principal, app),

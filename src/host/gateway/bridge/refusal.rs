@@ -10,6 +10,7 @@ use super::filter::escaped;
 use super::plan::Plan;
 use crate::host::gateway::database::PoolError;
 use crate::http::problem::{Code, FieldError, Problem};
+use crate::metrics::{BRIDGE_SQLSTATES, label};
 
 /// When a client may try again, in seconds.
 const RETRY_AFTER: u64 = 2;
@@ -98,6 +99,7 @@ pub fn of_error(error: &tokio_postgres::Error, asked: Asked) -> Problem {
         // Another statement of the transaction was refused, and is told of.
         return Problem::new(Code::Conflict, "An operation before this one failed.");
     }
+    BRIDGE_SQLSTATES.add_one([label(code.code().get(..2).unwrap_or_default())]);
     tracing::info!(sqlstate = code.code(), constraint = refusal.constraint(), "refused by the database");
     match code.code() {
         "23505" => conflict(refusal, "Another row has the same value where it must be unique."),

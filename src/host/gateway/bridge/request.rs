@@ -28,6 +28,26 @@ pub enum Action<'a> {
     Schemas,
 }
 
+impl Action<'_> {
+    /// As requests call it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Transaction(_) => "transaction",
+            Self::Schemas => "schemas",
+            Self::Table(call) => match call.operation {
+                Operation::Insert { .. } => "insert",
+                Operation::InsertMany { .. } => "insertMany",
+                Operation::Upsert { .. } => "upsert",
+                Operation::Find(_) => "find",
+                Operation::Get { .. } => "get",
+                Operation::Count { .. } => "count",
+                Operation::Update { .. } => "update",
+                Operation::Delete { .. } => "delete",
+            },
+        }
+    }
+}
+
 /// One operation and the table that it is on.
 #[derive(Debug)]
 pub struct Call<'a> {

@@ -15,6 +15,7 @@ use super::budget::{Budget, Place};
 use super::connect::{Database, DatabaseError, connect};
 use super::connection::{Connection, now_ms};
 use super::lease::Lease;
+use crate::metrics::BRIDGE_WAITS;
 
 /// The most connections of one app.
 const MOST: usize = 16;
@@ -131,6 +132,12 @@ impl Pool {
         waited.await.unwrap_or(Err(PoolError::Wait))
     }
 
+    /// Open connections, and those of them that have something to do.
+    pub fn in_use(&self) -> (usize, usize) {
+        let open = &self.open().connections;
+        (open.len(), open.iter().filter(|connection| connection.under_way() > 0).count())
+    }
+
     /// Closes connections that nobody used for a while.
     pub fn close_idle(&self) {
         let now = now_ms();
@@ -181,16 +188,24 @@ impl Pool {
 
     async fn connection(&self) -> Result<Arc<Connection>, PoolError> {
         let mut may_open = true;
+        let mut waiting = None;
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
             match self.choose(may_open) {
-                Choice::Take(connection) => return Ok(connection),
+                Choice::Take(connection) => {
+                    Waiting::served(waiting);
+                    return Ok(connection);
+                }
                 Choice::Open(need) => match self.another(need).await? {
-                    Some(connection) => return Ok(connection),
+                    Some(connection) => {
+                        Waiting::served(waiting);
+                        return Ok(connection);
+                    }
                     None => may_open = false,
                 },
                 Choice::Wait => {
+                    waiting.get_or_insert_default();
                     freed.await;
                     may_open = true;
                 }
@@ -273,6 +288,26 @@ impl Pool {
 
     fn open(&self) -> std::sync::MutexGuard<'_, Open> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request that found all connections busy; dropped before it was served, it was given up.
+#[derive(Default)]
+struct Waiting {
+    served: bool,
+}
+
+impl Waiting {
+    fn served(waiting: Option<Self>) {
+        if let Some(mut waiting) = waiting {
+            waiting.served = true;
+        }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        BRIDGE_WAITS.add_one([if self.served { "served" } else { "given_up" }]);
     }
 }
 

@@ -65,6 +65,8 @@ pub struct CallRecord {
     /// With its query.
     pub path: String,
     pub status: Option<u16>,
+    /// What the caller named it in `x-request-id`.
+    pub request_id: Option<String>,
 }
 
 #[derive(Default)]
@@ -87,9 +89,16 @@ impl Script {
         self.rules.clone()
     }
 
+    pub(super) fn named(&mut self, call: usize, request_id: &str) {
+        if let Some(call) = self.calls.get_mut(call) {
+            call.request_id = Some(request_id.to_owned());
+        }
+    }
+
     /// Notes the call; gives its number in the log and its fault, if any.
     pub(super) fn call(&mut self, method: &str, path: &str) -> (usize, Option<Fault>) {
-        self.calls.push(CallRecord { method: method.to_owned(), path: path.to_owned(), status: None });
+        let (method_name, path_name) = (method.to_owned(), path.to_owned());
+        self.calls.push(CallRecord { method: method_name, path: path_name, status: None, request_id: None });
         let fault = self.rules.iter_mut().find_map(|rule| {
             let matches = rule.method.as_deref().is_none_or(|wanted| wanted == method)
                 && path.contains(&rule.path_contains);

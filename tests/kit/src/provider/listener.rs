@@ -71,6 +71,9 @@ async fn answer(
     }
     let path = request.uri().path_and_query().map_or("", |path| path.as_str()).to_owned();
     let (call, fault) = cloud.script().call(request.method().as_str(), &path);
+    if let Some(id) = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()) {
+        cloud.script().named(call, id);
+    }
     let mut rate = cloud.bucket().take();
 
     let refused = if !authorized(cloud, &request) {

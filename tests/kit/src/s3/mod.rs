@@ -147,6 +147,11 @@ impl S3Server {
     }
 
     /// All sessions that there are have run out.
+    pub fn session_secrets(&self) -> Vec<(String, String)> {
+        self.sessions.secrets()
+    }
+
+    /// Lets every session that there is expire.
     pub fn expire_sessions(&self) {
         self.sessions.expire_all();
     }

@@ -83,6 +83,11 @@ impl Sessions {
         session
     }
 
+    pub(super) fn secrets(&self) -> Vec<(String, String)> {
+        let inner = self.inner();
+        inner.sessions.values().map(|session| (session.secret.clone(), session.token.clone())).collect()
+    }
+
     pub(super) fn all(&self) -> Vec<SessionInfo> {
         self.inner().sessions.values().map(|session| session.info.clone()).collect()
     }

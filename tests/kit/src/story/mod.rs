@@ -44,6 +44,27 @@ pub struct Options {
 /// # Errors
 /// When it cannot even begin, or the report cannot be written; a story that fails is a report.
 pub async fn play(options: Options) -> Result<Report> {
+    play_watched(options, &[], async |_, _| Ok(())).await
+}
+
+/// Where the story stands when somebody looks at it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// All parts run, and there is no machine yet.
+    Begun,
+    /// The second machine runs and holds the rows; the first has been told that it is replaced.
+    Lived,
+}
+
+/// [`play`] with further settings for every process of ours, shown to `look` at each [`Moment`].
+///
+/// # Errors
+/// As [`play`].
+pub async fn play_watched(
+    options: Options,
+    more: &[(&str, &str)],
+    mut look: impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+) -> Result<Report> {
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
@@ -52,7 +73,7 @@ pub async fn play(options: Options) -> Result<Report> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let interrupted = tokio::select! {
-        end = whole(&mut report, &options, dir.path()) => {
+        end = whole(&mut report, &options, more, dir.path(), &mut look) => {
             report.ok = end.is_ok();
             false
         }
@@ -79,9 +100,15 @@ fn kept(dir: TempDir) -> Result<PathBuf> {
     Ok(kept)
 }
 
-async fn whole(report: &mut Report, options: &Options, dir: &Path) -> Result<(), Stopped> {
-    let mut stack = report.step("stack", Stack::up(&options.svc, dir, Front::Tls)).await?;
-    let end = acts(report, options.breakage, &mut stack).await;
+async fn whole(
+    report: &mut Report,
+    options: &Options,
+    more: &[(&str, &str)],
+    dir: &Path,
+    look: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+) -> Result<(), Stopped> {
+    let mut stack = report.step("stack", Stack::up_with(&options.svc, dir, Front::Tls, more)).await?;
+    let end = acts(report, options.breakage, &mut stack, look).await;
     if end.is_err() {
         stack.print_logs();
     }
@@ -89,8 +116,14 @@ async fn whole(report: &mut Report, options: &Options, dir: &Path) -> Result<(),
     end
 }
 
-async fn acts(report: &mut Report, breakage: Option<Breakage>, stack: &mut Stack) -> Result<(), Stopped> {
+async fn acts(
+    report: &mut Report,
+    breakage: Option<Breakage>,
+    stack: &mut Stack,
+    look: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+) -> Result<(), Stopped> {
     let broken = |what: Breakage| breakage == Some(what);
+    report.quietly("watched", look(stack, Moment::Begun)).await?;
     report.step("publish", first_life::publish(stack)).await?;
     let first = report.step("provision", first_life::provision(stack)).await?;
     report.step("boot", first_life::boot(stack, &first)).await?;
@@ -115,6 +148,7 @@ async fn acts(report: &mut Report, breakage: Option<Breakage>, stack: &mut Stack
     }
     report.step("fenced", second_life::old_machine_is_fenced(stack, &first, &backup)).await?;
     report.step("superseded", second_life::old_machine_learns(stack, &first, &backup)).await?;
+    report.quietly("watched", look(stack, Moment::Lived)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
     report.step("gone", second_life::nobody_is_served(stack)).await
 }

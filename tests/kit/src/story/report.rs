@@ -57,6 +57,22 @@ impl Report {
         value.ok_or(Stopped)
     }
 
+    /// Runs what is no part of the story; only its failure is a step.
+    pub async fn quietly(
+        &mut self,
+        name: &str,
+        work: impl Future<Output = Result<()>>,
+    ) -> Result<(), Stopped> {
+        let end = match tokio::time::timeout(LONGEST_STEP, work).await {
+            Ok(end) => end,
+            Err(_) => Err(anyhow!("not done after {} s", LONGEST_STEP.as_secs())),
+        };
+        match end {
+            Ok(()) => Ok(()),
+            Err(error) => self.step(name, async { Err(error) }).await,
+        }
+    }
+
     /// The step that failed.
     pub fn failed(&self) -> Option<&Step> {
         self.steps.iter().find(|step| !step.ok)

@@ -63,6 +63,8 @@ pub struct Stack {
     pub front: Front,
     /// The operators' bearer token.
     pub secret: String,
+    /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
+    pub key: String,
     operator: Program,
     platform: Platform,
     database: PgServer,
@@ -71,6 +73,17 @@ pub struct Stack {
 impl Stack {
     /// Starts everything; gives a line that says what runs.
     pub async fn up(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
+        Self::up_with(svc, dir, front, &[]).await
+    }
+
+    /// [`Self::up`] with further settings for every process of ours: platform, hosts and `svcctl`.
+    pub async fn up_with(
+        svc: &Path,
+        dir: &Path,
+        front: Front,
+        more: &[(&str, &str)],
+    ) -> Result<(Self, String)> {
+        let more = more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         // Installed once per process; a second story finds it there.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
@@ -82,6 +95,7 @@ impl Stack {
         let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
         // Nobody here wants to wait half a minute for a host's word.
         hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
+        hosts.extra_env.extend(more.clone());
         let provider = Simulator::start(SimulatorOptions::process(hosts)).await?;
         let ca = Ca::new()?;
         let secret = uuid::Uuid::new_v4().simple().to_string();
@@ -91,13 +105,15 @@ impl Stack {
         let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
         set("PLATFORM_PUBLIC_URL", &api);
         set("PLATFORM_SECRET", &secret);
+        env.extend(more);
         let operator = Program::new(svc, env.clone());
         env.extend(idp.env());
         env.extend(store.sts_env());
         let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
         set("PLATFORM_LISTEN", api.trim_start_matches("http://"));
         set("PLATFORM_DATABASE_URL", &database.url("platform"));
-        set("PLATFORM_KEY", &uuid::Uuid::new_v4().simple().to_string().repeat(2));
+        let key = uuid::Uuid::new_v4().simple().to_string().repeat(2);
+        set("PLATFORM_KEY", &key);
         set("PLATFORM_POLL_MS", "100");
         set("CUSTOMER_VPS_ENABLED", "true");
         set("CUSTOMER_VPS_IMAGE_VERSION", IMAGE_VERSION);
@@ -132,6 +148,7 @@ impl Stack {
             api,
             front,
             secret,
+            key,
             operator,
             platform,
             database,
@@ -159,6 +176,16 @@ impl Stack {
 
     pub fn platform_database_url(&self) -> String {
         self.database.url("platform")
+    }
+
+    /// The password of every database of the platform's server.
+    pub fn database_password(&self) -> &str {
+        self.database.password()
+    }
+
+    /// What the platform's server itself has logged.
+    pub fn database_log(&self) -> String {
+        self.database.log()
     }
 
     /// Waits until the platform ends without having been asked to.

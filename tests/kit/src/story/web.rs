@@ -37,6 +37,11 @@ impl Web {
         Ok(Self { client, app: format!("{scheme}://{app_host}:{}", router.port()) })
     }
 
+    /// A request on the app host, not yet sent.
+    pub fn request(&self, method: reqwest::Method, path: &str) -> reqwest::RequestBuilder {
+        self.client.request(method, format!("{}{path}", self.app))
+    }
+
     /// GET on the app host.
     pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<Answer> {
         let mut request = self.client.get(format!("{}{path}", self.app)).header("accept", accept);

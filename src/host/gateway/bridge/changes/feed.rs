@@ -64,6 +64,11 @@ impl Changes {
         }
     }
 
+    /// How many streams are open.
+    pub fn streams(&self) -> usize {
+        self.streams.load(Ordering::Relaxed)
+    }
+
     /// A place for one more stream, if there is one.
     pub fn join(self: &Arc<Self>) -> Option<Stream> {
         let one_more = |streams| (streams < MOST_STREAMS).then_some(streams + 1);

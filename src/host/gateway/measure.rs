@@ -1,0 +1,62 @@
+//! `/metrics` of a host, on its unix socket alone: what the gateway has counted, and what it finds when it is asked.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::header;
+use jiff::Timestamp;
+use serde::Deserialize;
+
+use super::backups;
+use super::state::Gateway;
+use crate::http::problem::Problem;
+use crate::metrics::{APPS, BACKUP_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape};
+use crate::store::key;
+
+/// `GET /metrics`.
+pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Extension<Scrape>) -> Response {
+    let apps = gateway.apps.known();
+    APPS.set([], apps.apps.len() as f64);
+    LISTENERS.set([], gateway.changes.streams() as f64);
+    let (open, busy) = apps.apps.values().fold((0, 0), |(open, busy), app| {
+        let pool = app.pool.in_use();
+        (open + pool.0, busy + pool.1)
+    });
+    POOL_CONNECTIONS.set(["open"], open as f64);
+    POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
+    let log = gateway.config.layout.logs().join("backup.jsonl");
+    // The log is read, and so is /proc.
+    let told = tokio::task::spawn_blocking(move || {
+        measure_backups(&log);
+        scrape.text()
+    });
+    match told.await {
+        Ok(text) => ([(header::CONTENT_TYPE, MEDIA_TYPE)], text).into_response(),
+        Err(error) => Problem::internal(&error).into_response(),
+    }
+}
+
+/// Nothing is said before the first backup.
+fn measure_backups(log: &Path) {
+    #[derive(Deserialize)]
+    struct Run {
+        status: String,
+        key: Option<String>,
+    }
+    let lines = backups::newest(log, MOST_FAILURES).unwrap_or_default();
+    let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let has_succeeded = |run: &Run| run.status == "success";
+    if let Some(last) = runs.first() {
+        BACKUP_OK.set([], f64::from(u8::from(has_succeeded(last))));
+    }
+    let taken = |run: &Run| -> Option<Timestamp> { key::taken_at(run.key.as_deref()?) };
+    if let Some(taken) = runs.iter().find(|run| has_succeeded(run)).and_then(taken) {
+        SNAPSHOT_TAKEN.set([], taken.as_second() as f64);
+    }
+}
+
+/// How far back a good backup is looked for: hourly ones, ten days.
+const MOST_FAILURES: usize = 240;

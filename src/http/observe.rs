@@ -1,0 +1,150 @@
+//! What every listener does with every request: its id, its span in the log, its line, and its count.
+//!
+//! Invariant: nothing that is logged or counted of a path may open anything: an app's token, which stands in the path of
+//! its page, is cut out.
+
+use std::borrow::Cow;
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use http::{HeaderValue, Method};
+use tracing::Instrument;
+
+use super::request_id;
+use crate::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
+
+/// Who listens; in logs and metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listener {
+    /// The platform's control API.
+    Api,
+    /// The public hosts.
+    Router,
+    /// A host's public port.
+    Gateway,
+    /// A host's unix socket.
+    Socket,
+}
+
+impl Listener {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Api => "api",
+            Self::Router => "router",
+            Self::Gateway => "gateway",
+            Self::Socket => "socket",
+        }
+    }
+
+    /// The control API has few requests, and each is of interest; of the others, those that failed are.
+    fn tells_all(self) -> bool {
+        self == Self::Api
+    }
+}
+
+/// Takes a well-formed inbound id or makes one; puts it into the request, the span and the answer.
+pub async fn layer(State(listener): State<Listener>, mut request: Request, next: Next) -> Response {
+    let start = Instant::now();
+    let (method, route) = (method(request.method()), route(listener, &request));
+    let id = request_id::inbound(request.headers()).map_or_else(request_id::fresh, str::to_owned);
+    let value = HeaderValue::from_str(&id).unwrap_or_else(|_| HeaderValue::from_static("invalid"));
+    request.headers_mut().insert(request_id::HEADER, value.clone());
+    let span = tracing::info_span!(
+        "request",
+        svc_request_id = %id,
+        method = %request.method(),
+        path = %without_token(request.uri().path()),
+    );
+    let answered = async {
+        let response = next.run(request).await;
+        let (status, took) = (response.status().as_u16(), start.elapsed());
+        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        if listener.tells_all() || status >= 500 {
+            tracing::info!(status, ms, "answered");
+        } else {
+            tracing::debug!(status, ms, "answered");
+        }
+        HTTP_REQUESTS.add_one([listener.as_str(), method, route, class(status)]);
+        HTTP_DURATION.record([listener.as_str(), route], took);
+        response
+    };
+    let mut response = request_id::scope(id, answered).instrument(span).await;
+    response.headers_mut().insert(request_id::HEADER, value);
+    response
+}
+
+fn method(method: &Method) -> &'static str {
+    match *method {
+        Method::GET => "GET",
+        Method::HEAD => "HEAD",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::PATCH => "PATCH",
+        Method::DELETE => "DELETE",
+        Method::OPTIONS => "OPTIONS",
+        _ => "other",
+    }
+}
+
+fn class(status: u16) -> &'static str {
+    match status {
+        100..=199 => "1xx",
+        200..=299 => "2xx",
+        300..=399 => "3xx",
+        400..=499 => "4xx",
+        _ => "5xx",
+    }
+}
+
+/// The template of the route; where a listener passes everything on, the part of the site.
+fn route(listener: Listener, request: &Request) -> &'static str {
+    if let Some(matched) = request.extensions().get::<MatchedPath>() {
+        return label(matched.as_str());
+    }
+    let path = request.uri().path();
+    let starts = |prefix: &str| path.starts_with(prefix);
+    match listener {
+        Listener::Api => "none",
+        Listener::Gateway | Listener::Socket => "upstream",
+        Listener::Router if starts("/_svc/") => "own",
+        Listener::Router if starts("/apps/") => "apps",
+        Listener::Router if starts("/api/") => "api",
+        Listener::Router => "page",
+    }
+}
+
+/// `/apps/<slug>/~<token>/…` without the token.
+fn without_token(path: &str) -> Cow<'_, str> {
+    if !path.contains("/~") {
+        return Cow::Borrowed(path);
+    }
+    let shown = path.split('/').map(|segment| if segment.starts_with('~') { "~…" } else { segment });
+    Cow::Owned(shown.collect::<Vec<_>>().join("/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_in_a_path_is_not_told() {
+        assert_eq!(without_token("/apps/notes/~eyJx.y.z/index.html"), "/apps/notes/~…/index.html");
+        assert_eq!(without_token("/apps/notes/~eyJx.y.z"), "/apps/notes/~…");
+        assert_eq!(without_token("/api/apps"), "/api/apps");
+        assert_eq!(without_token("/a~b"), "/a~b");
+    }
+
+    #[test]
+    fn what_is_counted_has_few_names() {
+        let of = |listener, path: &str| {
+            route(listener, &Request::builder().uri(path).body(axum::body::Body::empty()).unwrap())
+        };
+        assert_eq!(of(Listener::Api, "/wp-login.php"), "none");
+        assert_eq!(of(Listener::Router, "/apps/notes/~t/x"), "apps");
+        assert_eq!(of(Listener::Router, "/anything"), "page");
+        assert_eq!(of(Listener::Gateway, "/anything"), "upstream");
+        assert_eq!(method(&Method::from_bytes(b"BREW").unwrap()), "other");
+    }
+}

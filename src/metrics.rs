@@ -1,0 +1,318 @@
+//! The numbers that operators watch: their names, help and labels, and the text that Prometheus reads.
+//!
+//! Owns every name that `/metrics` gives out; what counts is said where it happens. The invariants: a series has its
+//! help and type, a label has few values (never a machine, a user or a path), and counting allocates nothing once the
+//! series is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{PoisonError, RwLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use metrics::{Counter, Gauge, Histogram, Label};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tokio_util::sync::CancellationToken;
+
+/// The media type of [`Scrape::text`].
+pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Of requests and calls, in seconds.
+const CALL_BUCKETS: [f64; 12] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
+/// Of operations and their steps, in seconds.
+const WORK_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
+/// How often recorded durations are sorted into their buckets when nobody asks for them.
+const UPKEEP: Duration = Duration::from_secs(10);
+
+pub static HTTP_REQUESTS: Counters<4> = Counters::new(
+    "svc_http_requests_total",
+    "Requests answered, by listener, method, route template and class of status.",
+    ["listener", "method", "route", "status"],
+);
+pub static HTTP_DURATION: Durations<2> = Durations::new(
+    "svc_http_request_duration_seconds",
+    "Time to the head of the answer; bodies that stream go on after it.",
+    ["listener", "route"],
+);
+pub static OPERATIONS: Counters<2> =
+    Counters::new("svc_operations_total", "Operations ended, by kind and outcome.", ["kind", "outcome"]);
+pub static OPERATION_DURATION: Durations<1> =
+    Durations::new("svc_operation_duration_seconds", "From the filing of an operation to its end.", ["kind"]);
+pub static OPERATION_STEPS: Counters<3> = Counters::new(
+    "svc_operation_steps_total",
+    "Runs of a step by this process: done, waiting, failed or lost (another process has it).",
+    ["kind", "step", "outcome"],
+);
+pub static OPERATION_STEP_DURATION: Durations<2> = Durations::new(
+    "svc_operation_step_duration_seconds",
+    "One run of a step; a step that waits is run again and again.",
+    ["kind", "step"],
+);
+pub static OPERATIONS_IN_PROGRESS: Gauges<1> =
+    Gauges::new("svc_operations_in_progress", "Operations under way in the whole installation.", ["kind"]);
+pub static MACHINES: Gauges<1> =
+    Gauges::new("svc_machines", "Active machines of the whole installation, by status.", ["status"]);
+pub static MACHINES_BY_HEALTH: Gauges<1> = Gauges::new(
+    "svc_machines_by_health",
+    "Active machines by their hosts' own word; silent: none for two minutes, unknown: never any.",
+    ["health"],
+);
+pub static MACHINES_NEEDING_ATTENTION: Gauges<0> =
+    Gauges::new("svc_machines_needing_attention", "Machines that `svcctl fleet` lists with a reason.", []);
+pub static BACKUP_AGE: Gauges<1> = Gauges::new(
+    "svc_backup_age_seconds",
+    "Age of the last verified snapshot over all slots with data: the oldest, and the median.",
+    ["over"],
+);
+pub static BACKUP_NEVER: Gauges<0> =
+    Gauges::new("svc_backups_never", "Slots with data and without any verified snapshot.", []);
+pub static FLEET_READ: Gauges<0> = Gauges::new(
+    "svc_fleet_read_timestamp_seconds",
+    "When the figures of the whole installation were last read from the database.",
+    [],
+);
+pub static PROVIDER_CALLS: Counters<2> = Counters::new(
+    "svc_provider_calls_total",
+    "Exchanges with the cloud provider, by call and outcome.",
+    ["call", "outcome"],
+);
+pub static PROVIDER_DURATION: Durations<1> = Durations::new(
+    "svc_provider_call_duration_seconds",
+    "One exchange with the cloud provider, without the wait for the rate budget.",
+    ["call"],
+);
+pub static PROVIDER_BUDGET: Gauges<0> = Gauges::new(
+    "svc_provider_budget_calls",
+    "Calls that the provider's rate limit still allows, as all processes together know it.",
+    [],
+);
+pub static STORE_CALLS: Counters<2> = Counters::new(
+    "svc_store_calls_total",
+    "Calls to the object store for whole objects, by call and outcome.",
+    ["call", "outcome"],
+);
+pub static STORE_DURATION: Durations<1> = Durations::new(
+    "svc_store_call_duration_seconds",
+    "One call to the object store with its own retries.",
+    ["call"],
+);
+pub static RECONCILER_RUNS: Counters<2> = Counters::new(
+    "svc_reconciler_runs_total",
+    "Runs of the reconciler's parts in this process.",
+    ["part", "outcome"],
+);
+pub static RECONCILER_SUCCESS: Gauges<1> = Gauges::new(
+    "svc_reconciler_last_success_timestamp_seconds",
+    "When a part of the reconciler last ended well in this process.",
+    ["part"],
+);
+pub static UPSTREAM_FAILURES: Counters<1> = Counters::new(
+    "svc_router_upstream_failures_total",
+    "Requests that a running machine did not answer, by reason.",
+    ["reason"],
+);
+pub static SESSIONS_OPENED: Counters<1> =
+    Counters::new("svc_router_sessions_opened_total", "Browser sessions opened, by host.", ["host"]);
+pub static POOL_CONNECTIONS: Gauges<1> = Gauges::new(
+    "svc_database_pool_connections",
+    "Connections of this process's pool to its database; limit: how many there may be.",
+    ["state"],
+);
+pub static POOL_WAITING: Gauges<0> =
+    Gauges::new("svc_database_pool_waiting", "Tasks of this process that wait for a connection.", []);
+pub static BRIDGE_ACTIONS: Counters<2> = Counters::new(
+    "svc_bridge_actions_total",
+    "Requests to the bridge, by action and outcome (ok, or the problem's code).",
+    ["action", "outcome"],
+);
+pub static BRIDGE_SQLSTATES: Counters<1> = Counters::new(
+    "svc_bridge_sqlstates_total",
+    "Statements that the database refused, by class of SQLSTATE.",
+    ["class"],
+);
+pub static BRIDGE_WAITS: Counters<1> = Counters::new(
+    "svc_bridge_pool_waits_total",
+    "Requests that found all connections of their app busy: served later, or given up.",
+    ["outcome"],
+);
+pub static PROOFS: Counters<1> = Counters::new(
+    "svc_gateway_proofs_total",
+    "Proofs and tokens that came with requests: verified, or refused.",
+    ["outcome"],
+);
+pub static APPS: Gauges<0> = Gauges::new("svc_gateway_apps", "Apps that the gateway serves.", []);
+pub static LISTENERS: Gauges<0> =
+    Gauges::new("svc_gateway_change_listeners", "Open streams of changes (SSE).", []);
+pub static SNAPSHOT_TAKEN: Gauges<0> = Gauges::new(
+    "svc_backup_last_success_timestamp_seconds",
+    "When the last verified snapshot of this machine was taken.",
+    [],
+);
+pub static BACKUP_OK: Gauges<0> = Gauges::new(
+    "svc_backup_last_run_success",
+    "1 where the last backup of this machine succeeded, 0 where it failed.",
+    [],
+);
+static BUILD: Gauges<2> = Gauges::new("svc_build_info", "1, with what runs here.", ["version", "commit"]);
+static RESIDENT: Gauges<0> =
+    Gauges::new("process_resident_memory_bytes", "Resident memory of this process.", []);
+static OPEN_FDS: Gauges<0> = Gauges::new("process_open_fds", "Open file descriptors of this process.", []);
+static STARTED: Gauges<0> =
+    Gauges::new("process_start_time_seconds", "When this process started, in Unix time.", []);
+
+/// The series of one name, by the values of their labels; made at first use and kept.
+struct Family<H, const N: usize> {
+    name: &'static str,
+    help: &'static str,
+    labels: [&'static str; N],
+    kept: RwLock<BTreeMap<[&'static str; N], H>>,
+}
+
+impl<H: Clone, const N: usize> Family<H, N> {
+    const fn new(name: &'static str, help: &'static str, labels: [&'static str; N]) -> Self {
+        Self { name, help, labels, kept: RwLock::new(BTreeMap::new()) }
+    }
+
+    fn with(
+        &self,
+        values: [&'static str; N],
+        make: impl FnOnce(&Self, Vec<Label>) -> H,
+        act: impl FnOnce(&H),
+    ) {
+        if let Some(handle) = self.kept.read().unwrap_or_else(PoisonError::into_inner).get(&values) {
+            return act(handle);
+        }
+        let labels =
+            self.labels.iter().zip(values).map(|(name, value)| Label::from_static_parts(name, value));
+        let handle = make(self, labels.collect());
+        let mut kept = self.kept.write().unwrap_or_else(PoisonError::into_inner);
+        act(kept.entry(values).or_insert(handle));
+    }
+}
+
+/// What only grows while the process runs.
+pub struct Counters<const N: usize>(Family<Counter, N>);
+
+impl<const N: usize> Counters<N> {
+    const fn new(name: &'static str, help: &'static str, labels: [&'static str; N]) -> Self {
+        Self(Family::new(name, help, labels))
+    }
+
+    pub fn add_one(&self, values: [&'static str; N]) {
+        let make = |family: &Family<_, N>, labels: Vec<Label>| {
+            metrics::describe_counter!(family.name, family.help);
+            metrics::counter!(family.name, labels)
+        };
+        self.0.with(values, make, |counter| counter.increment(1));
+    }
+}
+
+/// What goes up and down.
+pub struct Gauges<const N: usize>(Family<Gauge, N>);
+
+impl<const N: usize> Gauges<N> {
+    const fn new(name: &'static str, help: &'static str, labels: [&'static str; N]) -> Self {
+        Self(Family::new(name, help, labels))
+    }
+
+    pub fn set(&self, values: [&'static str; N], value: f64) {
+        let make = |family: &Family<_, N>, labels: Vec<Label>| {
+            metrics::describe_gauge!(family.name, family.help);
+            metrics::gauge!(family.name, labels)
+        };
+        self.0.with(values, make, |gauge| gauge.set(value));
+    }
+
+    /// To the present, in Unix seconds.
+    pub fn set_to_now(&self, values: [&'static str; N]) {
+        self.set(values, unix_now());
+    }
+}
+
+/// How long something took, in seconds.
+pub struct Durations<const N: usize>(Family<Histogram, N>);
+
+impl<const N: usize> Durations<N> {
+    const fn new(name: &'static str, help: &'static str, labels: [&'static str; N]) -> Self {
+        Self(Family::new(name, help, labels))
+    }
+
+    pub fn record(&self, values: [&'static str; N], took: Duration) {
+        let make = |family: &Family<_, N>, labels: Vec<Label>| {
+            metrics::describe_histogram!(family.name, family.help);
+            metrics::histogram!(family.name, labels)
+        };
+        self.0.with(values, make, |histogram| histogram.record(took.as_secs_f64()));
+    }
+}
+
+/// A text of a small fixed set, such as the templates of routes, as a label's value.
+pub fn label(text: &str) -> &'static str {
+    static KNOWN: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
+    if let Some(known) = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(text) {
+        return known;
+    }
+    let kept: &'static str = Box::leak(text.to_owned().into_boxed_str());
+    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(kept);
+    kept
+}
+
+/// What this process has counted. What is counted before [`install`] is lost.
+#[derive(Clone)]
+pub struct Scrape(PrometheusHandle);
+
+/// Starts counting, for the life of this process.
+///
+/// # Errors
+/// When something of this process counts already.
+pub fn install() -> anyhow::Result<Scrape> {
+    let work = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
+    let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
+    for name in work {
+        builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), &WORK_BUCKETS)?;
+    }
+    let recorder = builder.build_recorder();
+    let scrape = Scrape(recorder.handle());
+    metrics::set_global_recorder(recorder)?;
+    STARTED.set_to_now([]);
+    BUILD.set([env!("CARGO_PKG_VERSION"), env!("SVC_COMMIT")], 1.0);
+    Ok(scrape)
+}
+
+impl Scrape {
+    /// Every series, in the text format 0.0.4.
+    pub fn text(&self) -> String {
+        measure_process();
+        self.0.run_upkeep();
+        self.0.render()
+    }
+
+    /// Keeps what was recorded small until `stop`, whether or not anybody asks for it.
+    pub fn keep_up(&self, stop: CancellationToken) {
+        let handle = self.0.clone();
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    () = stop.cancelled() => return,
+                    () = tokio::time::sleep(UPKEEP) => handle.run_upkeep(),
+                }
+            }
+        });
+    }
+}
+
+fn measure_process() {
+    let pages = std::fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|text| text.split_whitespace().nth(1)?.parse::<f64>().ok());
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
+    if let (Some(pages), Some(page)) = (pages, page) {
+        RESIDENT.set([], pages * page as f64);
+    }
+    if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
+        // One of them is this reading's own.
+        OPEN_FDS.set([], open.count().saturating_sub(1) as f64);
+    }
+}
+
+fn unix_now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

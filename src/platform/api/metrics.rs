@@ -1,0 +1,43 @@
+//! GET `/metrics`: what this process has counted, and the installation as the database has it, for Prometheus.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use http::{Method, header};
+
+use super::call::Call;
+use super::endpoint::{Endpoint, OPERATOR};
+use crate::http::openapi::{Answer, Content, Operation};
+use crate::http::problem::Problem;
+use crate::metrics::{MEDIA_TYPE, Scrape};
+use crate::platform::context::Platform;
+use crate::platform::measure;
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Extension(scrape): Extension<Scrape>,
+    request: Request,
+) -> Result<Response, Problem> {
+    Call::read(request).await?.operator(&platform)?;
+    measure::take(&platform.db).await;
+    Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "metrics",
+        method: Method::GET,
+        path: "/metrics",
+        summary: "What this process has counted, and the installation, in Prometheus' text format.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: None,
+        answers: &[Answer { status: 200, about: "Every series.", content: Content::Other("text/plain") }],
+        problems: &[],
+    },
+    serve: || get(handle),
+};

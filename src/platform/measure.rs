@@ -1,0 +1,96 @@
+//! What the platform's numbers are taken from: ends of operations and steps as they happen, and, when `/metrics` is
+//! read, the whole installation from the database.
+//!
+//! Invariant: a database that is away costs the figures of the installation, never the scrape.
+
+use std::time::Duration;
+
+use deadpool_postgres::Pool;
+use jiff::Timestamp;
+use serde_json::Value;
+
+use super::db::{self, Db, DbError};
+use super::fleet;
+use super::operations::step::{Answer, StepError};
+use super::operations::{OperationKind, Step};
+use crate::http::problem::chain;
+use crate::metrics::{
+    BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
+    OPERATION_DURATION, OPERATION_STEP_DURATION, OPERATION_STEPS, OPERATIONS, OPERATIONS_IN_PROGRESS,
+    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
+};
+
+/// A scraper gives up after some ten seconds.
+const DEADLINE: Duration = Duration::from_secs(4);
+
+/// Counts an operation that has just ended, whoever ended it.
+pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
+    let kind = label(kind);
+    OPERATIONS.add_one([kind, label(outcome)]);
+    let took = Timestamp::now().duration_since(since);
+    OPERATION_DURATION.record([kind], Duration::try_from(took).unwrap_or_default());
+}
+
+/// Counts one run of a step.
+pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, took: Duration) {
+    let outcome = match end {
+        Ok(Answer::Done { .. } | Answer::End { .. }) => "done",
+        Ok(Answer::Wait { .. }) => "waiting",
+        Ok(Answer::Abandon { .. }) | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => {
+            "failed"
+        }
+        Err(StepError::Lost) => "lost",
+    };
+    OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);
+    OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
+}
+
+/// Reads what is only known when it is looked at.
+pub async fn take(db: &Db) {
+    measure_pool(db.pool());
+    match tokio::time::timeout(DEADLINE, installation(db)).await {
+        Ok(Ok(())) => FLEET_READ.set_to_now([]),
+        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "the fleet cannot be measured"),
+        Err(_) => tracing::warn!("the fleet cannot be measured in time"),
+    }
+}
+
+fn measure_pool(pool: &Pool) {
+    let status = pool.status();
+    for (state, connections) in
+        [("open", status.size), ("idle", status.available), ("limit", status.max_size)]
+    {
+        POOL_CONNECTIONS.set([state], connections as f64);
+    }
+    POOL_WAITING.set([], status.waiting as f64);
+}
+
+async fn installation(db: &Db) -> Result<(), DbError> {
+    let session = db.session().await?;
+    let seen = fleet::summary(&db::fleet::all(&session).await?);
+    let by = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
+        for (name, count) in totals.as_object().into_iter().flatten() {
+            set(label(name), number(count));
+        }
+    };
+    by(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
+    by(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
+    MACHINES_NEEDING_ATTENTION.set([], number(&seen["attentionTotal"]));
+    BACKUP_AGE.set(["max"], number(&seen["backups"]["maxAgeSeconds"]));
+    BACKUP_AGE.set(["p50"], number(&seen["backups"]["p50AgeSeconds"]));
+    BACKUP_NEVER.set([], number(&seen["backups"]["never"]));
+    let in_progress = db::operations::in_progress(&session).await?;
+    for kind in OperationKind::ALL {
+        let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
+        OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
+    }
+    if let Some(left) = db::budget::left(&session).await? {
+        PROVIDER_BUDGET.set([], left);
+    }
+    Ok(())
+}
+
+/// What there is none of, such as an age, is not a number.
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(f64::NAN)
+}

@@ -1,0 +1,117 @@
+//! Where a secret could come out: logs, what callers are told, argument lists, tables.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use kit::pg::PgBinaries;
+use tokio_util::sync::CancellationToken;
+
+/// Every log below the story's directory, by its path.
+pub fn logs(dir: &Path) -> Result<BTreeMap<String, String>> {
+    let mut found = BTreeMap::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(next) = open.pop() {
+        for entry in std::fs::read_dir(&next).with_context(|| next.display().to_string())? {
+            // Files come and go while hosts run.
+            let Ok(entry) = entry else { continue };
+            let path = entry.path();
+            if path.is_symlink() {
+                continue;
+            }
+            if path.is_dir() {
+                open.push(path);
+            } else if is_log(&path) {
+                let text = std::fs::read(&path).unwrap_or_default();
+                found.insert(path.display().to_string(), String::from_utf8_lossy(&text).into_owned());
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn is_log(path: &Path) -> bool {
+    let in_logs = path.components().any(|part| ["log", "logs"].iter().any(|name| part.as_os_str() == *name));
+    let name =
+        path.extension().is_some_and(|kind| ["log", "jsonl", "err"].iter().any(|known| kind == *known));
+    in_logs || name
+}
+
+/// A database as text, every column of every table.
+pub fn tables(pg: &PgBinaries, url: &str) -> Result<String> {
+    let config: tokio_postgres::Config = url.parse()?;
+    let mut dump = pg.client("pg_dump");
+    let url = url::Url::parse(url)?;
+    let password = config.get_password().map(|word| String::from_utf8_lossy(word).into_owned());
+    dump.env("PGPASSWORD", password.unwrap_or_default());
+    dump.env("PGHOST", url.host_str().unwrap_or("127.0.0.1")).env("PGUSER", url.username());
+    dump.env("PGPORT", url.port().unwrap_or(5432).to_string());
+    dump.args(["--no-password", "--inserts", url.path().trim_start_matches('/')]);
+    kit::child::run(dump, Duration::from_secs(60))
+}
+
+/// Argument lists of all processes that come from this one, as they come and go.
+pub struct Watch {
+    seen: Arc<Mutex<BTreeSet<String>>>,
+    stop: CancellationToken,
+}
+
+impl Watch {
+    pub fn start() -> Self {
+        let (seen, stop) = (Arc::<Mutex<BTreeSet<String>>>::default(), CancellationToken::new());
+        let watch = Self { seen: seen.clone(), stop: stop.clone() };
+        std::thread::spawn(move || {
+            while !stop.is_cancelled() {
+                let found = command_lines();
+                seen.lock().unwrap_or_else(PoisonError::into_inner).extend(found);
+                std::thread::sleep(Duration::from_millis(15));
+            }
+        });
+        watch
+    }
+
+    pub fn seen(&self) -> BTreeSet<String> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+fn command_lines() -> Vec<String> {
+    let processes: Vec<(u32, PathBuf)> = std::fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path())))
+        .collect();
+    let parents: BTreeMap<u32, u32> =
+        processes.iter().filter_map(|(pid, path)| Some((*pid, parent(path)?))).collect();
+    let ours = |pid: u32| {
+        let mut next = Some(pid);
+        while let Some(pid) = next.filter(|pid| *pid > 1) {
+            if pid == std::process::id() {
+                return true;
+            }
+            next = parents.get(&pid).copied();
+        }
+        false
+    };
+    processes
+        .iter()
+        .filter(|(pid, _)| ours(*pid))
+        .filter_map(|(_, path)| std::fs::read(path.join("cmdline")).ok())
+        .map(|line| String::from_utf8_lossy(&line).replace('\0', " "))
+        .collect()
+}
+
+fn parent(process: &Path) -> Option<u32> {
+    let stat = std::fs::read_to_string(process.join("stat")).ok()?;
+    // The name stands in parentheses and may hold anything.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+}

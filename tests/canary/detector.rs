@@ -1,0 +1,143 @@
+//! What must not be seen, and the eyes that look for it.
+
+use std::collections::BTreeMap;
+
+use base64::Engine;
+use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD as B64URL};
+
+/// Shorter ones would be found by accident.
+const SHORTEST: usize = 12;
+
+/// Places where a secret may stand, with the reason. Nothing else is let through.
+pub const ALLOWED: [(&str, &str, &str); 1] =
+    [("value of a row", "table of svc-", "the owner's rows are in the database of the owner's host")];
+
+/// Secrets by what they are called.
+#[derive(Debug, Default)]
+pub struct Detector {
+    /// Each in every form in which it could be written.
+    forms: BTreeMap<String, Vec<String>>,
+}
+
+/// A secret that was seen.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Leak {
+    pub secret: String,
+    pub place: String,
+    /// What stands around it, with the secret itself left out.
+    pub around: String,
+}
+
+impl Detector {
+    pub fn plant(&mut self, name: impl Into<String>, value: &str) {
+        let name = name.into();
+        assert!(value.len() >= SHORTEST, "{name} is too short to be looked for");
+        let json = value.replace('/', "\\/");
+        let query: String = url_encoded(value);
+        let mut forms = vec![
+            value.to_owned(),
+            hex::encode(value),
+            B64.encode(value).trim_end_matches('=').to_owned(),
+            B64URL.encode(value),
+            json,
+            query,
+        ];
+        forms.sort();
+        forms.dedup();
+        self.forms.entry(name).or_default().extend(forms);
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.forms.keys().map(String::as_str)
+    }
+
+    /// Every secret that stands in the text, and everything that has a secret's shape.
+    pub fn look(&self, place: &str, text: &str) -> Vec<Leak> {
+        let mut leaks = Vec::new();
+        for (name, forms) in &self.forms {
+            let found = forms.iter().find_map(|form| text.find(form).map(|at| (at, form.len())));
+            leaks.extend(found.map(|(at, size)| leak(name, place, text, at, size)));
+        }
+        leaks.extend(shapes(text).into_iter().map(|(name, at, size)| leak(name, place, text, at, size)));
+        leaks.retain(|leak| {
+            !ALLOWED.iter().any(|(secret, at, _)| leak.secret == *secret && leak.place.contains(at))
+        });
+        leaks
+    }
+}
+
+/// A signed JWT, a token of a host, a private key, a URL with a password.
+fn shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
+    let mut found = Vec::new();
+    let in_token = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    for (at, _) in text.match_indices("eyJ") {
+        let token: &str = text[at..].split(|c| !in_token(c)).next().unwrap_or_default();
+        let parts: Vec<&str> = token.split('.').collect();
+        if parts.len() == 3 && parts[1].starts_with("eyJ") && parts[2].len() >= 32 {
+            found.push(("a JWT", at, token.len()));
+        }
+    }
+    for (start, name) in [("svcr_", "a registration token"), ("svcu_", "an upgrade token")] {
+        for (at, _) in text.match_indices(start) {
+            let token = text[at..].split(|c| !in_token(c)).next().unwrap_or_default();
+            if token.len() >= 40 {
+                found.push((name, at, token.len()));
+            }
+        }
+    }
+    found.extend(text.find("PRIVATE KEY-----").map(|at| ("a private key", at, 16)));
+    found.extend(text.find("SCRAM-SHA-256$").map(|at| ("the verifier of a password", at, 100)));
+    for (at, scheme) in text.match_indices("postgres://") {
+        let rest = &text[at + scheme.len()..];
+        let user = rest.split(['/', ' ', '"', '\n']).next().unwrap_or_default();
+        if user.split_once('@').is_some_and(|(user, _)| user.contains(':')) {
+            found.push(("a database password", at, scheme.len() + user.len()));
+        }
+    }
+    found
+}
+
+fn leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
+    let size = size.min(text.len() - at);
+    let near = |from: usize, to: usize| -> String {
+        String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")
+    };
+    let (before, after) = (at.saturating_sub(80), (at + size + 40).min(text.len()));
+    let around = format!("{}[…]{}", near(before, at), near(at + size, after));
+    Leak { secret: secret.to_owned(), place: place.to_owned(), around }
+}
+
+fn url_encoded(value: &str) -> String {
+    url::form_urlencoded::byte_serialize(value.as_bytes()).collect()
+}
+
+#[test]
+fn a_secret_is_seen_in_every_form_and_shape() {
+    let mut detector = Detector::default();
+    let secret = "a/planted+secret==";
+    detector.plant("planted", secret);
+    for text in [
+        format!("x {secret} y"),
+        format!("\\x{}", hex::encode(secret)),
+        B64.encode(secret),
+        "a%2Fplanted%2Bsecret%3D%3D".to_owned(),
+    ] {
+        let seen = detector.look("log", &text);
+        assert!(seen.iter().any(|leak| leak.secret == "planted"), "{text}");
+        assert!(!format!("{seen:?}").contains(secret), "the finding tells the secret");
+    }
+    let jwt = format!("eyJhbGciOiJFZERTQSJ9.eyJzdWIiOiJ1c2VyIn0.{}", "s".repeat(86));
+    let token = format!("svcu_{}", "a".repeat(60));
+    for text in [
+        format!("proof={jwt}"),
+        format!("token {token}"),
+        "-----BEGIN PRIVATE KEY-----".to_owned(),
+        "ALTER ROLE x PASSWORD 'SCRAM-SHA-256$4096:c2FsdA=='".to_owned(),
+        "postgres://me:word@localhost/x".to_owned(),
+    ] {
+        assert_eq!(detector.look("log", &text).len(), 1, "{text}");
+    }
+    for text in ["eyJ", "svcu_ and svcr_", "postgres://me@localhost/x", "an innocent line"] {
+        assert_eq!(detector.look("log", text), [], "{text}");
+    }
+}

@@ -1,0 +1,132 @@
+//! Prometheus' text format 0.0.4, read strictly: what a scraper would stumble over is an error.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// A scrape that is well formed.
+#[derive(Debug, Default)]
+pub struct Exposition {
+    /// By name.
+    pub kinds: BTreeMap<String, String>,
+    helps: BTreeSet<String>,
+    /// By name with labels, as written.
+    pub samples: BTreeMap<String, f64>,
+}
+
+impl Exposition {
+    /// The series of this name whose labels are these, in their order.
+    pub fn get(&self, series: &str) -> Option<f64> {
+        self.samples.get(series).copied()
+    }
+
+    /// # Errors
+    /// What is not well formed, with its line.
+    pub fn read(text: &str) -> Result<Self> {
+        let mut found = Self::default();
+        ensure!(text.ends_with('\n'), "the last line has no end");
+        for line in text.lines().filter(|line| !line.is_empty()) {
+            found.line(line).with_context(|| line.to_owned())?;
+        }
+        found.histograms()?;
+        Ok(found)
+    }
+
+    fn line(&mut self, line: &str) -> Result<()> {
+        if let Some(rest) = line.strip_prefix("# HELP ") {
+            let (name, help) = rest.split_once(' ').context("no help")?;
+            ensure!(!help.trim().is_empty(), "an empty help");
+            ensure!(self.helps.insert(name.to_owned()), "a second help");
+            return Ok(());
+        }
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').context("no type")?;
+            ensure!(["counter", "gauge", "histogram"].contains(&kind), "type {kind}");
+            ensure!(self.helps.contains(name), "a type without a help before it");
+            ensure!(self.kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "a second type");
+            return Ok(());
+        }
+        ensure!(!line.starts_with('#'), "an unknown comment");
+        let (series, value) = line.rsplit_once(' ').context("no value")?;
+        let name = series.split('{').next().unwrap_or_default();
+        let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+        ensure!(!name.is_empty() && name.chars().all(valid), "a bad name");
+        let family = self.family(name).context("a sample without a type before it")?;
+        if self.kinds[&family] == "counter" {
+            ensure!(name.ends_with("_total"), "a counter is called …_total");
+        }
+        labels(&series[name.len()..])?;
+        let value: f64 = value.parse().context("no number")?;
+        ensure!(self.samples.insert(series.to_owned(), value).is_none(), "a duplicate series");
+        Ok(())
+    }
+
+    fn family(&self, name: &str) -> Option<String> {
+        let parts = ["", "_bucket", "_sum", "_count"];
+        let families = parts.iter().filter_map(|part| name.strip_suffix(part));
+        let mut known = families.filter(|family| {
+            let kind = self.kinds.get(*family).map(String::as_str);
+            kind.is_some_and(|kind| (kind == "histogram") == (name != *family))
+        });
+        known.next().map(str::to_owned)
+    }
+
+    /// Buckets only grow, and the last is the count.
+    fn histograms(&self) -> Result<()> {
+        let mut buckets: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+        for (series, value) in self.samples.iter().filter(|(series, _)| series.contains("_bucket{")) {
+            let (rest, bound) = series.rsplit_once("le=\"").context("a bucket without a bound")?;
+            let bound = bound.trim_end_matches("\"}").replace("+Inf", "inf").parse()?;
+            buckets.entry(rest.trim_end_matches([',', '{']).to_owned()).or_default().push((bound, *value));
+        }
+        for (of, mut steps) in buckets {
+            steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+            ensure!(steps.is_sorted_by(|a, b| a.1 <= b.1), "{of}: buckets shrink");
+            ensure!(steps.last().is_some_and(|last| last.0.is_infinite()), "{of}: no last bucket");
+            let mut count = of.replacen("_bucket", "_count", 1);
+            if count.contains('{') {
+                count.push('}');
+            }
+            let count = self.get(&count).with_context(|| format!("{of}: no {count}"))?;
+            ensure!(
+                steps.last().is_some_and(|last| last.1 == count),
+                "{of}: the last bucket is not the count"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn labels(text: &str) -> Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let inner = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')).context("open braces")?;
+    let mut names = BTreeSet::new();
+    let mut rest = inner;
+    while !rest.is_empty() {
+        let (name, value) = rest.split_once("=\"").context("a label without a value")?;
+        ensure!(names.insert(name), "label {name} twice");
+        let Some(end) = value.find('"') else { bail!("an open value") };
+        rest = value[end + 1..].trim_start_matches(',');
+    }
+    Ok(())
+}
+
+#[test]
+fn what_a_scraper_would_stumble_over_is_noticed() {
+    let good = "# HELP a_total An a.\n# TYPE a_total counter\na_total{b=\"c\"} 1\n";
+    assert_eq!(Exposition::read(good).unwrap().get("a_total{b=\"c\"}"), Some(1.0));
+    for bad in [
+        "a_total 1\n",
+        "# TYPE a_total counter\na_total 1\n",
+        "# HELP a_total An a.\n# TYPE a_total counter\na_total 1\na_total 2\n",
+        "# HELP a_total An a.\n# TYPE a_total counter\na_total{b=\"c\",b=\"d\"} 1\n",
+        "# HELP a An a.\n# TYPE a counter\na 1\n",
+        "# HELP a_total An a.\n# TYPE a_total counter\na_total x\n",
+        "# HELP h An h.\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 1\n",
+        "# HELP h An h.\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\nh_bucket{le=\"+Inf\"} 1\nh_sum 1\nh_count 2\n",
+    ] {
+        assert!(Exposition::read(bad).is_err(), "{bad}");
+    }
+}

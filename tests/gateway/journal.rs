@@ -1,0 +1,109 @@
+//! What a gateway writes to the journal under systemd: the real protocol, at the real path, to a journal of our own.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixDatagram;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::child::{self, AtExit};
+
+use super::host::Machine;
+
+/// In a mount namespace of its own, so that the machine's own journal stays where it is.
+const IN_ITS_PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
+    touch /run/systemd/journal/socket && mount --bind \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
+
+type Entry = BTreeMap<String, Vec<String>>;
+
+/// The native protocol: `NAME=value`, or `NAME`, a length of eight bytes, and the value.
+fn entry(mut bytes: &[u8]) -> Result<Entry> {
+    let mut fields = Entry::new();
+    while !bytes.is_empty() {
+        let end = bytes.iter().position(|&byte| byte == b'\n').context("an open line")?;
+        let line = std::str::from_utf8(&bytes[..end])?;
+        bytes = &bytes[end + 1..];
+        let (name, value) = match line.split_once('=') {
+            Some((name, value)) => (name, value.to_owned()),
+            None => {
+                let (size, rest) = bytes.split_at_checked(8).context("no length")?;
+                let size = usize::try_from(u64::from_le_bytes(size.try_into()?))?;
+                let (value, rest) = rest.split_at_checked(size).context("a short value")?;
+                bytes = rest.strip_prefix(b"\n").context("no end of the value")?;
+                (line, String::from_utf8(value.to_vec())?)
+            }
+        };
+        fields.entry(name.to_owned()).or_default().push(value);
+    }
+    Ok(fields)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Result<()> {
+    svc::http::tls::install_provider();
+    // No database: `/readyz` says so, and the log why.
+    let machine = Machine::new("postgres://nobody:secret-word@127.0.0.1:1/none")?;
+    let place = machine.path("journal.sock");
+    let journal = UnixDatagram::bind(&place)?;
+    journal.set_read_timeout(Some(Duration::from_millis(100)))?;
+    let stderr = File::create(machine.path("stderr"))?;
+    let meta = stderr.metadata()?;
+
+    let gateway = machine.command();
+    let mut command = Command::new("unshare");
+    // A user namespace lets everybody mount; root needs none.
+    command.args(["-Urm", "sh", "-c", IN_ITS_PLACE, "sh"]).arg(&place);
+    command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
+    command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
+    let mut process = command.stderr(stderr).spawn().context("unshare")?;
+    child::end_with_us(process.id(), AtExit::Kill);
+
+    let mut entries = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let mut buffer = vec![0; 1 << 16];
+    let mut asked = None;
+    let id = "journal-request-0001";
+    let of_request = |entry: &Entry| entry.get("SVC_REQUEST_ID").is_some_and(|ids| ids == &[id]);
+    let met = loop {
+        if let Ok(size) = journal.recv(&mut buffer)
+            && size > 0
+        {
+            entries.push(entry(&buffer[..size])?);
+        }
+        let told = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
+        if let (None, Some(address)) = (&asked, told) {
+            let client = reqwest::Client::builder().tls_danger_accept_invalid_certs(true).build()?;
+            let request = client.get(format!("https://{address}/readyz")).header("x-request-id", id);
+            asked = Some(tokio::spawn(request.send()));
+        }
+        let all: Vec<&Entry> = entries.iter().filter(|entry| of_request(entry)).collect();
+        if all.iter().any(|entry| entry["MESSAGE"][0].contains("answered")) {
+            break all.into_iter().cloned().collect::<Vec<_>>();
+        }
+        if Instant::now() > deadline {
+            process.kill()?;
+            let said = std::fs::read_to_string(machine.path("stderr"))?;
+            anyhow::bail!("no entries of the request among {entries:#?}\nstderr: {said}");
+        }
+    };
+    process.kill()?;
+    process.wait()?;
+    child::ended(process.id());
+
+    for entry in &entries {
+        ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");
+        ensure!(entry.get("SYSLOG_IDENTIFIER") == Some(&vec!["svc-gateway".to_owned()]), "{entry:?}");
+    }
+    let why = met.iter().find(|entry| entry["MESSAGE"][0].contains("not ready")).context("no cause told")?;
+    ensure!(why["PRIORITY"] == ["4"] && why["ERROR"][0].contains("connect"), "{why:?}");
+    let answered = met.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
+    ensure!(answered["PRIORITY"] == ["6"] && answered["STATUS"] == ["503"], "{answered:?}");
+    ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
+    // What goes to the journal is not said twice.
+    let said = std::fs::read_to_string(machine.path("stderr"))?;
+    ensure!(!said.contains("answered"), "{said}");
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! `/metrics` as a scraper reads it, before and after real work.
+
+use reqwest::Method;
+use serde_json::json;
+
+use super::stack::{Answer, Process, SECRET, Stack, heartbeat};
+use crate::exposition::Exposition;
+
+async fn scrape(stack: &Stack, process: &Process) -> Exposition {
+    let answer = stack.get(process, "/metrics").await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert_eq!(answer.headers["content-type"], "text/plain; version=0.0.4; charset=utf-8");
+    Exposition::read(&answer.text).unwrap_or_else(|error| panic!("{error:#}\n{}", answer.text))
+}
+
+fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
+    let (was, is) = (before.get(series).unwrap_or(0.0), after.get(series).unwrap_or(0.0));
+    assert!(is - was >= by, "{series}: {was}, then {is}\n{:#?}", after.samples);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_done_is_counted_and_the_fleet_is_told() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let before = scrape(&stack, &process).await;
+    assert_eq!(before.get("svc_machines{status=\"running\"}"), Some(0.0));
+    assert!(before.get("svc_backup_age_seconds{over=\"max\"}").is_some_and(f64::is_nan));
+
+    let guest = stack.running(&process, "user_1").await;
+    let mut beat = heartbeat();
+    beat["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-02T03:04:05.678Z",
+        "key": "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", "sizeBytes": 4});
+    assert_eq!(stack.beat(&process, &guest, &beat).await.status, 200);
+    stack.get(&process, "/nothing/here").await.assert_problem(404, "not_found");
+    let succeeded = || async {
+        let seen = scrape(&stack, &process).await;
+        seen.get("svc_operations_total{kind=\"provision\",outcome=\"succeeded\"}").map(|_| seen)
+    };
+    let after = stack.eventually("the operation is counted", succeeded).await;
+
+    for series in [
+        "svc_http_requests_total{listener=\"api\",method=\"POST\",route=\"/vps/provision\",status=\"2xx\"}",
+        "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"/vps/{id}\",status=\"2xx\"}",
+        "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"none\",status=\"4xx\"}",
+        "svc_http_requests_total{listener=\"api\",method=\"GET\",route=\"/metrics\",status=\"2xx\"}",
+        "svc_http_request_duration_seconds_count{listener=\"api\",route=\"/vps/provision\"}",
+        "svc_operation_steps_total{kind=\"provision\",step=\"create_server\",outcome=\"done\"}",
+        "svc_operation_duration_seconds_count{kind=\"provision\"}",
+        "svc_provider_calls_total{call=\"create server\",outcome=\"ok\"}",
+        "svc_store_calls_total{call=\"get\",outcome=\"ok\"}",
+    ] {
+        assert_grew(&before, &after, series, 1.0);
+    }
+    assert_eq!(after.get("svc_machines{status=\"running\"}"), Some(1.0));
+    assert_eq!(after.get("svc_machines_by_health{health=\"healthy\"}"), Some(1.0));
+    assert_eq!(after.get("svc_operations_in_progress{kind=\"provision\"}"), Some(0.0));
+    assert!(after.get("svc_backup_age_seconds{over=\"max\"}").is_some_and(|age| age > 1000.0));
+    assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
+    assert!(after.get("process_resident_memory_bytes").is_some_and(|bytes| bytes > 1e6));
+    let reconciled = || async {
+        let seen = scrape(&stack, &process).await;
+        seen.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}")
+    };
+    assert!(stack.eventually("the reconciler ran", reconciled).await > 1.7e9);
+    // Nothing of a machine or a user is a label.
+    let named = |series: &&String| series.contains(&guest.machine) || series.contains("user_1");
+    assert_eq!(after.samples.keys().filter(named).count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_an_operator_reads_them_and_a_database_that_is_away_costs_the_fleet_alone() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let bare = stack.request(&process, Method::GET, "/metrics");
+    stack.send(bare).await.assert_problem(401, "unauthorized");
+    let wrong = stack.request(&process, Method::GET, "/metrics").bearer_auth(format!("{SECRET}x"));
+    stack.send(wrong).await.assert_problem(401, "unauthorized");
+
+    let seen = scrape(&stack, &process).await;
+    let read = seen.get("svc_fleet_read_timestamp_seconds");
+    stack
+        .database
+        .connect()
+        .await
+        .unwrap()
+        .batch_execute("ALTER TABLE user_machines RENAME TO away")
+        .await
+        .unwrap();
+    let without: Answer = stack.get(&process, "/metrics").await;
+    assert_eq!(without.status, 200);
+    let without = Exposition::read(&without.text).unwrap();
+    assert_eq!(without.get("svc_fleet_read_timestamp_seconds"), read, "it says how old its figures are");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_operation_remembers_the_request_that_it_was_filed_for() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("RUST_LOG", "svc=debug")]);
+    stack.subscribe(&process, "user_1").await;
+    let id = "operators-own-request-0001";
+    let body = super::stack::provision_body("user_1");
+    let request = stack.request(&process, Method::POST, "/vps/provision").bearer_auth(SECRET).json(&body);
+    let made = stack.send(request.header("x-request-id", id)).await;
+    assert_eq!((made.status, made.headers["x-request-id"].to_str().unwrap()), (202, id));
+    let operation = made.body["operationId"].as_str().unwrap().to_owned();
+    let ended = stack.ended(&process, &operation).await;
+    assert_eq!(ended["requestId"], id);
+
+    let log = stack.log();
+    let of_steps = |step: &str| {
+        log.lines().any(|line| {
+            line.contains(&format!("step=\"{step}\"")) && line.contains(id) && line.contains(&operation)
+        })
+    };
+    for step in ["fence", "create_server", "await_registration"] {
+        assert!(of_steps(step), "no line of {step} with the request's id:\n{log}");
+    }
+    let client = stack.database.connect().await.unwrap();
+    let audited =
+        client.query_one("SELECT action FROM operator_audit WHERE request_id = $1", &[&id]).await.unwrap();
+    assert_eq!(audited.get::<_, &str>(0), "provision", "{log}");
+    assert!(
+        stack.provider.calls().iter().any(|call| call.request_id.as_deref() == Some(id)),
+        "the provider was not told the id"
+    );
+}
