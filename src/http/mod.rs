@@ -12,4 +12,5 @@ pub mod request_id;
 pub mod resolve;
 pub mod segments;
 pub mod server;
+pub mod shards;
 pub mod tls;

@@ -16,10 +16,12 @@ use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
+
+use super::shards::Shards;
 
 /// Limits of one listener.
 #[derive(Debug, Clone, Copy)]
@@ -52,6 +54,29 @@ pub async fn serve(
     limits: Limits,
     stop: CancellationToken,
 ) {
+    accept(listener, tls, router, limits, stop, None).await;
+}
+
+/// As [`serve`], with each connection on one of these threads.
+pub async fn serve_on(
+    shards: Shards,
+    listener: TcpListener,
+    tls: Option<Arc<rustls::ServerConfig>>,
+    router: Router,
+    limits: Limits,
+    stop: CancellationToken,
+) {
+    accept(listener, tls, router, limits, stop, Some(shards)).await;
+}
+
+async fn accept(
+    listener: TcpListener,
+    tls: Option<Arc<rustls::ServerConfig>>,
+    router: Router,
+    limits: Limits,
+    stop: CancellationToken,
+    shards: Option<Shards>,
+) {
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(limits.connections));
     let acceptor = tls.map(TlsAcceptor::from);
@@ -77,7 +102,7 @@ pub async fn serve(
         let acceptor = acceptor.clone();
         let watcher = graceful.watcher();
         let stop = stop.clone();
-        tokio::spawn(async move {
+        let served = move |stream: TcpStream| async move {
             let _place = place;
             match acceptor {
                 None => connection(stream, router, from, limits, watcher).await,
@@ -94,7 +119,19 @@ pub async fn serve(
                     Box::pin(connection(stream, router, from, limits, watcher)).await;
                 }
             }
-        });
+        };
+        match &shards {
+            None => drop(tokio::spawn(served(stream))),
+            Some(shards) => {
+                // Out of this thread's reactor and, on the other thread, into that one's.
+                let Ok(stream) = stream.into_std() else { continue };
+                shards.spawn(async move {
+                    if let Ok(stream) = TcpStream::from_std(stream) {
+                        served(stream).await;
+                    }
+                });
+            }
+        }
     }
     drop(listener);
     if tokio::time::timeout(limits.drain, graceful.shutdown()).await.is_err() {

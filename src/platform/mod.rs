@@ -42,6 +42,7 @@ use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::http::client::{self, Deadlines};
 use crate::http::server::{self, Limits};
+use crate::http::shards::Shards;
 use crate::http::tls::Identity;
 use crate::provider::hetzner::Hetzner;
 use crate::{metrics, telemetry};
@@ -126,7 +127,15 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
     let routes = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
-    tasks.spawn(server::serve(public.listener, public.tls, routes, Limits::default(), stop.clone()));
+    let shards = Shards::start().or_exit(Exit::Internal)?;
+    tasks.spawn(server::serve_on(
+        shards,
+        public.listener,
+        public.tls,
+        routes,
+        Limits::default(),
+        stop.clone(),
+    ));
     // Without a supervisor there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 

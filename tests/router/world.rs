@@ -12,7 +12,8 @@ use reqwest::RequestBuilder;
 use serde_json::Value;
 use svc::config::Env;
 use svc::http::proof::{Claims, ProofKeys, Signer};
-use svc::http::server::{Limits, serve};
+use svc::http::server::{Limits, serve_on};
+use svc::http::shards::Shards;
 use svc::platform::keys::{AppKeys, SigningSet};
 use svc::platform::router::{RouterConfig, RouterContext, router};
 use tokio::net::TcpListener;
@@ -107,7 +108,7 @@ impl World {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = Limits { drain: Duration::ZERO, ..Limits::default() };
-        tokio::spawn(serve(listener, None, app, limits, stop.clone()));
+        tokio::spawn(serve_on(Shards::start()?, listener, None, app, limits, stop.clone()));
         let client = reqwest::Client::builder()
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::body::Outgoing;
 use super::{Dial, Io, ProxyError, ProxyLimits};
+use crate::http::shards;
 
 /// One connection: where requests go in, and what must be polled for anything to happen.
 pub(super) struct Wire {
@@ -40,10 +41,17 @@ pub(super) struct Pool {
     pub(super) closed: CancellationToken,
 }
 
+struct Kept {
+    wire: Box<Wire>,
+    since: Instant,
+    /// Where its socket is driven: nobody else uses it.
+    shard: Option<usize>,
+}
+
 #[derive(Default)]
 struct Idle {
     /// The one used last is taken first, so that what is not needed grows old.
-    wires: Vec<(Box<Wire>, Instant)>,
+    wires: Vec<Kept>,
     reaped: bool,
 }
 
@@ -66,7 +74,7 @@ impl Pool {
     /// A kept connection that still lives.
     pub(super) fn reuse(&self) -> Option<Box<Wire>> {
         loop {
-            let (mut wire, _) = self.idle().wires.pop()?;
+            let mut wire = self.idle().take(shards::current())?;
             if wire.settled() {
                 return Some(wire);
             }
@@ -97,7 +105,7 @@ impl Pool {
         if self.closed.is_cancelled() || idle.wires.len() >= self.limits.idle_connections {
             return;
         }
-        idle.wires.push((wire, Instant::now()));
+        idle.wires.push(Kept { wire, since: Instant::now(), shard: shards::current() });
         if !std::mem::replace(&mut idle.reaped, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
         }
@@ -108,13 +116,20 @@ impl Pool {
     }
 }
 
+impl Idle {
+    fn take(&mut self, shard: Option<usize>) -> Option<Box<Wire>> {
+        let index = self.wires.iter().rposition(|kept| kept.shard == shard)?;
+        Some(self.wires.remove(index).wire)
+    }
+}
+
 /// Drops what was idle for too long; ends with the last one, or with the pool.
 async fn reap(pool: Weak<Pool>, limit: std::time::Duration) {
     loop {
         tokio::time::sleep(limit / 4).await;
         let Some(pool) = pool.upgrade() else { return };
         let mut idle = pool.idle();
-        let old = idle.wires.iter().take_while(|(_, since)| since.elapsed() >= limit).count();
+        let old = idle.wires.iter().take_while(|kept| kept.since.elapsed() >= limit).count();
         let dropped: Vec<_> = idle.wires.drain(..old).collect();
         let done = idle.wires.is_empty();
         idle.reaped = !done;

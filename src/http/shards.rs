@@ -1,0 +1,123 @@
+//! Threads that serve connections, each with a runtime of its own: what belongs to one connection stays on one thread.
+//!
+//! A proxy's work is short and comes in pairs, client and upstream; a runtime that moves it between threads wakes one of
+//! them for every request. Invariant: whatever is spawned on a shard, sockets and timers included, is driven there.
+
+use std::cell::Cell;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use tokio::runtime::{Builder, Handle};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+thread_local! {
+    static HERE: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// The shard whose thread this is; `None` on all other threads.
+pub fn current() -> Option<usize> {
+    HERE.get()
+}
+
+/// A few threads; they end when this is dropped.
+pub struct Shards {
+    all: Vec<Shard>,
+    _running: DropGuard,
+}
+
+struct Shard {
+    runtime: Handle,
+    /// Connections that it has.
+    load: Arc<AtomicUsize>,
+}
+
+impl Shards {
+    /// One for each processor that this process may use.
+    ///
+    /// # Errors
+    /// When a thread or its runtime cannot be made.
+    pub fn start() -> io::Result<Self> {
+        let count = thread::available_parallelism().map_or(1, usize::from);
+        let running = CancellationToken::new();
+        let all = (0..count).map(|index| Shard::start(index, running.clone())).collect::<io::Result<_>>()?;
+        Ok(Self { all, _running: running.drop_guard() })
+    }
+
+    /// Runs a connection to its end on the shard that has the fewest.
+    pub fn spawn(&self, connection: impl Future<Output = ()> + Send + 'static) {
+        let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
+            return;
+        };
+        let counted = Counted::one_more(&least.load);
+        least.runtime.spawn(async move {
+            connection.await;
+            drop(counted);
+        });
+    }
+}
+
+impl Shard {
+    fn start(index: usize, running: CancellationToken) -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        thread::Builder::new().name(format!("shard-{index}")).spawn(move || {
+            HERE.set(Some(index));
+            runtime.block_on(running.cancelled());
+        })?;
+        Ok(Self { runtime: handle, load: Arc::default() })
+    }
+}
+
+/// A connection in its shard's count, however it ends.
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn one_more(load: &Arc<AtomicUsize>) -> Self {
+        load.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(load))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::time::Duration;
+
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn connections_are_spread_and_each_stays_on_its_thread() {
+        let shards = Shards::start().unwrap();
+        let count = shards.all.len();
+        let (tell, mut told) = mpsc::unbounded_channel();
+        let open = CancellationToken::new();
+        for _ in 0..count * 2 {
+            let (tell, open) = (tell.clone(), open.clone());
+            shards.spawn(async move {
+                let (before, thread) = (current(), thread::current().id());
+                tokio::time::sleep(Duration::from_millis(5)).await;
+                let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
+                assert_eq!((before, thread), nested);
+                tell.send(before).unwrap();
+                open.cancelled().await;
+            });
+        }
+        let seen: Vec<_> = (0..count * 2).map(|_| told.blocking_recv().unwrap().unwrap()).collect();
+        assert_eq!(seen.iter().collect::<BTreeSet<_>>().len(), count);
+        assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
+        open.cancel();
+        drop(tell);
+        assert_eq!(told.blocking_recv(), None, "all have ended");
+        assert_eq!(current(), None);
+    }
+}
