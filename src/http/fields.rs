@@ -208,6 +208,12 @@ impl Fields {
         self.errors
     }
 
+    /// Takes what nobody asked for as well: for addresses that a browser is sent to, to which others add their own.
+    pub fn with_others(mut self) -> Self {
+        self.left.clear();
+        self
+    }
+
     /// The built value, or every mistake. `build` is `None` only after a mistake was noted.
     pub fn finish<T>(self, build: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();

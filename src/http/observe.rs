@@ -117,10 +117,15 @@ fn route(listener: Listener, request: &Request) -> &'static str {
 
 /// `/apps/<slug>/~<token>/…` without the token.
 fn without_token(path: &str) -> Cow<'_, str> {
-    if !path.contains("/~") {
+    let is_token = |segment: &str| {
+        segment.starts_with('~')
+            || segment.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%7e"))
+            || segment.contains("svca_")
+    };
+    if !path.split('/').any(is_token) {
         return Cow::Borrowed(path);
     }
-    let shown = path.split('/').map(|segment| if segment.starts_with('~') { "~…" } else { segment });
+    let shown = path.split('/').map(|segment| if is_token(segment) { "~…" } else { segment });
     Cow::Owned(shown.collect::<Vec<_>>().join("/"))
 }
 
@@ -132,6 +137,8 @@ mod tests {
     fn a_token_in_a_path_is_not_told() {
         assert_eq!(without_token("/apps/notes/~eyJx.y.z/index.html"), "/apps/notes/~…/index.html");
         assert_eq!(without_token("/apps/notes/~eyJx.y.z"), "/apps/notes/~…");
+        assert_eq!(without_token("/apps/notes/%7Esvca_eyJx.y.z/"), "/apps/notes/~…/");
+        assert_eq!(without_token("/apps/notes/x-svca_eyJx.y.z"), "/apps/notes/~…");
         assert_eq!(without_token("/api/apps"), "/api/apps");
         assert_eq!(without_token("/a~b"), "/a~b");
     }

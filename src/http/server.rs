@@ -82,7 +82,11 @@ async fn accept(
     let acceptor = tls.map(TlsAcceptor::from);
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { break };
+        let place = tokio::select! {
+            () = stop.cancelled() => break,
+            place = places.clone().acquire_owned() => place,
+        };
+        let Ok(place) = place else { break };
         let (stream, peer) = tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => match accepted {

@@ -93,8 +93,10 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);
+    // Its own connections: they live on the router's threads, and end with those.
+    let sessions = Db::new(&config.database).or_exit(Exit::Internal)?;
     let routes = RouterContext {
-        pool: db.pool().clone(),
+        pool: sessions.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
         proof: keys.clone(),

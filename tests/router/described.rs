@@ -97,6 +97,10 @@ impl Side for Visited {
         all
     }
 
+    fn takes_others(&self, operation: &Operation) -> bool {
+        ["handOverSession", "takeSession"].contains(&operation.id)
+    }
+
     fn own(&self, _: &Operation, name: &str) -> Option<Value> {
         match name {
             "slot" => Some(json!("primary")),

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 /// 2^53 - 1.
 pub const LARGEST_NUMBER: u64 = (1 << 53) - 1;
 
-/// A reference to a schema of [`Api::schemas`].
+/// A reference to a schema of [`super::Api::schemas`].
 pub fn named(name: &str) -> Value {
     json!({ "$ref": format!("#/components/schemas/{name}") })
 }

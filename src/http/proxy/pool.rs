@@ -102,13 +102,18 @@ impl Pool {
         }
         let mut idle = self.idle();
         // `close` cancels before it clears: what is put here after the clearing sees the token.
-        if self.closed.is_cancelled() || idle.wires.len() >= self.limits.idle_connections {
+        if self.closed.is_cancelled() {
             return;
         }
+        // The oldest goes, whichever shard's it is: a shard that has gone quiet keeps none from the others.
+        let full = idle.wires.len() >= self.limits.idle_connections;
+        let oldest = (full && !idle.wires.is_empty()).then(|| idle.wires.remove(0));
         idle.wires.push(Kept { wire, since: Instant::now(), shard: shards::current() });
         if !std::mem::replace(&mut idle.reaped, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
         }
+        drop(idle);
+        drop(oldest);
     }
 
     fn idle(&self) -> std::sync::MutexGuard<'_, Idle> {

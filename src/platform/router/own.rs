@@ -41,6 +41,14 @@ pub(super) enum Act {
     MintAppToken,
 }
 
+impl Own {
+    /// A HEAD only where a look changes nothing: the other pages use a code up, or make one.
+    fn takes(&self, method: &Method) -> bool {
+        let own = &self.operation.method;
+        own == method || (method == Method::HEAD && own == Method::GET && matches!(self.act, Act::ListSlots))
+    }
+}
+
 pub static ROUTES: [&Own; 6] =
     [&LIST_SLOTS, &CHOOSE_SLOT, &MINT_APP_TOKEN, &SIGN_OUT, &HAND_OVER, &TAKE_SESSION];
 
@@ -54,8 +62,7 @@ pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Resu
         .into_iter()
         .filter(|own| own.operation.path == path && own.door.is_none_or(|door| door == visit.door))
         .collect();
-    let method = if request.method() == Method::HEAD { &Method::GET } else { request.method() };
-    let Some(own) = here.iter().find(|own| own.operation.method == *method) else {
+    let Some(own) = here.iter().find(|own| own.takes(request.method())) else {
         return Ok(refused(&here, request).await);
     };
     let call = Call::read(request).await?;

@@ -63,7 +63,7 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
     let mut query = call.query();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
-    let state = query.finish(state)?;
+    let state = query.with_others().finish(state)?;
     let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
     let handed = Handed { user: identity.user().clone(), slot: identity.slot().cloned(), return_to };
     let code = site.sessions.issue_code(&handed, &state).await.map_err(|error| failed(&error))?;
@@ -74,7 +74,7 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
 pub(super) async fn take(site: &Site, call: &Call) -> Result<Response, Problem> {
     let mut query = call.query();
     let code: Option<String> = query.required("code");
-    let code = query.finish(code)?;
+    let code = query.with_others().finish(code)?;
     let handed = match cookie::get(&call.headers, cookie::STATE) {
         Some(state) => site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?,
         None => None,

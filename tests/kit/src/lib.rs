@@ -12,7 +12,7 @@
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`dev`] | the story's parts, kept running for a developer |
-//! | [`bench`] | measurements beside peers, in rounds |
+//! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
