@@ -23,7 +23,7 @@ macro_rules! noticed {
 
 noticed! {
     two_servers_of_one_machine: Broken::NamesRepeat => TwoServersOfOneMachine, then Orphan;
-    two_active_machines_of_one_slot: Broken::SLOTS_ARE_SHARED => TwoActiveMachinesOfOneSlot;
+    two_active_machines_of_one_slot: Broken::SLOTS_ARE_SHARED => TwoActiveMachinesOfOneSlot, then InternalError;
     a_route_to_a_machine_that_does_not_run: Broken::CHANGES_ARE_SILENT => RoutedWhileNotRunning;
     running_without_a_registration: Broken::RUNS_AT_ONCE => RunningUnregistered, then OperationNeverEnds;
     a_second_host_of_one_machine: Broken::REGISTRATION_IS_FORGOTTEN => RegisteredTwice,
