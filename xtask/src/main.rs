@@ -105,8 +105,8 @@ fn setup() -> Result<()> {
 }
 
 fn bundle(image_version: &str, out: &std::path::Path, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let bundle = story::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
-    let archive = bundle.dir.join(story::bundle::ARCHIVE);
+    let bundle = kit::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
+    let archive = bundle.dir.join(kit::bundle::ARCHIVE);
     println!("{}\n{} bytes, sha256 {}", archive.display(), bundle.size_bytes, bundle.sha256);
     Ok(ExitCode::SUCCESS)
 }

@@ -11,6 +11,7 @@
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
+//! | [`mod@bundle`] | host bundles, as they are published |
 //! | [`dev`] | the story's parts, kept running for a developer |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
@@ -18,6 +19,7 @@
 //! The kit never links the product: it speaks to it as its users do.
 
 pub mod bench;
+pub mod bundle;
 pub mod ca;
 pub mod child;
 pub mod dev;
