@@ -13,6 +13,7 @@
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`lab`] | the main job on virtual machines, and what only a machine shows |
+//! | [`mod@bundle`] | host bundles, as they are published |
 //! | [`dev`] | the story's parts, kept running for a developer |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
@@ -20,6 +21,7 @@
 //! The kit never links the product: it speaks to it as its users do.
 
 pub mod bench;
+pub mod bundle;
 pub mod ca;
 pub mod child;
 pub mod dev;

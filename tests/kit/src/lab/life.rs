@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use super::release;
 use crate::bundle;
 use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
 pub use crate::story::{
@@ -23,9 +24,9 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 
 /// Builds and publishes a bundle with what a machine needs; its size in MiB.
 pub async fn publish_as(stack: &Stack, version: &str) -> Result<u64> {
-    let (svc, pg, out) = (stack.svc.clone(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
+    let (svc, pg, dir) = (stack.svc.clone(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
     let version_there = version.to_owned();
-    let build = move || bundle::for_machines(&svc, &pg, &version_there, &out);
+    let build = move || bundle::build(&release::options(&svc, &pg, &version_there, &dir)?);
     let built = tokio::task::spawn_blocking(build).await??;
     let dir = built.dir.display().to_string();
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?;

@@ -6,6 +6,7 @@
 
 mod life;
 mod look;
+mod release;
 mod stages;
 
 use std::fs;

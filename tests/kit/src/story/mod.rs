@@ -4,8 +4,6 @@
 //! It drives what users have — the CLI, HTTP, signals — and looks at what they could look at: records, disks, objects.
 //! [`Breakage`] breaks one thing from outside; the story must then stop at the step that this is about.
 
-pub mod bundle;
-
 mod breakage;
 pub(crate) mod first_life;
 pub(crate) mod platform;
