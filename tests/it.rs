@@ -11,6 +11,7 @@ mod ctl;
 mod exposition;
 mod first_boot;
 mod gateway;
+mod heartbeat;
 mod house;
 mod platform;
 mod pointer;
