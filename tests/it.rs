@@ -19,5 +19,6 @@ mod provider;
 mod router;
 mod sim;
 mod story;
+mod units;
 mod userdata;
 mod vault;
