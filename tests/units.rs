@@ -292,14 +292,14 @@ fn the_metadata_address_is_closed_to_all_but_root() {
     checkers::installed("ip", "iproute2").unwrap();
     let script = r#"
         set -e
-        ip link set lo up; ip addr add 169.254.169.254/32 dev lo
+        ip link set lo up; ip addr add 169.254.169.254/32 dev lo; ip addr add 10.0.0.1/32 dev lo
         nft -f "$RULES"; nft -f "$RULES"
         python3 -m http.server --bind 169.254.169.254 80 >/dev/null 2>&1 & metadata=$!
         python3 -m http.server --bind 127.0.0.1 80 >/dev/null 2>&1 & other=$!
         trap 'kill $metadata $other' EXIT
         ask() { curl --silent --output /dev/null --max-time 5 --retry 20 --retry-delay 0 --retry-max-time 10 --retry-connrefused "$1"; }
         ask http://169.254.169.254/ && ask http://127.0.0.1/ && echo up
-        as() { setpriv --reuid 1940 --clear-groups curl --silent --output /dev/null --max-time 5 "$1" && echo 0 || echo $?; }
+        as() { setpriv --reuid 1940 --clear-groups curl --silent --output /dev/null --max-time 5 --interface 10.0.0.1 "$1" && echo 0 || echo $?; }
         echo "metadata $(as http://169.254.169.254/) other $(as http://127.0.0.1/)"
     "#;
     let mut command = Command::new("unshare");
