@@ -4,6 +4,7 @@
 //! It drives what an operator has: `svcctl`, HTTP, the provider's console, and SSH for looks inside.
 //! Everything it saw stays below `target/lab`: a directory for each machine with its console and its journal.
 
+mod faults;
 mod life;
 mod look;
 mod release;
@@ -101,25 +102,34 @@ async fn image() -> Result<((Image, Accel), String)> {
 }
 
 async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Result<(), Stopped> {
+    let whole = options.length == Length::Whole;
     report.step("publish", life::publish(stack)).await?;
     let first = report.step("provision", life::provision(stack)).await?;
     report.step("boot", stages::of_boot(stack, &first)).await?;
     report.step("sound", look::sound(stack, &first)).await?;
     report.step("use", life::insert_and_find(stack)).await?;
-    let backup = report.step("backup", life::backup(stack, &first)).await?;
     report.step("reboot", life::reboot(stack, &first)).await?;
-    if options.length == Length::Whole {
-        // What the machine bears, in the order of how much it takes.
+    if whole {
+        report.step("database-dies", faults::database_killed(stack, &first)).await?;
+        report.step("disk-full", faults::disk_full(stack, &first)).await?;
+        report.step("resize", life::resize(stack, &first)).await?;
     }
+    report.step("backup", life::backup(stack, &first)).await?;
     report.step("later-row", life::insert_later(stack)).await?;
     look::keep_journal(stack, &first).await;
     report.step("loss", life::lose(stack, &first)).await?;
+    if whole {
+        report.step("bad-restore", life::refused_restore(stack)).await?;
+    }
     let second = report.step("recover", life::recover(stack, &first)).await?;
     report.step("rows", life::rows_are_back(stack)).await?;
-    report.step("sound-again", look::sound(stack, &second)).await?;
+    if whole {
+        report.step("clock-jump", faults::clock_jump(stack, &second)).await?;
+        report.step("cut-in-backup", faults::power_cut_in_backup(stack, &second)).await?;
+        report.step("sound-again", look::sound(stack, &second)).await?;
+    }
     look::keep_journal(stack, &second).await;
     report.step("delete", life::delete(stack, &second)).await?;
-    drop(backup);
     report.step("gone", life::nobody_is_served(stack)).await
 }
 

@@ -174,7 +174,7 @@ impl Cloud {
     }
 
     /// Power first, then the machine: a server deleted in between is never started.
-    fn boot(&self, server: i64) {
+    pub(super) fn boot(&self, server: i64) {
         let mut book = self.book();
         if let Some(record) = book.servers.get_mut(&server) {
             record.power = Power::Running;

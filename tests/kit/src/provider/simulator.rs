@@ -175,6 +175,11 @@ impl Simulator {
         self.cloud.obey_shutdown(name, obeys)
     }
 
+    /// The provider switches a server on that is off.
+    pub fn switch_on(&self, name: &str) -> Result<()> {
+        self.cloud.switch_on(name)
+    }
+
     /// The virtual machine of a server that was ever made.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         self.cloud.guests.machine(name)
