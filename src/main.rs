@@ -37,6 +37,11 @@ static APPLETS: &[Applet] = &[
         about: "registers this machine with the platform, once",
         run: host::register::run,
     },
+    Applet {
+        name: "svc-heartbeat",
+        about: "rotates and expires the machine's records, measures its storage",
+        run: host::heartbeat::run,
+    },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },
     Applet { name: "svcctl", about: "what an operator does", run: ctl::run },
 ];

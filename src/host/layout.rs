@@ -95,6 +95,11 @@ impl Layout {
         self.home().join("system/bundled-apps.json")
     }
 
+    /// The owner's settings: cost limits and their time zone.
+    pub fn settings(&self) -> PathBuf {
+        self.home().join("system/config.json")
+    }
+
     pub fn logs(&self) -> PathBuf {
         self.home().join("system/logs")
     }
@@ -123,6 +128,10 @@ impl Layout {
 
     pub fn backup_lock(&self) -> PathBuf {
         self.state("backup.lock")
+    }
+
+    pub fn heartbeat_lock(&self) -> PathBuf {
+        self.state("heartbeat.lock")
     }
 
     /// Files that ask a unit to run; a path unit watches them.

@@ -4,6 +4,8 @@ pub mod backup;
 pub mod census;
 pub mod config;
 pub mod gateway;
+pub mod heartbeat;
+pub mod jsonl;
 pub mod layout;
 pub mod lock;
 pub mod patience;

@@ -16,6 +16,7 @@
 //! | [`mod@bundle`] | host bundles, as they are published |
 //! | [`dev`] | the story's parts, kept running for a developer |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
+//! | [`checkers`] | programs that check what is written for a machine |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
@@ -23,6 +24,7 @@
 pub mod bench;
 pub mod bundle;
 pub mod ca;
+pub mod checkers;
 pub mod child;
 pub mod dev;
 pub mod fetch;
@@ -30,6 +32,7 @@ pub mod idp;
 pub mod lab;
 pub mod moto;
 pub mod net;
+pub mod packages;
 pub mod pg;
 pub mod provider;
 pub mod s3;

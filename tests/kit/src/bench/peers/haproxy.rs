@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::nginx::{Onward, Pem, Served};
-use super::packages::{Deb, Located, Program};
+use crate::packages::{Deb, Located, Program};
 use crate::bench::process::Running;
 use crate::net;
 

@@ -6,5 +6,3 @@ pub mod nginx;
 pub mod pgbench;
 pub mod postgrest;
 pub mod wrk;
-
-mod packages;

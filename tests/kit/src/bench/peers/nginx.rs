@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::packages::{Deb, Located, Program};
+use crate::packages::{Deb, Located, Program};
 use crate::bench::process::Running;
 use crate::net;
 

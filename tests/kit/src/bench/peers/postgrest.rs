@@ -12,7 +12,7 @@ use reqwest::StatusCode;
 use ring::hmac;
 use serde_json::json;
 
-use super::packages;
+use crate::packages;
 use crate::bench::process::Running;
 use crate::net;
 

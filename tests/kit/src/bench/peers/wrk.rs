@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::packages::{Deb, Located, Program};
+use crate::packages::{Deb, Located, Program};
 use crate::child;
 
 const WRK: Program = Program {
