@@ -44,6 +44,16 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
+    /// The environment of the database's container: root's, and read by podman alone.
+    pub fn postgres_env(&self) -> PathBuf {
+        self.opt("env/postgres.env")
+    }
+
+    /// What root's updater trusts.
+    pub fn update_env(&self) -> PathBuf {
+        self.opt("env/update.env")
+    }
+
     pub fn releases(&self) -> PathBuf {
         self.opt("releases")
     }

@@ -8,9 +8,7 @@ use super::release;
 use crate::bundle;
 use crate::s3::{Fault, Rule};
 use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
-pub use crate::story::{
-    backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back,
-};
+pub use crate::story::{backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back};
 
 /// From a machine's start to its gateway, under emulation.
 pub const UP: Duration = Duration::from_secs(400);
