@@ -7,6 +7,7 @@ mod chain;
 pub mod clock;
 pub mod config;
 pub mod ctl;
+pub mod diagnosis;
 pub mod failpoint;
 pub mod fsx;
 pub mod host;

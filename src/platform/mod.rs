@@ -6,6 +6,7 @@ pub mod api;
 pub mod config;
 pub mod context;
 pub mod db;
+pub mod doctor;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;

@@ -25,7 +25,8 @@ use tokio::signal::unix::{SignalKind, signal};
 pub use self::breakage::Breakage;
 use self::report::Stopped;
 pub use self::report::{Report, Step};
-pub use self::stack::{Front, Stack};
+pub use self::slot::BUCKET;
+pub use self::stack::{Front, Stack, eventually};
 use crate::child;
 
 #[derive(Debug, Clone)]

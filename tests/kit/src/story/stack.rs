@@ -66,6 +66,7 @@ pub struct Stack {
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
     pub key: String,
     operator: Program,
+    platform_env: Vec<(String, String)>,
     platform: Platform,
     database: PgServer,
 }
@@ -130,6 +131,7 @@ impl Stack {
             set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
             set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
         }
+        let platform_env = env.clone();
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
         let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
@@ -150,6 +152,7 @@ impl Stack {
             secret,
             key,
             operator,
+            platform_env,
             platform,
             database,
         };
@@ -159,6 +162,11 @@ impl Stack {
     /// `svcctl` as the operator calls it.
     pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
         self.operator.run("svcctl", args, Duration::from_secs(230)).await
+    }
+
+    /// The platform's own settings.
+    pub fn platform_env(&self) -> &[(String, String)] {
+        &self.platform_env
     }
 
     /// The environment that `svcctl` has here.
