@@ -14,6 +14,7 @@ pub mod host;
 pub mod http;
 mod log_line;
 pub mod machine;
+mod manual;
 pub mod metrics;
 pub mod platform;
 pub mod provider;

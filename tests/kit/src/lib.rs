@@ -12,6 +12,7 @@
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`dev`] | the story's parts, kept running for a developer |
+//! | [`deb`] | the Debian packages, and what dpkg does with them in a root of their own |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
@@ -20,6 +21,7 @@
 pub mod bench;
 pub mod ca;
 pub mod child;
+pub mod deb;
 pub mod dev;
 pub mod fetch;
 pub mod idp;
