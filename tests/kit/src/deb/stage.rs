@@ -14,6 +14,7 @@ use super::{Options, architecture};
 use crate::child;
 
 const DEADLINE: Duration = Duration::from_secs(60);
+const MAINTAINER: &str = "svc developers <svc@localhost.invalid>";
 const PROGRAM: &str = "usr/lib/svc/svc";
 /// Where each shell looks for a program's completions.
 const COMPLETIONS: [(&str, &str); 3] = [
@@ -35,7 +36,7 @@ pub fn fill(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str
         units(&options.source.join("systemd"), stage)?;
     }
     described(&program, name, stage)?;
-    documents(stage, options, name, bill)?;
+    documents(stage, options, name, bill, epoch)?;
     compress_pages(&stage.join("usr/share/man"))?;
     control(stage, &options.version)?;
     settle(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?))
@@ -85,17 +86,29 @@ fn described(program: &Path, name: &str, stage: &Path) -> Result<()> {
     Ok(())
 }
 
-fn documents(stage: &Path, options: &Options, name: &str, bill: &str) -> Result<()> {
+fn documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
     let dir = stage.join("usr/share/doc").join(name);
     fs::create_dir_all(&dir)?;
     fs::write(dir.join("svc.cdx.json"), bill)?;
     let copyright = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\
-                     Upstream-Name: svc\n\nFiles: *\nCopyright: the svc developers\nLicense: Apache-2.0\n \
+                     Upstream-Name: svc\n\nFiles: *\nCopyright: 2026 the svc developers\nLicense: Apache-2.0\n \
                      On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \
                      What is linked in, with its licences, is in svc.cdx.json.\n";
     fs::write(dir.join("copyright"), copyright)?;
     let changes = fs::read(options.source.join("CHANGELOG.md")).context("CHANGELOG.md")?;
-    gzip(&changes, &dir.join("changelog.gz"))
+    gzip(&changes, &dir.join("CHANGELOG.md.gz"))?;
+    let version = &options.version;
+    let entry = format!(
+        "{name} ({version}) stable; urgency=medium\n\n  * See CHANGELOG.md.\n\n -- {MAINTAINER}  {}\n",
+        date(epoch)?
+    );
+    gzip(entry.as_bytes(), &dir.join("changelog.gz"))
+}
+
+/// As Debian's changelogs have it (RFC 5322).
+fn date(epoch: &str) -> Result<String> {
+    let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?)?;
+    Ok(jiff::fmt::rfc2822::to_string(&at.to_zoned(jiff::tz::TimeZone::UTC))?)
 }
 
 fn compress_pages(dir: &Path) -> Result<()> {
