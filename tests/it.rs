@@ -18,4 +18,5 @@ mod provider;
 mod router;
 mod sim;
 mod story;
+mod userdata;
 mod vault;

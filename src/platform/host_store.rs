@@ -135,6 +135,15 @@ impl HostStore {
         Ok(Self { store: store.clone(), sts })
     }
 
+    /// Tells hosts another endpoint than the platform's own.
+    #[must_use]
+    pub fn reached_by_hosts_at(mut self, endpoint: Option<&Url>) -> Self {
+        if let (StoreConfig::S3(s3), Some(endpoint)) = (&mut self.store, endpoint) {
+            s3.endpoint = Some(endpoint.to_string());
+        }
+        self
+    }
+
     /// Whether hosts hold credentials that reach every slot.
     pub fn gives_our_own(&self) -> bool {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))

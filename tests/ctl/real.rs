@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use kit::story::{Front, Stack, bundle};
+use kit::bundle;
+use kit::story::{Front, Stack};
 use serde_json::Value;
 
 struct Operator(Stack);

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use kit::bundle;
 use kit::fetch::target_dir;
 use kit::idp::{Idp, MintOptions};
 use kit::pg::PgBinaries;
 use kit::provider::{HostSettings, SimulatorOptions};
-use kit::story::bundle;
 use serde_json::{Value, json};
 use tokio_postgres::NoTls;
 

@@ -60,6 +60,15 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
+    /// Play the main job on virtual machines, then what only a machine shows; writes target/lab
+    Lab {
+        /// Provision, register, bridge, backup, reboot and recover alone
+        #[arg(long)]
+        quick: bool,
+        /// The binary to play with; `cargo xtask dist`'s when not given
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
     /// Build the one static executable, target/dist/svc, and check that it is one
     Dist,
     /// Build the Debian packages and the bill of materials into target/deb
@@ -94,6 +103,7 @@ fn main() -> ExitCode {
         Command::Bundle { image_version, out, svc, .. } => bundle(&image_version, &out, svc),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir } => dev(svc, dir),
+        Command::Lab { quick, svc } => lab(quick, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
@@ -115,8 +125,8 @@ fn setup() -> Result<()> {
 }
 
 fn bundle(image_version: &str, out: &std::path::Path, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let bundle = story::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
-    let archive = bundle.dir.join(story::bundle::ARCHIVE);
+    let bundle = kit::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
+    let archive = bundle.dir.join(kit::bundle::ARCHIVE);
     println!("{}\n{} bytes, sha256 {}", archive.display(), bundle.size_bytes, bundle.sha256);
     Ok(ExitCode::SUCCESS)
 }
@@ -158,6 +168,17 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>) -> Result<ExitCode> {
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
     runtime.block_on(kit::dev::run(claim, &svc))?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn lab(quick: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let svc = match svc {
+        Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
+        None => dist::build()?,
+    };
+    let length = if quick { kit::lab::Length::Quick } else { kit::lab::Length::Whole };
+    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, length }))?;
+    Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {

@@ -10,6 +10,7 @@ use http::{StatusCode, header};
 use secrecy::ExposeSecret;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
+use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::failpoint::{self, Injected};
@@ -37,6 +38,12 @@ pub enum DownloadError {
         url: String,
         #[source]
         source: reqwest::Error,
+    },
+    #[error("read {url}")]
+    File {
+        url: String,
+        #[source]
+        source: std::io::Error,
     },
     #[error("download {url}: {status}")]
     Status { url: String, status: StatusCode },
@@ -128,6 +135,9 @@ impl Download<'_> {
     }
 
     async fn ask(&mut self) -> Result<(), DownloadError> {
+        if self.source.url.scheme() == "file" {
+            return self.open_file().await;
+        }
         let mut request = self.client.get(self.source.url.clone());
         if let Some(token) = &self.source.token {
             request = request.bearer_auth(token.expose_secret());
@@ -163,6 +173,18 @@ impl Download<'_> {
             status => return Err(DownloadError::Status { url: self.url(), status }),
         };
         self.answer = Some(Answer { response, skip });
+        Ok(())
+    }
+
+    /// What the first boot has brought already is read from where it lies, once.
+    async fn open_file(&mut self) -> Result<(), DownloadError> {
+        let unreadable = |source| DownloadError::File { url: self.url(), source };
+        let path = self.source.url.to_file_path().unwrap_or_default();
+        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+        let length = file.metadata().await.map_err(unreadable)?.len();
+        let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
+        self.length = Some(length);
+        self.answer = Some(Answer { response: http::Response::new(body).into(), skip: 0 });
         Ok(())
     }
 

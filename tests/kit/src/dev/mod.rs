@@ -14,8 +14,8 @@ use anyhow::{Context, Result, ensure};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 pub use self::place::{Claim, Taken};
+use crate::bundle;
 use crate::child;
-use crate::story::bundle;
 use crate::story::first_life::Machine;
 use crate::story::stack::{Front, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 

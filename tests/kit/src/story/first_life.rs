@@ -10,10 +10,10 @@ use serde::Deserialize;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::bundle;
 use super::slot::BUCKET;
 use super::stack::{HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 use super::web;
+use crate::bundle;
 use crate::child;
 
 /// The rows before the backup, in the order of their titles.

@@ -4,8 +4,6 @@
 //! It drives what users have — the CLI, HTTP, signals — and looks at what they could look at: records, disks, objects.
 //! [`Breakage`] breaks one thing from outside; the story must then stop at the step that this is about.
 
-pub mod bundle;
-
 mod breakage;
 pub(crate) mod first_life;
 pub(crate) mod platform;
@@ -23,10 +21,11 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-use self::report::Stopped;
-pub use self::report::{Report, Step};
+pub use self::first_life::{Machine as MachineRecord, backup, insert_and_find, insert_later};
+pub use self::report::{Report, Step, Stopped};
+pub use self::second_life::{delete, nobody_is_served, rows_are_back};
 pub use self::slot::BUCKET;
-pub use self::stack::{Front, Stack, eventually};
+pub use self::stack::{Front, Ground, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 use crate::child;
 
 #[derive(Debug, Clone)]

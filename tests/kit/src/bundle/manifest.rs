@@ -1,0 +1,141 @@
+//! The signed manifest beside a bundle: `….tar.gz.json`, and `….tar.gz.json.sig` by an Ed25519 key.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use jiff::{SignedDuration, Timestamp};
+use ring::signature::{Ed25519KeyPair, KeyPair};
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use rustls::pki_types::pem::PemObject;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+
+/// Before the manifest's bytes in what is signed, so that the signature is of nothing else.
+const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
+
+/// The file's fields, in their order.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Manifest {
+    pub version: u32,
+    pub image_version: String,
+    pub sha256: String,
+    pub size_bytes: u64,
+    /// The oldest release that can be updated to this one; all, where there is none.
+    pub min_version: Option<String>,
+    pub created_at: String,
+    pub expires_at: String,
+}
+
+impl Manifest {
+    /// One JSON object and a newline.
+    pub fn text(&self) -> Result<String> {
+        Ok(format!("{}\n", serde_json::to_string(self)?))
+    }
+}
+
+/// As times stand on the wire.
+pub fn time(at: Timestamp) -> String {
+    format!("{at:.3}")
+}
+
+pub fn days_after(at: Timestamp, days: u32) -> Result<Timestamp> {
+    Ok(at.checked_add(SignedDuration::from_hours(24 * i64::from(days)))?)
+}
+
+/// A private key that signs manifests.
+pub struct SigningKey {
+    pair: Ed25519KeyPair,
+}
+
+impl SigningKey {
+    /// From a file as `openssl genpkey -algorithm ed25519` writes it.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = fs::read(path).with_context(|| format!("read {}", path.display()))?;
+        Self::from_pem(&text).with_context(|| format!("{} is no Ed25519 key in PKCS#8 PEM", path.display()))
+    }
+
+    pub fn from_pem(text: &[u8]) -> Result<Self> {
+        let der = PrivatePkcs8KeyDer::from_pem_slice(text).map_err(|error| anyhow!("{error}"))?;
+        // OpenSSL leaves the public key out, which the stricter function wants.
+        let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der())
+            .map_err(|error| anyhow!("{error}"))?;
+        Ok(Self { pair })
+    }
+
+    pub fn public_key(&self) -> &[u8] {
+        self.pair.public_key().as_ref()
+    }
+
+    /// As `BUNDLE_PUBLIC_KEYS` lists it.
+    pub fn public_key_base64(&self) -> String {
+        STANDARD.encode(self.public_key())
+    }
+
+    /// The first 16 hexadecimal digits of the public key's SHA-256.
+    pub fn id(&self) -> String {
+        hex::encode(Sha256::digest(self.public_key()))[..16].to_owned()
+    }
+
+    /// The content of the `.sig` file for a manifest's bytes.
+    pub fn signature_line(&self, manifest: &[u8]) -> String {
+        let signature = self.pair.sign(&[CONTEXT, manifest].concat());
+        format!("{} {}\n", self.id(), STANDARD.encode(signature.as_ref()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: &[u8] = include_bytes!("ed25519-test-only.txt");
+
+    fn sample() -> Manifest {
+        Manifest {
+            version: 1,
+            image_version: "1.4.0".to_owned(),
+            sha256: "a".repeat(64),
+            size_bytes: 123,
+            min_version: None,
+            created_at: "2026-01-02T03:04:05.000Z".to_owned(),
+            expires_at: "2027-01-02T03:04:05.000Z".to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_manifest_is_one_line_of_json() {
+        assert_eq!(
+            sample().text().unwrap(),
+            format!(
+                "{{\"version\":1,\"imageVersion\":\"1.4.0\",\"sha256\":\"{}\",\"sizeBytes\":123,\"minVersion\":null,\
+                 \"createdAt\":\"2026-01-02T03:04:05.000Z\",\"expiresAt\":\"2027-01-02T03:04:05.000Z\"}}\n",
+                "a".repeat(64)
+            )
+        );
+    }
+
+    /// Made by OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
+    /// `openssl pkeyutl -sign -rawin -inkey KEY -in FILE` over the context line and the sample above.
+    #[test]
+    fn the_signature_is_the_one_that_openssl_makes() {
+        let key = SigningKey::from_pem(KEY).unwrap();
+        assert_eq!(key.public_key_base64(), "WtxURLNJAYCP61tmwP8WL0BM8LhargbjuIxJwP8EXW0=");
+        assert_eq!(key.id(), "63617f15e8f62763");
+        let line = key.signature_line(sample().text().unwrap().as_bytes());
+        assert_eq!(
+            line,
+            "63617f15e8f62763 HJqXtA2WYqLrBxqMnPlvM321AIBiOSkq1lhFZ015Pb03KkaeWrP2ZLuQ8pFNgi3o5K5l6u/Md9VAprijzqokAw==\n"
+        );
+    }
+
+    #[test]
+    fn what_is_no_key_is_refused() {
+        assert!(
+            SigningKey::from_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n").is_err()
+        );
+        assert!(SigningKey::from_pem(b"").is_err());
+    }
+}

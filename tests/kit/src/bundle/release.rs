@@ -1,0 +1,63 @@
+//! `release.json`: what a bundle holds, with version and path.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use jiff::Timestamp;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::manifest::time;
+
+/// One thing inside a release.
+#[derive(Debug, Clone, Serialize)]
+pub struct Component {
+    pub name: String,
+    pub version: String,
+    pub path: String,
+}
+
+impl Component {
+    pub fn new(name: &str, version: &str, path: &str) -> Self {
+        Self { name: name.to_owned(), version: version.to_owned(), path: path.to_owned() }
+    }
+}
+
+/// The component of an app's `…/svc.json`; none for another file.
+pub fn app(path: &str, content: &[u8]) -> Result<Option<Component>> {
+    let Some(dir) = path.strip_suffix("/svc.json") else { return Ok(None) };
+    let manifest: Value = serde_json::from_slice(content).with_context(|| format!("parse {path}"))?;
+    let said = |field: &str| manifest[field].as_str().map(str::to_owned);
+    let (Some(slug), Some(version)) = (said("slug"), said("version")) else {
+        bail!("{path} has no slug or no version");
+    };
+    Ok(Some(Component { name: slug, version, path: dir.to_owned() }))
+}
+
+/// The manifests of built apps, as they are called in the bundle, in order.
+pub fn manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(apps).with_context(|| format!("read {}", apps.display()))? {
+        let dir = entry?.path();
+        let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let manifest = dir.join("svc.json");
+        let content = fs::read(&manifest).with_context(|| format!("read {}", manifest.display()))?;
+        found.push((format!("app/apps/{name}/svc.json"), content));
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The file.
+pub fn text(image_version: &str, created_at: Timestamp, components: &[Component]) -> Result<Vec<u8>> {
+    let release = serde_json::json!({
+        "version": 1,
+        "imageVersion": image_version,
+        "createdAt": time(created_at),
+        "components": components,
+    });
+    let mut text = serde_json::to_vec_pretty(&release)?;
+    text.push(b'\n');
+    Ok(text)
+}

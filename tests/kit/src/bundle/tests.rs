@@ -1,0 +1,140 @@
+//! Bundles from small inputs: what is in them, and that nothing but the inputs is.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use super::*;
+
+fn fake_svc(dir: &Path) -> PathBuf {
+    let path = dir.join("fake");
+    let script =
+        "#!/bin/sh\ncase $1 in --list) echo svc-a; echo svcctl;; *) echo 'svc 0.1.0 (commit x, y)';; esac\n";
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// Every entry with its mode and its content or link.
+fn unpacked(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
+    let file = File::open(bundle.dir.join(ARCHIVE)).unwrap();
+    let mut archive = tar::Archive::new(flate2::bufread::GzDecoder::new(io::BufReader::new(file)));
+    let mut found = BTreeMap::new();
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        assert_eq!((entry.header().mtime().unwrap(), entry.header().uid().unwrap()), (0, 0));
+        let path = entry.path().unwrap().display().to_string();
+        let mode = entry.header().mode().unwrap();
+        let link = entry.link_name().unwrap().map(|link| link.display().to_string());
+        let mut content = Vec::new();
+        entry.read_to_end(&mut content).unwrap();
+        found.insert(path, (mode, link.unwrap_or_else(|| String::from_utf8_lossy(&content).into_owned())));
+    }
+    found
+}
+
+fn write(path: &Path, content: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, content).unwrap();
+}
+
+/// A bundle of every kind of part, its sources written in the given order.
+fn whole(dir: &Path, names: [&str; 3]) -> Bundle {
+    for name in names {
+        write(&dir.join("shell/assets").join(name), name);
+    }
+    write(&dir.join("apps/a/svc.json"), r#"{"slug": "a", "version": "2.3.4"}"#);
+    write(&dir.join("apps/a/dist/index.html"), "<p>a");
+    write(&dir.join("node/bin/node"), "#!/bin/sh\n");
+    fs::set_permissions(dir.join("node/bin/node"), fs::Permissions::from_mode(0o700)).unwrap();
+    symlink("node", dir.join("node/bin/nodejs")).unwrap();
+    write(&dir.join("units/system/svc-a.service"), "[Service]\n");
+    write(&dir.join("key.pem"), include_str!("ed25519-test-only.txt"));
+    let part = |name: &str, version: &str| Part {
+        name: name.to_owned(),
+        version: version.to_owned(),
+        dir: dir.join(name),
+    };
+    let mut options = Options::new(&fake_svc(dir), "v1", &dir.join("out")).unwrap();
+    options.systemd = dir.join("units");
+    options.apps = Apps::Built(dir.join("apps"));
+    options.shell = Some(part("shell", "1.0.0"));
+    options.runtime = vec![part("node", "24.1.0")];
+    options.signing_key = Some(dir.join("key.pem"));
+    options.created_at = Timestamp::from_second(1_700_000_000).unwrap();
+    build(&options).unwrap()
+}
+
+#[test]
+fn the_same_inputs_give_the_same_bytes() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let one = whole(one.path(), ["a", "b", "c"]);
+    let two = whole(two.path(), ["c", "a", "b"]);
+    for end in ["", ".sha256", ".json", ".json.sig"] {
+        let read = |bundle: &Bundle| fs::read(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
+        assert!(read(&one) == read(&two), "{end}");
+    }
+    let bytes = fs::read(one.dir.join(ARCHIVE)).unwrap();
+    assert_eq!(hex::encode(Sha256::digest(&bytes)), one.sha256);
+    assert_eq!(bytes.len() as u64, one.size_bytes);
+}
+
+#[test]
+fn every_part_is_in_its_place_and_in_the_list() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = whole(dir.path(), ["a", "b", "c"]);
+    let found = unpacked(&bundle);
+    let entry = |path: &str| found[path].clone();
+    assert_eq!(entry("bin/svc-a"), (0o777, "svc".to_owned()));
+    assert_eq!(entry("bin/svc").0, 0o755);
+    assert_eq!(entry("app/apps/a/dist/index.html"), (0o644, "<p>a".to_owned()));
+    assert_eq!(entry("app/shell/assets/b"), (0o644, "b".to_owned()));
+    assert_eq!(entry("runtime/node/bin/node").0, 0o755);
+    assert_eq!(entry("runtime/node/bin/nodejs"), (0o777, "node".to_owned()));
+    assert_eq!(entry("systemd/system/svc-a.service"), (0o644, "[Service]\n".to_owned()));
+    let release: serde_json::Value = serde_json::from_str(&entry("release.json").1).unwrap();
+    assert_eq!(release["imageVersion"], "v1");
+    assert_eq!(release["createdAt"], "2023-11-14T22:13:20.000Z");
+    let component = |name, version, path| serde_json::json!({"name": name, "version": version, "path": path});
+    let listed = [
+        component("svc", "0.1.0", "bin/svc"),
+        component("a", "2.3.4", "app/apps/a"),
+        component("shell", "1.0.0", "app/shell"),
+        component("node", "24.1.0", "runtime/node"),
+    ];
+    assert_eq!(release["components"], serde_json::Value::from(listed.to_vec()));
+}
+
+#[test]
+fn the_manifest_is_of_this_archive_and_signed() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = whole(dir.path(), ["a", "b", "c"]);
+    let read = |end: &str| fs::read_to_string(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
+    let manifest: serde_json::Value = serde_json::from_str(&read(".json")).unwrap();
+    assert_eq!(manifest["sha256"], *bundle.sha256);
+    assert_eq!(manifest["sizeBytes"], bundle.size_bytes);
+    assert_eq!(manifest["expiresAt"], "2024-11-13T22:13:20.000Z");
+    let key = SigningKey::read(&dir.path().join("key.pem")).unwrap();
+    assert_eq!(read(".json.sig"), key.signature_line(read(".json").as_bytes()));
+    assert_eq!(read(".sha256"), format!("{}  {ARCHIVE}\n", bundle.sha256));
+
+    // Without a key, the signature of the build before is not left beside another manifest.
+    let rebuilt = minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
+    assert!(!rebuilt.dir.join(format!("{ARCHIVE}.json.sig")).exists());
+}
+
+#[test]
+fn the_smallest_one_has_the_kits_apps_and_every_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let found = unpacked(&minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
+    for path in
+        ["app/apps/notes/svc.json", "app/apps/tasks/dist/index.html", "release.json", "runtime/", "systemd/"]
+    {
+        assert!(found.contains_key(path), "{path}: {:?}", found.keys());
+    }
+    let units = project().join("systemd/system");
+    for unit in fs::read_dir(units).into_iter().flatten() {
+        let name = unit.unwrap().file_name().into_string().unwrap();
+        assert!(found.contains_key(&format!("systemd/system/{name}")), "{name}");
+    }
+}

@@ -1,0 +1,228 @@
+//! What is to be packed: a sorted list of entries whose content stays on disk until it is written.
+//!
+//! What a host would refuse to unpack is refused here, by name: links that are absolute, lead out of the bundle or
+//! nowhere, and what is neither file, directory nor link.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use tar::{EntryType, Header};
+
+/// A tree of a million files is a mistake, and a host takes 200,000 entries at most.
+const MOST_ENTRIES: usize = 200_000;
+
+enum Entry {
+    Directory,
+    Bytes(Vec<u8>),
+    File { source: PathBuf, is_program: bool },
+    Link(String),
+}
+
+/// The entries of a bundle by their path in it.
+#[derive(Default)]
+pub struct Tree {
+    entries: BTreeMap<String, Entry>,
+}
+
+impl Tree {
+    pub fn directory(&mut self, path: &str) {
+        self.entries.entry(path.to_owned()).or_insert(Entry::Directory);
+    }
+
+    pub fn bytes(&mut self, path: impl Into<String>, content: impl Into<Vec<u8>>) {
+        self.entries.insert(path.into(), Entry::Bytes(content.into()));
+    }
+
+    pub fn program(&mut self, path: impl Into<String>, source: PathBuf) {
+        self.entries.insert(path.into(), Entry::File { source, is_program: true });
+    }
+
+    pub fn link(&mut self, path: impl Into<String>, target: impl Into<String>) {
+        self.entries.insert(path.into(), Entry::Link(target.into()));
+    }
+
+    /// All below `source`, as `path/…`.
+    pub fn copy(&mut self, path: &str, source: &Path) -> Result<()> {
+        self.directory(path);
+        let read = fs::read_dir(source).with_context(|| format!("read {}", source.display()))?;
+        for entry in read {
+            let entry = entry?;
+            let from = entry.path();
+            let Ok(name) = entry.file_name().into_string() else {
+                bail!("{} is not UTF-8", from.display());
+            };
+            let to = format!("{path}/{name}");
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                self.copy(&to, &from)?;
+            } else if kind.is_symlink() {
+                let target = fs::read_link(&from)?;
+                let Some(target) = target.to_str() else { bail!("{} leads to no UTF-8", from.display()) };
+                self.link(to, target);
+            } else if kind.is_file() {
+                let is_program = entry.metadata()?.permissions().mode() & 0o111 != 0;
+                self.entries.insert(to, Entry::File { source: from, is_program });
+            } else {
+                bail!("{} is neither a file nor a directory nor a link", from.display());
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes all of it as a tar archive, in order, without a time or an owner.
+    pub fn write(mut self, out: impl Write) -> Result<()> {
+        let parents: Vec<String> = self.entries.keys().flat_map(|path| parents(path)).collect();
+        for parent in parents {
+            self.directory(&parent);
+        }
+        ensure!(
+            self.entries.len() <= MOST_ENTRIES,
+            "more than {MOST_ENTRIES} entries: {}",
+            self.entries.len()
+        );
+        self.check_links()?;
+        let mut archive = tar::Builder::new(out);
+        for (path, entry) in &self.entries {
+            append(&mut archive, path, entry).with_context(|| format!("pack {path}"))?;
+        }
+        archive.into_inner()?;
+        Ok(())
+    }
+
+    fn check_links(&self) -> Result<()> {
+        for (path, entry) in &self.entries {
+            if let Entry::Link(target) = entry {
+                let end = self.end_of(path, target, 0);
+                ensure!(end.is_some(), "{path} is a link to {target}, which is not in the bundle");
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a link ends, links in its way followed; `None` where that is not in the tree.
+    fn end_of(&self, link: &str, target: &str, depth: usize) -> Option<String> {
+        if depth > 16 {
+            return None;
+        }
+        let mut at: Vec<String> = link.split('/').map(str::to_owned).collect();
+        at.pop();
+        for part in Path::new(target).components() {
+            match part {
+                Component::Normal(name) => at.push(name.to_str()?.to_owned()),
+                Component::CurDir => continue,
+                Component::ParentDir => drop(at.pop()?),
+                Component::RootDir | Component::Prefix(_) => return None,
+            }
+            let here = at.join("/");
+            match self.entries.get(&here) {
+                Some(Entry::Link(further)) => {
+                    at = self.end_of(&here, further, depth + 1)?.split('/').map(str::to_owned).collect();
+                }
+                Some(_) => {}
+                None if at.is_empty() => {}
+                None => return None,
+            }
+        }
+        Some(at.join("/"))
+    }
+}
+
+fn parents(path: &str) -> Vec<String> {
+    path.match_indices('/').map(|(at, _)| path[..at].to_owned()).collect()
+}
+
+fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> Result<()> {
+    let mut header = Header::new_gnu();
+    header.set_mtime(0);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_size(0);
+    match entry {
+        Entry::Directory => {
+            header.set_entry_type(EntryType::Directory);
+            header.set_mode(0o755);
+            archive.append_data(&mut header, format!("{path}/"), io::empty())?;
+        }
+        Entry::Bytes(content) => {
+            header.set_mode(0o644);
+            header.set_size(content.len() as u64);
+            archive.append_data(&mut header, path, content.as_slice())?;
+        }
+        Entry::File { source, is_program } => {
+            let file = File::open(source).with_context(|| format!("open {}", source.display()))?;
+            let size = file.metadata()?.len();
+            header.set_mode(if *is_program { 0o755 } else { 0o644 });
+            header.set_size(size);
+            let mut content = Counted { inner: file.take(size), count: 0 };
+            archive.append_data(&mut header, path, &mut content)?;
+            ensure!(content.count == size, "{} became shorter meanwhile", source.display());
+        }
+        Entry::Link(target) => {
+            header.set_entry_type(EntryType::Symlink);
+            header.set_mode(0o777);
+            archive.append_link(&mut header, path, target)?;
+        }
+    }
+    Ok(())
+}
+
+struct Counted<R> {
+    inner: R,
+    count: u64,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(into)?;
+        self.count += read as u64;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn packed(source: &Path) -> Result<Vec<u8>> {
+        let mut tree = Tree::default();
+        tree.copy("runtime/x", source)?;
+        let mut out = Vec::new();
+        tree.write(&mut out)?;
+        Ok(out)
+    }
+
+    #[test]
+    fn links_bits_and_long_names_are_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = format!("{}/{}", "deep".repeat(30), "name".repeat(30));
+        fs::create_dir_all(dir.path().join("lib").join("deep".repeat(30))).unwrap();
+        fs::write(dir.path().join("lib").join(&long), b"content").unwrap();
+        fs::set_permissions(dir.path().join("lib").join(&long), fs::Permissions::from_mode(0o750)).unwrap();
+        fs::create_dir(dir.path().join("bin")).unwrap();
+        symlink(format!("../lib/{long}"), dir.path().join("bin/run")).unwrap();
+        symlink("bin", dir.path().join("also")).unwrap();
+        symlink("also/run", dir.path().join("through")).unwrap();
+        let bytes = packed(dir.path()).unwrap();
+        let into = tempfile::tempdir().unwrap();
+        tar::Archive::new(bytes.as_slice()).unpack(into.path()).unwrap();
+        let run = into.path().join("runtime/x/through");
+        assert_eq!(fs::read(&run).unwrap(), b"content");
+        assert_eq!(fs::metadata(&run).unwrap().permissions().mode() & 0o777, 0o755);
+    }
+
+    #[test]
+    fn a_link_that_a_host_would_refuse_is_refused_by_name() {
+        for target in ["nothing", "/etc/passwd", "../../../../etc/passwd", "loop"] {
+            let dir = tempfile::tempdir().unwrap();
+            symlink(target, dir.path().join("loop")).unwrap();
+            let error = packed(dir.path()).unwrap_err().to_string();
+            assert!(error.contains("runtime/x/loop") && error.contains(target), "{error}");
+        }
+    }
+}
