@@ -80,9 +80,19 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
-    /// What was copied from the bundled apps; it lies in the home, so that it goes where the apps go.
+    /// What was copied from the bundled apps; it lies among the apps, so that it goes where they go, and is written by
+    /// whoever may write them.
     pub fn bundled_apps_record(&self) -> PathBuf {
-        self.home().join("system/bundled-apps.json")
+        self.apps().join(".bundled-apps.json")
+    }
+
+    /// The shell's build in the current release.
+    pub fn shell(&self) -> PathBuf {
+        self.opt("app/shell")
+    }
+
+    pub fn runtime(&self) -> PathBuf {
+        self.opt("runtime")
     }
 
     pub fn logs(&self) -> PathBuf {
@@ -144,7 +154,13 @@ impl Layout {
         self.state("sync")
     }
 
-    pub fn sockets(&self) -> PathBuf {
-        self.root.join("run/svc")
+    /// Of the gateway's user: `gateway.sock`.
+    pub fn gateway_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/gateway")
+    }
+
+    /// Of the owner's user: `shell.sock` and `code.sock`, which the gateway connects to.
+    pub fn owner_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/owner")
     }
 }
