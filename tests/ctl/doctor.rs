@@ -5,8 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kit::bundle;
 use kit::s3::{Fault, Rule};
-use kit::story::{Front, Stack, bundle};
+use kit::story::{Front, Stack};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -259,6 +260,20 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fs::remove_file(&current).unwrap();
     fleet.host().await.has("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
+
+    well.has("update", "ok", "none on this machine yet");
+    let known = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
+    let quarantined = fleet.host_with("var/lib/svc/update/releases.json", |_| Some(known.to_owned())).await;
+    quarantined.has("update", "warning", "release story-2 is quarantined: the gateway was not ready");
+    let outcome = |how: &str| {
+        format!(
+            r#"{{"version":"story-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
+        )
+    };
+    let last = "var/lib/svc/update/last.json";
+    let rolled_back = fleet.host_with(last, |_| Some(outcome("rolled_back"))).await;
+    rolled_back.has("update", "warning", "ended rolled_back at health: not ready");
+    fleet.host_with(last, |_| Some(outcome("failed"))).await.has("update", "problem", "ended failed");
 
     let static_ones =
         fleet.host_with("opt/svc/env/r2.env", |text| Some(without(text, "AWS_CREDENTIAL_EXPIRATION"))).await;

@@ -1,58 +1,39 @@
 //! `svcctl verify-rollout` against a host that runs, from the host itself and through the router.
 
-use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::{Arc, Mutex};
-
-use axum::Router;
-use axum::extract::State;
-use axum::response::{IntoResponse, Response};
-use http::{StatusCode, Uri, header};
-use tokio::net::UnixListener;
+use std::fs;
+use std::path::PathBuf;
 
 use super::doctor::{Fleet, Report, report};
 
-type Files = Arc<Mutex<BTreeMap<String, String>>>;
-
-/// Files on the shell's socket, as `svc-shell` serves a build.
-fn serve_shell(socket: &Path) -> Files {
-    let files = Files::default();
-    let listener = UnixListener::bind(socket).unwrap();
-    let router = Router::new().fallback(file).with_state(Arc::clone(&files));
-    tokio::spawn(async move { axum::serve(listener, router).await });
-    files
+/// The shell of the machine's release, as a build leaves it.
+struct Shell<'a> {
+    fleet: &'a Fleet,
+    dir: PathBuf,
 }
 
-async fn file(State(files): State<Files>, uri: Uri) -> Response {
-    let found = files.lock().unwrap().get(uri.path()).cloned();
-    let kind = match uri.path().rsplit('.').next() {
-        Some("js") => "text/javascript",
-        Some("css") => "text/css",
-        _ => "text/html; charset=utf-8",
-    };
-    match found {
-        Some(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
-        None => StatusCode::NOT_FOUND.into_response(),
+impl Shell<'_> {
+    /// A good one, but for the files that are given.
+    async fn serve(&self, instead: &[(&str, &str)]) {
+        fs::remove_dir_all(&self.dir).ok();
+        fs::create_dir_all(self.dir.join("assets")).unwrap();
+        let page = "<!doctype html><meta name=\"svc-canvas-gestures\" content=\"surface\">\
+                    <link rel=stylesheet href=\"/assets/main.css\"><script type=module src=\"/assets/main.js\"></script>";
+        let good = [
+            ("index.html", page),
+            ("assets/main.css", "input::placeholder{color:gray}"),
+            ("assets/main.js", "import\"./vendor.js\";const lazy=[\"assets/lazy.js\"];fetch(\"/api/apps\")"),
+            ("assets/vendor.js", "export const a=\"https://idp.test\";"),
+            ("assets/lazy.js", "export const b=1;"),
+        ];
+        for (path, text) in good.iter().chain(instead) {
+            fs::write(self.dir.join(path), text).unwrap();
+        }
+        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
+        // It reads its files at its start. Where it does not run, there is nothing to stop.
+        provider.stop_service(&server, "svc-shell").await.ok();
+        let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
+        assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
     }
-}
-
-fn put(files: &Files, path: &str, text: &str) {
-    files.lock().unwrap().insert(path.to_owned(), text.to_owned());
-}
-
-fn a_good_shell(files: &Files) {
-    files.lock().unwrap().clear();
-    let page = "<!doctype html><meta name=\"svc-canvas-gestures\" content=\"surface\">\
-                <link rel=stylesheet href=\"/assets/main.css\"><script type=module src=\"/assets/main.js\"></script>";
-    put(files, "/", page);
-    put(files, "/assets/main.css", "input::placeholder{color:gray}");
-    put(
-        files,
-        "/assets/main.js",
-        "import\"./vendor.js\";const lazy=[\"assets/lazy.js\"];fetch(\"/api/apps\")",
-    );
-    put(files, "/assets/vendor.js", "export const a=\"https://idp.example\";");
-    put(files, "/assets/lazy.js", "export const b=1;");
 }
 
 impl Fleet {
@@ -78,8 +59,8 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     for check in ["placeholder-host", "legacy-canvas", "canvas-gestures"] {
         without.has(check, "skipped", "could not be read");
     }
-    let files = serve_shell(&fleet.disk.join("run/svc/shell.sock"));
-    a_good_shell(&files);
+    let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
+    shell.serve(&[]).await;
     let checks = [
         "shell",
         "placeholder-host",
@@ -102,26 +83,22 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     outside.has("vps-database", "skipped", "on the host alone");
     assert_eq!((here.code, outside.code), (Some(0), Some(0)));
 
-    put(&files, "/assets/lazy.js", "fetch(\"https://placeholder.idp.example/v1/client\")");
-    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder.idp.example").await;
-    a_good_shell(&files);
-    put(&files, "/assets/vendor.js", "fetch(`/api/canvas?fresh=1`)");
+    shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder-idp.invalid").await;
+    shell.serve(&[("assets/vendor.js", "fetch(`/api/canvas?fresh=1`)")]).await;
     here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js calls /api/canvas").await;
-    a_good_shell(&files);
-    put(
-        &files,
-        "/",
-        "<meta name=\"svc-canvas-gestures\" content=\"window\"><script src=\"/assets/main.js\"></script>",
-    );
+    let script = "<script src=\"/assets/main.js\"></script>";
+    let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
+    shell.serve(&[("index.html", &windows)]).await;
     here_and_outside(&fleet, "canvas-gestures", "window").await;
-    put(&files, "/", "<script src=\"/assets/main.js\"></script>");
+    shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_here(&[]).await;
     unmarked.has("canvas-gestures", "skipped", "only a browser can tell");
     assert_eq!(unmarked.code, Some(0));
     assert_eq!(fleet.verify_here(&["--strict"]).await.code, Some(65), "strict: not checked is not verified");
-    put(&files, "/", "<script src=\"/assets/gone.js\"></script>");
+    shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
     here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
-    a_good_shell(&files);
+    shell.serve(&[]).await;
 
     let stranger = fleet.verify_outside(&fleet.stack.session("user_other")).await;
     stranger.has("shell", "problem", "503");

@@ -12,7 +12,7 @@ use crate::host::probe::{self, DEFAULT_LISTEN, Gateway};
 
 /// Where the trusted socket is.
 pub fn socket(layout: &Layout) -> PathBuf {
-    layout.sockets().join("gateway.sock")
+    layout.gateway_sockets().join("gateway.sock")
 }
 
 pub async fn check(layout: &Layout) -> Findings {

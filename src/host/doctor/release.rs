@@ -1,8 +1,12 @@
 //! The gate's marker, the release in use, and what became of the last update.
 
 use std::io::ErrorKind;
+use std::path::Path;
+
+use serde::Deserialize;
 
 use crate::diagnosis::Findings;
+use crate::fsx;
 use crate::host::layout::Layout;
 use crate::host::release::{self, Release};
 
@@ -41,7 +45,65 @@ pub fn current(layout: &Layout) -> Findings {
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 
+/// `releases.json` of the updater: what is not tried again.
+#[derive(Deserialize)]
+struct Known {
+    quarantined: Vec<Quarantined>,
+}
+
+#[derive(Deserialize)]
+struct Quarantined {
+    version: String,
+    why: String,
+}
+
+/// `last.json`: how the last update ended.
+#[derive(Deserialize)]
+struct Outcome {
+    version: String,
+    outcome: String,
+    stage: String,
+    error: Option<String>,
+    at: String,
+}
+
 pub fn update(layout: &Layout) -> Findings {
-    let _ = layout;
-    Findings::of("update").skipped("this release keeps no record of updates")
+    let mut findings = Findings::of("update");
+    let dir = layout.update_state();
+    if dir.join("journal.json").exists() {
+        findings = findings.warning(
+            "one is under way, or was cut off",
+            "svc-update goes on with it at its next start: systemctl status svc-update",
+        );
+    }
+    match read::<Known>(&dir.join("releases.json")) {
+        Ok(known) => {
+            for Quarantined { version, why } in known.map(|known| known.quarantined).unwrap_or_default() {
+                findings = findings.warning(
+                    format!("release {version} is quarantined: {why}"),
+                    "it is not tried again here; roll another version out",
+                );
+            }
+        }
+        Err(why) => findings = findings.skipped(why),
+    }
+    match read::<Outcome>(&dir.join("last.json")) {
+        Ok(None) => findings.or_ok("none on this machine yet"),
+        Ok(Some(last)) if last.outcome == "updated" => {
+            findings.or_ok(format!("the last one, to {}, succeeded at {}", last.version, last.at))
+        }
+        Ok(Some(last)) => {
+            let why = last.error.unwrap_or_else(|| "it does not say why".to_owned());
+            let what =
+                format!("the last one, to {}, ended {} at {}: {why}", last.version, last.outcome, last.stage);
+            let next = "journalctl -u svc-update -n 100";
+            if last.outcome == "failed" { findings.problem(what, next) } else { findings.warning(what, next) }
+        }
+        Err(why) => findings.skipped(why),
+    }
+}
+
+fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
+    let Some(text) = fsx::read_if_there(path).map_err(|error| error.to_string())? else { return Ok(None) };
+    serde_json::from_slice(&text).map(Some).map_err(|error| format!("{}: {error}", path.display()))
 }

@@ -8,9 +8,7 @@ use super::release;
 use crate::bundle;
 use crate::s3::{Fault, Rule};
 use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
-pub use crate::story::{
-    backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back,
-};
+pub use crate::story::{backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back};
 
 /// From a machine's start to its gateway, under emulation.
 pub const UP: Duration = Duration::from_secs(400);
@@ -102,7 +100,15 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     ensure!(on.run(&look, short).await?.good()? == same, "another disk, or restored again");
     ensure!(large != small, "it has {small} as before");
     let words = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
-    Ok(((), format!("{} became {}; the same disk, {} rows, nothing restored", words(small), words(large), after.len())))
+    Ok((
+        (),
+        format!(
+            "{} became {}; the same disk, {} rows, nothing restored",
+            words(small),
+            words(large),
+            after.len()
+        ),
+    ))
 }
 
 /// The store gives damaged snapshots: the gate stays shut and the platform knows the stage. With the store whole again,
@@ -122,5 +128,8 @@ pub async fn refused_restore(stack: &Stack) -> Result<((), String)> {
     ensure!(words == ["failed", "inactive", "shut"], "svc-restore, svc-gateway and the gate are {words:?}");
     on.keep_journal().await.ok();
     stack.store.heal();
-    Ok(((), "svc-restore failed, gateway not started, gate shut; the platform shows failed at restore".to_owned()))
+    Ok((
+        (),
+        "svc-restore failed, gateway not started, gate shut; the platform shows failed at restore".to_owned(),
+    ))
 }

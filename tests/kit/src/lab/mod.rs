@@ -71,10 +71,14 @@ pub async fn play(options: Options) -> Result<Report> {
     Ok(report)
 }
 
-async fn whole(report: &mut Report, options: &Options, machines: &Path, sockets: &Path) -> Result<(), Stopped> {
+async fn whole(
+    report: &mut Report,
+    options: &Options,
+    machines: &Path,
+    sockets: &Path,
+) -> Result<(), Stopped> {
     let (image, accel) = report.step("image", image()).await?;
-    let settings =
-        MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
+    let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
     let ground = Ground::Machines(settings);
     let stack = Stack::up_on(&options.svc, sockets, Front::Tls, ground, &[]);
     let mut stack = report.step("stack", stack).await?;

@@ -15,7 +15,8 @@ const HEARD: [&str; 5] = ["bundle", "database", "restore", "gateway", "register"
 pub async fn of_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let power_on = on.on_since().context("it was never on")?;
-    let clock = "echo $(date +%s%3N) $(cut -d. -f1 /proc/uptime) $(systemctl show -P UserspaceTimestampMonotonic)";
+    let clock =
+        "echo $(date +%s%3N) $(cut -d. -f1 /proc/uptime) $(systemctl show -P UserspaceTimestampMonotonic)";
     let said = on.run(clock, Duration::from_secs(60)).await?.good()?;
     let numbers: Vec<i64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     let [now_ms, up_seconds, userspace_us] = numbers[..] else { anyhow::bail!("the clock says {said:?}") };
@@ -29,7 +30,8 @@ pub async fn of_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     };
     let mut marks = vec![("kernel", power_on), ("cloud-init", userspace)];
     for stage in HEARD {
-        let when = at(stage).with_context(|| format!("the platform never heard of the stage {stage}: {told:?}"))?;
+        let when =
+            at(stage).with_context(|| format!("the platform never heard of the stage {stage}: {told:?}"))?;
         marks.push((if stage == "register" { "registered" } else { stage }, when));
     }
     let end: Timestamp = record["registeredAt"].as_str().context("not registered")?.parse()?;

@@ -52,7 +52,8 @@ impl Machines {
     }
 
     pub(super) fn boot(&self, record: &Record) {
-        let started = self.machine(&record.name).and_then(|machine| machine.switch_on(size(record.server_type)));
+        let started =
+            self.machine(&record.name).and_then(|machine| machine.switch_on(size(record.server_type)));
         if let Err(error) = started {
             println!("      (the machine {} has no power: {error:#})", record.name);
         }

@@ -18,8 +18,8 @@ use super::host::{HostSettings, Hosts};
 use super::machines::{MachineSettings, Machines};
 use super::rate::{Bucket, RateLimit};
 use super::view::{HostView, ServerView};
-use crate::vm::Machine;
 use super::{api, control, listener};
+use crate::vm::Machine;
 
 /// What a server is.
 #[derive(Debug, Clone)]

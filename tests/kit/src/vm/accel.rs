@@ -29,7 +29,19 @@ impl Accel {
         }
         // Without a root the kernel panics, and QEMU ends instead of the reboot that follows.
         let mut qemu = Command::new("qemu-system-x86_64");
-        qemu.args(["-accel", "kvm", "-cpu", "host", "-m", "512", "-display", "none", "-no-reboot", "-nic", "none"]);
+        qemu.args([
+            "-accel",
+            "kvm",
+            "-cpu",
+            "host",
+            "-m",
+            "512",
+            "-display",
+            "none",
+            "-no-reboot",
+            "-nic",
+            "none",
+        ]);
         qemu.arg("-kernel").arg(image.kernel()).args(["-append", "panic=-1"]);
         qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut qemu = qemu.spawn().context("start qemu-system-x86_64")?;

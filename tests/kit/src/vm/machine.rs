@@ -12,8 +12,8 @@ use jiff::Timestamp;
 
 use super::accel::Accel;
 use super::image::Image;
-use super::shell::{self, Said, Shell};
 use super::qmp;
+use super::shell::{self, Said, Shell};
 use crate::child::{self, AtExit};
 
 const TOOL: Duration = Duration::from_secs(60);
@@ -76,7 +76,8 @@ impl Machine {
         fs::write(dir.join("user-data"), user_data)?;
         fs::write(dir.join("meta-data"), format!("instance-id: {name}\nlocal-hostname: {name}\n"))?;
         let mut seed = Command::new("genisoimage");
-        seed.current_dir(&dir).args(["-quiet", "-output", "seed.iso", "-volid", "cidata", "-joliet", "-rock"]);
+        seed.current_dir(&dir)
+            .args(["-quiet", "-output", "seed.iso", "-volid", "cidata", "-joliet", "-rock"]);
         seed.args(["user-data", "meta-data"]);
         child::run(seed, TOOL)?;
         let mut disk = Command::new("qemu-img");
@@ -109,11 +110,15 @@ impl Machine {
         qemu.args(self.accel.args()).args(["-display", "none", "-vga", "none"]);
         qemu.args(["-smp", &size.cores.to_string(), "-m", &size.memory_mib.to_string()]);
         // What QEMU has taken outlives its kill, so the host's cache may hold it: only the guest's own cache is lost.
-        let disk = format!("file={},if=virtio,format=qcow2,cache=unsafe,discard=unmap", self.path("disk.qcow2"));
+        let disk =
+            format!("file={},if=virtio,format=qcow2,cache=unsafe,discard=unmap", self.path("disk.qcow2"));
         let seed = format!("file={},if=virtio,format=raw,readonly=on", self.path("seed.iso"));
         qemu.args(["-drive", &disk, "-drive", &seed]);
         qemu.arg("-kernel").arg(self.image.kernel()).arg("-initrd").arg(self.image.initrd());
-        qemu.args(["-append", "root=/dev/vda rw console=ttyS0 ds=nocloud net.ifnames=0 systemd.show_status=0 quiet"]);
+        qemu.args([
+            "-append",
+            "root=/dev/vda rw console=ttyS0 ds=nocloud net.ifnames=0 systemd.show_status=0 quiet",
+        ]);
         let (address, https) = (self.address, self.https_port);
         let forward = |port: u16, to: u16| format!("hostfwd=tcp:{address}:{port}-:{to}");
         let net = format!("user,model=virtio-net-pci,{},{}", forward(https, 443), forward(shell::PORT, 22));

@@ -26,13 +26,17 @@ const INSTALL: Duration = Duration::from_secs(600);
 /// # Errors
 /// When something is missing and cannot be installed.
 pub fn ensure_there() -> Result<()> {
-    ensure!(nix::unistd::geteuid().is_root(), "the lab needs root: it makes a Debian disk with its package tools");
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "the lab needs root: it makes a Debian disk with its package tools"
+    );
     let missing = || PROGRAMS.into_iter().find(|(program, _)| !is_there(program));
     if missing().is_none() {
         return Ok(());
     }
     if !is_there("apt-get") {
-        let names: Vec<&str> = PROGRAMS.iter().map(|(program, _)| *program).filter(|p| !is_there(p)).collect();
+        let names: Vec<&str> =
+            PROGRAMS.iter().map(|(program, _)| *program).filter(|p| !is_there(p)).collect();
         bail!("these programs are missing, and there is no apt-get to install them: {}", names.join(", "));
     }
     apt(&["update"])?;
