@@ -38,6 +38,11 @@ static APPLETS: &[Applet] = &[
         about: "registers this machine with the platform, once",
         run: host::register::run,
     },
+    Applet {
+        name: "svc-heartbeat",
+        about: "rotates and expires the machine's records, measures its storage",
+        run: host::heartbeat::run,
+    },
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },

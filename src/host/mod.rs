@@ -5,6 +5,8 @@ pub mod census;
 pub mod config;
 pub mod doctor;
 pub mod gateway;
+pub mod heartbeat;
+pub mod jsonl;
 pub mod launch;
 pub mod layout;
 pub mod lock;

@@ -1,12 +1,16 @@
-//! The first release of a machine: the bundle that user-data names, with the digest that user-data states.
+//! The first release of a machine: the bundle that user-data names, with the digest that user-data states; its units, and
+//! the password of the machine's database.
 //!
 //! Nothing is switched before the digest of every byte was right. Each step can be done again, so a run that was
 //! killed anywhere is simply run again.
 
 use std::path::{Path, PathBuf};
 
+use super::database::{self, DatabaseError};
 use super::download::{DownloadError, Source};
 use super::place::{self, PlaceError};
+use super::services::{Services, ServicesError, Systemctl};
+use super::units::{self, UnitsError};
 use super::unpack::{self, Limits, UnpackError};
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
@@ -29,6 +33,10 @@ pub const POINTS: &[&str] = &[
     "update.renamed",
     "update.switched",
     "update.linked",
+    "update.units_written",
+    "update.units_recorded",
+    "update.password_made",
+    "update.password_told",
 ];
 
 /// An archive unpacks to a few times its size.
@@ -50,6 +58,12 @@ enum BootError {
     #[error(transparent)]
     Place(#[from] PlaceError),
     #[error(transparent)]
+    Units(#[from] UnitsError),
+    #[error(transparent)]
+    Database(#[from] DatabaseError),
+    #[error(transparent)]
+    Services(#[from] ServicesError),
+    #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -69,10 +83,12 @@ struct Settings {
     source: Source,
     sha256: String,
     version: ImageVersion,
+    /// `None` in a directory that stands for a machine.
+    services: Option<Systemctl>,
 }
 
 impl Settings {
-    fn read(env: &mut Env) -> Option<Self> {
+    fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let url = env.required("SVC_HOST_BUNDLE_URL");
         let stated: Option<String> = env.required("SVC_BUNDLE_SHA256");
         let sha256 = stated.and_then(|text| {
@@ -85,7 +101,8 @@ impl Settings {
         let version = config::image_version(env);
         let platform = PlatformLink::read(env);
         let source = Source::new(url?, platform?);
-        Some(Self { source, sha256: sha256?, version: version? })
+        let services = Systemctl::find(env, layout);
+        Some(Self { source, sha256: sha256?, version: version?, services })
     }
 }
 
@@ -95,7 +112,7 @@ impl Settings {
 /// [`Failure`] with the exit code of the contract.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
-    let settings = Settings::read(&mut env);
+    let settings = Settings::read(&mut env, &layout);
     let settings = env.finish(settings)?;
     let _lock = Lock::take(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
@@ -119,6 +136,11 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<(), BootError> {
         fetch(layout, settings).await?;
     }
     place::switch(layout, &settings.version)?;
+    units::install(layout, &settings.version)?;
+    database::ensure_password(layout)?;
+    if let Some(services) = &settings.services {
+        services.reload().await?;
+    }
     Ok(())
 }
 

@@ -3,10 +3,13 @@
 //! `boot` trusts the digest that user-data named. `status` prints what is there.
 
 mod boot;
+mod database;
 mod download;
 mod names;
 mod place;
+mod services;
 mod status;
+mod units;
 mod unpack;
 
 use std::ffi::OsString;

@@ -7,5 +7,3 @@ pub mod pgbench;
 pub mod pigz;
 pub mod postgrest;
 pub mod wrk;
-
-mod packages;
