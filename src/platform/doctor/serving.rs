@@ -82,9 +82,8 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     if let Err(error) = usable {
         return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
     }
-    let ends = match ends(&files.cert) {
-        Some(ends) => ends,
-        None => return findings.problem(format!("{} is not a certificate", files.cert.display()), next),
+    let Some(ends) = ends(&files.cert) else {
+        return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
     };
     let left = ends.duration_since(Timestamp::now());
     let told = format!("{} ends at {:.0}", files.cert.display(), ends);

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::packages::{Deb, Located, Program};
+use crate::packages::{Deb, Located, Program};
 
 const PIGZ: Program = Program {
     path: "usr/bin/pigz",
