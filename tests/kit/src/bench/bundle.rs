@@ -43,6 +43,9 @@ pub async fn measure(options: &Options) -> Result<Tally> {
     tokio::task::spawn_blocking(move || rounds_of(&svc, rounds, &out)).await?
 }
 
+/// Who unpacks, and how, into which directory.
+type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
+
 fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     let (kept, digest) = archive::made(&out.join("archive"))?;
     let dir = in_memory()?;
@@ -56,7 +59,7 @@ fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     let mut tally = Tally::default();
     for round in 0..rounds {
         said(round, rounds);
-        let sides: [(&'static str, &dyn Fn(&Path) -> Command); 3] = [
+        let sides: [Side<'_>; 3] = [
             (OURS, &|root| ours(svc, root, address, &digest)),
             (TWO_STEP, &|into| {
                 shell(
