@@ -3,6 +3,7 @@
 pub mod backup;
 pub mod census;
 pub mod config;
+pub mod doctor;
 pub mod gateway;
 pub mod heartbeat;
 pub mod jsonl;

@@ -71,6 +71,15 @@ enum Command {
     },
     /// Build the one static executable, target/dist/svc, and check that it is one
     Dist,
+    /// Build the Debian packages and the bill of materials into target/deb
+    Deb {
+        /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
+        #[arg(long)]
+        check: bool,
+        /// The binary that they carry; else target/dist/svc, built when missing
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
     /// Measure the static executable beside its peers; writes target/bench/AREA.json
     Bench(bench::Args),
     /// Set up, build, and run all tests
@@ -98,6 +107,7 @@ fn main() -> ExitCode {
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
+        Command::Deb { check, svc } => deb(check, svc),
         Command::Ci { .. } => ci::rest(),
     };
     end.unwrap_or_else(|error| {
@@ -118,6 +128,26 @@ fn bundle(image_version: &str, out: &std::path::Path, svc: Option<PathBuf>) -> R
     let bundle = kit::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
     let archive = bundle.dir.join(kit::bundle::ARCHIVE);
     println!("{}\n{} bytes, sha256 {}", archive.display(), bundle.size_bytes, bundle.sha256);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let target = kit::fetch::target_dir();
+    let shipped = target.join("dist/svc");
+    let svc = match svc {
+        Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
+        None if shipped.exists() => shipped,
+        None => dist::build()?,
+    };
+    let options = kit::deb::Options::new(svc, cargo::root(), target.join("deb"));
+    if check {
+        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        runtime.block_on(kit::deb::check::check(&options))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for package in kit::deb::build(&options)? {
+        println!("{}, sha256 {}", package.display(), kit::fetch::sha256(&package)?);
+    }
     Ok(ExitCode::SUCCESS)
 }
 

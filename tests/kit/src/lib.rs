@@ -15,6 +15,7 @@
 //! | [`lab`] | the main job on virtual machines, and what only a machine shows |
 //! | [`mod@bundle`] | host bundles, as they are published |
 //! | [`dev`] | the story's parts, kept running for a developer |
+//! | [`deb`] | the Debian packages, and what dpkg does with them in a root of their own |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`checkers`] | programs that check what is written for a machine |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
@@ -26,6 +27,7 @@ pub mod bundle;
 pub mod ca;
 pub mod checkers;
 pub mod child;
+pub mod deb;
 pub mod dev;
 pub mod fetch;
 pub mod idp;
