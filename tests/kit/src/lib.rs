@@ -12,6 +12,7 @@
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`mod@bundle`] | host bundles, as they are published |
+//! | [`browser`] | the pages that people see, in Chromium |
 //! | [`dev`] | the story's parts, kept running for a developer |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
@@ -19,6 +20,7 @@
 //! The kit never links the product: it speaks to it as its users do.
 
 pub mod bench;
+pub mod browser;
 pub mod bundle;
 pub mod ca;
 pub mod child;
