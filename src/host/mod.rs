@@ -17,3 +17,4 @@ pub mod store;
 pub mod store_credentials;
 pub mod sync;
 pub mod update;
+pub mod updated;

@@ -72,7 +72,8 @@ pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     }
     forget(stack, "after the full disk").await?;
     on.run("systemctl reset-failed", SHORT).await?.good()?;
-    let word = refused.split_once("\"code\":").map_or("", |(_, rest)| rest.split([',', '}']).next().unwrap_or(""));
+    let word =
+        refused.split_once("\"code\":").map_or("", |(_, rest)| rest.split([',', '}']).next().unwrap_or(""));
     Ok(((), format!("{} rows fitted, then refused with {word}; with room again all are there", kept.len())))
 }
 
@@ -113,13 +114,17 @@ pub async fn power_cut_in_backup(stack: &Stack, machine: &MachineRecord) -> Resu
     let next = verified(stack)?;
     ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup moved no pointer");
     let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;
-    Ok(((), format!("served {seconds:.0} s after power-on, pointer as before; the next snapshot has {size} MiB")))
+    Ok((
+        (),
+        format!("served {seconds:.0} s after power-on, pointer as before; the next snapshot has {size} MiB"),
+    ))
 }
 
 /// The pointer, whose snapshot is whole.
 fn verified(stack: &Stack) -> Result<Value> {
     let pointer = stack.slot.pointer(&stack.store)?;
-    let key = pointer["snapshot"]["key"].as_str().with_context(|| format!("it names no snapshot: {pointer}"))?;
+    let key =
+        pointer["snapshot"]["key"].as_str().with_context(|| format!("it names no snapshot: {pointer}"))?;
     let found = encode(Sha256::digest(stack.slot.read(&stack.store, key)?));
     ensure!(pointer["snapshot"]["sha256"] == found.as_str(), "{key} is not what the pointer says");
     Ok(pointer)

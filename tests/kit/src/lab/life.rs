@@ -100,7 +100,15 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     ensure!(on.run(&look, short).await?.good()? == same, "another disk, or restored again");
     ensure!(large != small, "it has {small} as before");
     let words = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
-    Ok(((), format!("{} became {}; the same disk, {} rows, nothing restored", words(small), words(large), after.len())))
+    Ok((
+        (),
+        format!(
+            "{} became {}; the same disk, {} rows, nothing restored",
+            words(small),
+            words(large),
+            after.len()
+        ),
+    ))
 }
 
 /// The store gives damaged snapshots: the gate stays shut and the platform knows the stage. With the store whole again,
@@ -120,5 +128,8 @@ pub async fn refused_restore(stack: &Stack) -> Result<((), String)> {
     ensure!(words == ["failed", "inactive", "shut"], "svc-restore, svc-gateway and the gate are {words:?}");
     on.keep_journal().await.ok();
     stack.store.heal();
-    Ok(((), "svc-restore failed, gateway not started, gate shut; the platform shows failed at restore".to_owned()))
+    Ok((
+        (),
+        "svc-restore failed, gateway not started, gate shut; the platform shows failed at restore".to_owned(),
+    ))
 }
