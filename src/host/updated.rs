@@ -1,11 +1,38 @@
-//! How an update ended, as the machine keeps it and the heartbeat tells it.
+//! What is shared about updates: how one is asked for, and how the last one ended, as the heartbeat tells it.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
+use crate::http::request_id;
 use crate::machine::name::ImageVersion;
+
+/// The request file, as gateway and sync agent write it.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Request {
+    pub image_version: ImageVersion,
+    #[serde(with = "crate::clock::wire")]
+    pub requested_at: Timestamp,
+    request_id: String,
+}
+
+impl Request {
+    /// For the request of now.
+    pub fn new(image_version: ImageVersion) -> Self {
+        Self { image_version, requested_at: crate::clock::now_ms(), request_id: request_id::current() }
+    }
+
+    /// Asks; the unit that serves it removes the file.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
+        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        fsx::write_atomic(&layout.request("update"), &text, 0o600)
+    }
+}
 
 /// What became of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
