@@ -9,9 +9,11 @@ use crate::machine::name::{Handle, ImageVersion};
 #[derive(Debug, Subcommand)]
 pub enum DeployCommand {
     /// Bring a release to all running machines, or to some: a canary first, then batches
-    #[command(after_help = "A machine whose new release is not well goes back by itself and counts as failed. After \
+    #[command(
+        after_help = "A machine whose new release is not well goes back by itself and counts as failed. After \
 --max-failures, or when the canary fails, no further machine is asked.\n\n\
-Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait")]
+Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
+    )]
     Start(Start),
     /// Show a rollout, machine by machine
     #[command(after_help = "Example: svcctl deploy status 019a0000-0000-7000-8000-000000000003 --wait")]

@@ -81,7 +81,9 @@ async fn follow(api: &Api, mut answer: Answer, wait: Wait, out: &Out) -> Result<
             break;
         }
         if clock.is_over() {
-            let error = anyhow!("not ended after {seconds} s; it goes on\n  next: `svcctl deploy status {id} --wait`");
+            let error = anyhow!(
+                "not ended after {seconds} s; it goes on\n  next: `svcctl deploy status {id} --wait`"
+            );
             return Err(Failure::new(Exit::TryAgain, error));
         }
         clock.pause().await;
@@ -102,7 +104,9 @@ async fn follow(api: &Api, mut answer: Answer, wait: Wait, out: &Out) -> Result<
         "succeeded" => Ok(()),
         state => {
             let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
-            let error = anyhow!("the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that went back");
+            let error = anyhow!(
+                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that went back"
+            );
             Err(Failure::new(Exit::Unavailable, error))
         }
     }
