@@ -61,6 +61,15 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     sync_dir(dir)
 }
 
+/// Where a write to `path` belongs: the target of the link that it is, else itself. A rename onto a link would replace
+/// the link.
+pub fn through_link(path: &Path) -> PathBuf {
+    match fs::read_link(path) {
+        Ok(target) => parent(path).join(target),
+        Err(_) => path.to_owned(),
+    }
+}
+
 /// Makes renames and creations in `dir` durable.
 pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::at("sync directory", dir))
@@ -114,6 +123,20 @@ mod tests {
         symlink_atomic(Path::new("releases/1"), &link).unwrap();
         symlink_atomic(Path::new("releases/2"), &link).unwrap();
         assert_eq!(fs::read_link(&link).unwrap(), Path::new("releases/2"));
+    }
+
+    #[test]
+    fn a_write_through_a_link_leaves_the_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
+        symlink_atomic(&target, &link).unwrap();
+        assert!(!link.exists(), "a link to nothing is no marker");
+        write_atomic(&through_link(&link), b"set", 0o644).unwrap();
+        assert_eq!(
+            (fs::read(&link).unwrap(), fs::read_link(&link).unwrap()),
+            (b"set".to_vec(), target.clone())
+        );
+        assert_eq!(through_link(&target), target);
     }
 
     #[test]

@@ -1,31 +1,60 @@
-//! The first boot of a real machine, by the shell that user-data carries: its stages and failures reach the platform before
-//! and after our own binary is there, and no credential is an argument of a process.
+//! The first boot of a real machine, by the script that user-data carries: stages and failures reach the platform before
+//! and after our own binary is there, what was cut off is finished, and no credential is an argument of a process.
 //!
-//! Below a directory that stands for `/`; the machine's own programs are stand-ins that write down how they were called.
+//! The files are those of rendered user-data, below a directory that stands for `/`; bundle, `svc`, curl and tar are the
+//! real ones. The machine's own programs are stand-ins that write down how they were called.
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::process::{Command, ExitStatus};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 
-use sha2::{Digest, Sha256};
+use crate::userdata::{Parts, document};
 
-const SCRIPT: &str = include_str!("../src/platform/first-boot.sh");
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+/// Units are up when they were started, unless a file says what they said last.
+const SYSTEMCTL: &str = r#"
+unit=; for word; do unit=$word; done
+case $1 in
+  start) [ ! -e "$DIR/$unit.fails" ] ;;
+  show) case $* in
+    *ActiveState*) if [ -e "$DIR/$unit.fails" ]; then echo failed; else echo active; fi ;;
+    *) echo exit-code ;;
+  esac ;;
+esac"#;
+const JOURNALCTL: &str = r#"for word; do :; done
+unit=${word#_SYSTEMD_UNIT=}; [ ! -e "$DIR/$unit.fails" ] || tail -n 1 "$DIR/$unit.fails""#;
 
-/// What a bundle's `svc` does here: it installs links to itself, and each applet ends as `$DIR/<applet>.fails` says.
-const SVC: &str = r#"#!/bin/sh
-name=$(basename "$0"); [ "$name" = svc ] && { name=$1; shift; }
-echo "$name $*" >>"$DIR/calls"
-if [ -e "$DIR/$name.fails" ] && [ "$1" != stage ] && [ "$1" != failure ]; then cat "$DIR/$name.fails" >&2; exit 69; fi
-if [ "$name" = svc-update ]; then
-  mkdir -p "$DIR/opt/svc/bin" "$DIR/opt/svc/current"
-  for applet in svc-register svc-restore; do cp "$0" "$DIR/opt/svc/bin/$applet"; done
-fi
-"#;
+struct Bundle {
+    _dir: tempfile::TempDir,
+    archive: Vec<u8>,
+    sha256: String,
+}
+
+fn bundle() -> &'static Bundle {
+    static BUNDLE: OnceLock<Bundle> = OnceLock::new();
+    BUNDLE.get_or_init(|| {
+        let dir = tempfile::tempdir().unwrap();
+        let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
+        let built = kit::bundle::minimal(svc, "v1", dir.path()).unwrap();
+        let archive = fs::read(built.dir.join(kit::bundle::ARCHIVE)).unwrap();
+        Bundle { _dir: dir, archive, sha256: built.sha256 }
+    })
+}
+
+/// How the platform takes a request for the bundle.
+#[derive(Clone, Copy, PartialEq)]
+enum Serves {
+    Whole,
+    /// The first answer ends in the middle.
+    CutOnce,
+    /// One bit is another.
+    Flipped,
+}
 
 struct Machine {
     dir: tempfile::TempDir,
@@ -33,26 +62,30 @@ struct Machine {
 }
 
 impl Machine {
-    fn new() -> Self {
+    async fn new(serves: Serves) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let bundle = bundle(dir.path());
-        let sha256 = hex::encode(Sha256::digest(&bundle));
         let heard = Arc::default();
-        let platform = platform(bundle, Arc::clone(&heard));
-        let env = dir.path().join("opt/svc/env");
-        fs::create_dir_all(&env).unwrap();
-        let host = format!(
-            "SVC_MACHINE_ID={MACHINE}\nPLATFORM_INTERNAL_URL=\"{platform}/\"\nUPGRADE_TOKEN=upgrade-me\n"
-        );
-        fs::write(env.join("host.env"), host).unwrap();
-        let boot = format!(
-            "REGISTRATION_TOKEN=register-me\nSVC_BUNDLE_SHA256={sha256}\nSVC_HOST_BUNDLE_URL={platform}/bundle\n"
-        );
-        fs::write(env.join("boot.env"), boot).unwrap();
+        let platform = platform(serves, Arc::clone(&heard));
+        let parts = Parts {
+            bundle: format!("{platform}/system-bundles/v1/svc-host-bundle.tar.gz"),
+            bundle_sha256: bundle().sha256.clone(),
+            platform,
+            ..Parts::usual()
+        };
+        for file in document(&parts.render().await)["write_files"].as_array().unwrap() {
+            let path = dir.path().join(file["path"].as_str().unwrap().trim_start_matches('/'));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, file["content"].as_str().unwrap()).unwrap();
+        }
+        fs::create_dir_all(dir.path().join("etc/ssl/certs")).unwrap();
         let machine = Self { dir, heard };
-        for program in ["apt-get", "useradd", "id", "systemctl", "podman", "sleep"] {
+        for program in ["apt-get", "podman", "sleep", "nft", "sysctl", "systemd-sysusers", "systemd-tmpfiles"]
+        {
             machine.program(program, "exit 0");
         }
+        machine.program("swapon", "echo /dev/some");
+        machine.program("systemctl", SYSTEMCTL);
+        machine.program("journalctl", JOURNALCTL);
         machine.program("curl", "exec \"$CURL\" \"$@\"");
         machine
     }
@@ -61,45 +94,54 @@ impl Machine {
     fn program(&self, name: &str, script: &str) {
         let bin = self.dir.path().join("stand-ins");
         fs::create_dir_all(&bin).unwrap();
-        executable(&bin.join(name), &format!("#!/bin/sh\necho \"{name} $*\" >>\"$DIR/calls\"\n{script}\n"));
+        let text = format!("#!/bin/sh\necho \"{name} $*\" >>\"$DIR/calls\"\n{script}\n");
+        fs::write(bin.join(name), text).unwrap();
+        fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Boots; whether it came through.
-    fn boots(&self) -> bool {
-        let root = self.dir.path().display().to_string();
-        let script = SCRIPT
-            .replace("/opt/svc", &format!("{root}/opt/svc"))
-            .replace("/home/svc", &format!("{root}/home"));
+    /// Boots; the exit code of the script.
+    async fn boots(&self) -> i32 {
+        let ended = self.run(&[]).await;
+        let calls = self.calls();
+        assert!(!["svcr_", "svcu_"].iter().any(|token| calls.contains(token)), "an argument: {calls}");
+        ended.code().unwrap()
+    }
+
+    async fn run(&self, extra: &[(&str, &str)]) -> ExitStatus {
+        let root = self.dir.path().to_owned();
         let path = std::env::var("PATH").unwrap();
         let mut shell = Command::new("sh");
-        shell.args(["-ec", &script]).env_clear().env("DIR", &root);
-        shell.env("CURL", which("curl", &path)).env("PATH", format!("{root}/stand-ins:{path}"));
-        let ended = shell.output().unwrap();
+        shell.arg(root.join("opt/svc/first-boot.sh")).env_clear().env("DIR", &root).env("SVC_ROOT", &root);
+        shell.env("CURL", which("curl", &path)).env("SVC_SYSTEMCTL", root.join("stand-ins/systemctl"));
+        shell.env("PATH", format!("{}/stand-ins:{path}", root.display())).envs(extra.iter().copied());
+        let ended = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
         println!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
-        let calls = self.calls();
-        assert!(
-            !calls.contains("register-me") && !calls.contains("upgrade-me"),
-            "a credential is an argument: {calls}"
-        );
-        ended.status.success()
+        ended.status
     }
 
     fn calls(&self) -> String {
         fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default()
     }
 
+    fn started(&self) -> Vec<String> {
+        let calls = self.calls();
+        let started = calls.lines().filter_map(|line| line.strip_prefix("systemctl start "));
+        started.map(|unit| unit.trim_start_matches("--no-block ").to_owned()).collect()
+    }
+
+    /// What the platform was asked, without the tokens' variable part.
     fn heard(&self) -> Vec<String> {
         self.heard.lock().unwrap().clone()
     }
 
-    fn fails(&self, applet: &str, words: &str) {
-        fs::write(self.dir.path().join(format!("{applet}.fails")), words).unwrap();
+    fn told(&self, route: &str) -> Vec<String> {
+        let prefix = format!("POST /vps/{MACHINE}/{route} svcr_ ");
+        self.heard().iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
     }
-}
 
-fn executable(path: &Path, text: &str) {
-    fs::write(path, text).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    fn is_complete(&self) -> bool {
+        self.dir.path().join("opt/svc/first-boot-complete").exists()
+    }
 }
 
 fn which(program: &str, path: &str) -> PathBuf {
@@ -107,99 +149,210 @@ fn which(program: &str, path: &str) -> PathBuf {
     there.unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
-fn bundle(dir: &Path) -> Vec<u8> {
-    let bin = dir.join("build/bin");
-    fs::create_dir_all(&bin).unwrap();
-    executable(&bin.join("svc"), SVC);
-    let mut tar = Command::new("tar");
-    tar.args(["--create", "--gzip", "--file", "-", "bin/svc"]).current_dir(dir.join("build"));
-    tar.output().unwrap().stdout
-}
-
-/// Answers any request with the bundle, and writes down what was asked.
-fn platform(bundle: Vec<u8>, heard: Arc<Mutex<Vec<String>>>) -> String {
+/// Serves the bundle, takes every report, and writes down what was asked.
+fn platform(serves: Serves, heard: Arc<Mutex<Vec<String>>>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
+    let served = Arc::new(AtomicUsize::new(0));
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            let mut stream = stream.unwrap();
-            let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
-            let text = loop {
-                let n = stream.read(&mut chunk).unwrap_or(0);
-                bytes.extend_from_slice(&chunk[..n]);
-                let text = String::from_utf8_lossy(&bytes).into_owned();
-                let Some((head, body)) = text.split_once("\r\n\r\n") else { continue };
-                let length = head.lines().find_map(|line| {
-                    line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok()
-                });
-                if n == 0 || body.len() >= length.unwrap_or(0) {
-                    break text;
-                }
-            };
-            let (head, body) = text.split_once("\r\n\r\n").unwrap_or_default();
-            let line = head.lines().next().unwrap_or_default().trim_end_matches(" HTTP/1.1");
-            let bearer = head.lines().find_map(|line| line.strip_prefix("Authorization: Bearer "));
-            heard
-                .lock()
-                .unwrap()
-                .push(format!("{line} {} {body}", bearer.unwrap_or_default()).trim().to_owned());
-            let answer =
-                format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", bundle.len());
-            stream.write_all(answer.as_bytes()).ok();
-            stream.write_all(&bundle).ok();
+            let (heard, served) = (Arc::clone(&heard), Arc::clone(&served));
+            std::thread::spawn(move || answer(stream.unwrap(), serves, &heard, &served));
         }
     });
     base
 }
 
-#[test]
-fn every_stage_is_told_by_whoever_is_there_to_tell_it() {
-    let machine = Machine::new();
-    assert!(machine.boots(), "{}", machine.calls());
-    let told = |what: &str, body: &str| format!("POST /vps/{MACHINE}/{what} register-me {body}");
+fn answer(mut stream: TcpStream, serves: Serves, heard: &Mutex<Vec<String>>, served: &AtomicUsize) {
+    let Some((head, body)) = request(&mut stream) else { return };
+    let field = |name: &str| {
+        head.lines().find_map(|line| {
+            let (key, value) = line.split_once(": ")?;
+            key.eq_ignore_ascii_case(name).then(|| value.to_owned())
+        })
+    };
+    let line = head.lines().next().unwrap_or_default().trim_end_matches(" HTTP/1.1").to_owned();
+    let bearer =
+        field("authorization").and_then(|value| Some(value.strip_prefix("Bearer ")?.get(..5)?.to_owned()));
+    let range = field("range").unwrap_or_default();
+    let is_bundle = line.starts_with("GET ");
+    let said = [line, bearer.unwrap_or_default(), range.clone(), body].join(" ");
+    heard.lock().unwrap().push(said.split_whitespace().collect::<Vec<_>>().join(" "));
+    if !is_bundle {
+        stream.write_all(b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\nconnection: close\r\n\r\n").ok();
+        return;
+    }
+    let mut archive = bundle().archive.clone();
+    if serves == Serves::Flipped {
+        *archive.last_mut().unwrap() ^= 1;
+    }
+    let from: usize =
+        range.strip_prefix("bytes=").and_then(|from| from.trim_end_matches('-').parse().ok()).unwrap_or(0);
+    let (rest, whole) = (&archive[from..], archive.len());
+    let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
+    let head = format!(
+        "HTTP/1.1 {status}\r\ncontent-length: {}\r\ncontent-range: bytes {from}-{}/{whole}\r\nconnection: close\r\n\r\n",
+        rest.len(),
+        whole - 1
+    );
+    stream.write_all(head.as_bytes()).ok();
+    let is_cut = serves == Serves::CutOnce && served.fetch_add(1, Ordering::SeqCst) == 0;
+    stream.write_all(if is_cut { &rest[..rest.len() / 2] } else { rest }).ok();
+}
+
+fn request(stream: &mut TcpStream) -> Option<(String, String)> {
+    let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
+    loop {
+        let n = stream.read(&mut chunk).ok()?;
+        bytes.extend_from_slice(&chunk[..n]);
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head
+                .lines()
+                .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse().ok())
+                .unwrap_or(0_usize);
+            if body.len() >= length {
+                return Some((head.to_owned(), body.to_owned()));
+            }
+        }
+        if n == 0 {
+            return None;
+        }
+    }
+}
+
+const UNITS: [&str; 5] = [
+    "svc-postgres.service",
+    "svc-restore.service",
+    "svc-gateway.service",
+    "svc-register.service",
+    "svc.target",
+];
+
+#[tokio::test]
+async fn a_machine_comes_from_user_data_to_its_target() {
+    let machine = Machine::new(Serves::Whole).await;
+    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+    let stages = ["bundle", "database", "restore", "gateway", "register"];
+    assert_eq!(machine.told("boot-stage"), stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}")));
+    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
     assert_eq!(
-        machine.heard(),
-        [
-            told("boot-stage", r#"{"stage":"database"}"#),
-            told("boot-stage", r#"{"stage":"bundle"}"#),
-            "GET /bundle upgrade-me".to_owned(),
-        ]
+        fetched,
+        ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"],
+        "once, with the machine's token"
     );
+    assert_eq!(machine.started(), UNITS);
+    let opt = machine.dir.path().join("opt/svc");
+    assert_eq!(fs::read_link(opt.join("current")).unwrap(), Path::new("releases/v1"));
+    assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
     let calls = machine.calls();
-    let ours: Vec<_> = calls.lines().filter(|line| line.starts_with("svc-")).collect();
-    let then =
-        ["svc-update boot", "svc-register stage restore", "svc-restore ", "svc-register stage gateway"];
-    assert_eq!(ours[..4], then, "{calls}");
-    assert_eq!(ours[4..], ["svc-register stage register", "svc-register "], "{calls}");
-    let env = fs::read_to_string(machine.dir.path().join("opt/svc/env/host.env")).unwrap();
-    let password = env.split("postgres://postgres:").nth(1).and_then(|rest| rest.split('@').next()).unwrap();
-    assert!(password.len() == 64 && !calls.contains(password), "{env}");
+    // podman takes the file's values as they are, quotes and all.
+    let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
+    let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
+    assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
+    let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
+    assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
+    let at = |call: &str| {
+        let place = calls.lines().position(|line| line.contains(call));
+        place.unwrap_or_else(|| panic!("no {call} in {calls}"))
+    };
+    let (closed, fetched) = (at("nft list table inet svc"), at("--output bundle.tar.gz"));
+    assert!(closed < fetched, "the network is closed before anything comes: {calls}");
+    assert!(at("systemctl enable svc.target") < at("systemctl disable svc-first-boot.service"), "{calls}");
 }
 
-#[test]
-fn a_failure_before_our_binary_is_there_is_reported_all_the_same() {
-    let machine = Machine::new();
-    machine.program("podman", "exit 125");
-    assert!(!machine.boots());
-    let last = machine.heard().pop().unwrap();
-    assert!(
-        last.starts_with(&format!("POST /vps/{MACHINE}/boot-failure register-me {{\"stage\":\"database\"")),
-        "{last}"
-    );
-    assert!(last.contains("PostgreSQL"), "{last}");
-    let body = last.split_once('{').map(|(_, rest)| format!("{{{rest}")).unwrap();
-    assert!(serde_json::from_str::<serde_json::Value>(&body).is_ok(), "{body}");
+#[tokio::test]
+async fn a_download_that_breaks_off_goes_on_where_it_was() {
+    let machine = Machine::new(Serves::CutOnce).await;
+    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
+    let half = bundle().archive.len() / 2;
+    assert_eq!(fetched.len(), 2, "{fetched:?}");
+    assert!(fetched[1].ends_with(&format!("bytes={half}-")), "{fetched:?}");
 }
 
-#[test]
-fn a_program_that_fails_is_reported_with_its_last_words() {
-    for (applet, stage) in
-        [("svc-update", "bundle"), ("svc-restore", "restore"), ("svc-register", "register")]
-    {
-        let machine = Machine::new();
-        machine.fails(applet, "first\nthe \"last\" words\n");
-        assert!(!machine.boots(), "{applet}");
-        let report = format!("svc-register failure --stage {stage} --message the \"last\" words");
-        assert_eq!(machine.calls().lines().last(), Some(report.as_str()), "{applet}");
+#[tokio::test]
+async fn other_bytes_than_were_asked_for_are_refused_and_nothing_of_them_runs() {
+    let machine = Machine::new(Serves::Flipped).await;
+    assert_eq!(machine.boots().await, 1);
+    let failures = machine.told("boot-failure");
+    assert!(failures[0].contains("\"stage\":\"bundle\"") && failures[0].contains("SHA-256"), "{failures:?}");
+    assert!(!machine.dir.path().join("opt/svc/bootstrap/bin").exists());
+    assert!(machine.started().is_empty() && !machine.is_complete());
+}
+
+#[tokio::test]
+async fn a_failure_before_our_binary_is_there_is_reported_all_the_same() {
+    let machine = Machine::new(Serves::Whole).await;
+    machine.program("nft", "exit 1");
+    assert_eq!(machine.boots().await, 1);
+    let failures = machine.told("boot-failure");
+    let report: serde_json::Value = serde_json::from_str(&failures[0]).unwrap();
+    assert_eq!(report["stage"], "bundle");
+    assert!(report["message"].as_str().unwrap().contains("network"), "{report}");
+}
+
+#[tokio::test]
+async fn a_unit_that_fails_is_reported_with_its_last_words_and_no_later_one_starts() {
+    for (index, stage) in ["database", "restore", "gateway", "register"].into_iter().enumerate() {
+        let machine = Machine::new(Serves::Whole).await;
+        fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
+            .unwrap();
+        assert_eq!(machine.boots().await, 1, "{stage}");
+        let report: serde_json::Value = serde_json::from_str(&machine.told("boot-failure")[0]).unwrap();
+        assert_eq!(report["stage"], stage);
+        assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));
+        assert_eq!(machine.started(), UNITS[..=index], "{stage}");
+        assert!(!machine.is_complete());
+    }
+}
+
+#[tokio::test]
+async fn a_failure_that_nobody_hears_of_is_tried_again() {
+    let machine = Machine::new(Serves::Whole).await;
+    machine.program("nft", "exit 1");
+    machine.program("curl", "exit 7");
+    assert_eq!(machine.boots().await, 75);
+}
+
+/// The power goes at each program that the script calls, in turn; the next boot finishes.
+#[tokio::test]
+async fn a_power_cut_anywhere_is_finished_by_the_next_boot() {
+    for cut in [
+        "nft list",
+        "curl --config - --silent --show-error --connect-timeout 10 --fail",
+        "systemd-sysusers",
+        "systemctl start svc-postgres",
+        "systemctl start svc-gateway",
+        "systemctl enable svc.target",
+        "systemctl start --no-block svc.target",
+    ] {
+        let machine = Machine::new(Serves::Whole).await;
+        let (program, _) = cut.split_once(' ').unwrap_or((cut, ""));
+        let whole = fs::read_to_string(machine.dir.path().join("stand-ins").join(program)).unwrap();
+        let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
+        let body = whole.splitn(3, '\n').nth(2).unwrap();
+        machine.program(program, &format!("{kill}{body}"));
+        let ended = machine.run(&[]).await;
+        assert!(!machine.is_complete() && !ended.success(), "{cut}: it was not cut");
+        machine.program(program, body);
+        assert_eq!(machine.boots().await, 0, "{cut}: {}", machine.calls());
+        assert!(machine.is_complete(), "{cut}");
+        assert_eq!(machine.started().last().map(String::as_str), Some("svc.target"));
+    }
+}
+
+/// What a cut in the middle of the release's own set-up kept from the machine is made up, without a second download.
+#[tokio::test]
+async fn a_release_that_was_only_half_set_up_is_set_up() {
+    for point in ["update.renamed", "update.switched", "update.linked"] {
+        let machine = Machine::new(Serves::Whole).await;
+        let killed = machine.run(&[("FAILPOINTS", &format!("{point}=return(kill)"))]).await;
+        assert!(!killed.success() && machine.started().is_empty(), "{point}");
+        assert_eq!(machine.boots().await, 0, "{point}: {}", machine.calls());
+        let opt = machine.dir.path().join("opt/svc");
+        assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());
+        let fetched = machine.heard().iter().filter(|line| line.starts_with("GET ")).count();
+        assert_eq!(fetched, 1, "{point}: what came whole is kept");
     }
 }

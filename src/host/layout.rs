@@ -44,6 +44,16 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
+    /// The environment of the database's container: root's, and read by podman alone.
+    pub fn postgres_env(&self) -> PathBuf {
+        self.opt("env/postgres.env")
+    }
+
+    /// What root's updater trusts.
+    pub fn update_env(&self) -> PathBuf {
+        self.opt("env/update.env")
+    }
+
     pub fn releases(&self) -> PathBuf {
         self.opt("releases")
     }
@@ -95,6 +105,11 @@ impl Layout {
         self.opt("runtime")
     }
 
+    /// The owner's settings: cost limits and their time zone.
+    pub fn settings(&self) -> PathBuf {
+        self.home().join("system/config.json")
+    }
+
     pub fn logs(&self) -> PathBuf {
         self.home().join("system/logs")
     }
@@ -111,6 +126,16 @@ impl Layout {
         self.state("update")
     }
 
+    /// There while an update is under way, and after one that was cut off.
+    pub fn update_journal(&self) -> PathBuf {
+        self.update_state().join("journal.json")
+    }
+
+    /// How the last update ended: the heartbeat tells it.
+    pub fn last_update(&self) -> PathBuf {
+        self.update_state().join("last.json")
+    }
+
     /// Proof keys as the last heartbeat delivered them; `host.env` has the first ones.
     pub fn proof_keys(&self) -> PathBuf {
         self.state("proof-keys.json")
@@ -123,6 +148,10 @@ impl Layout {
 
     pub fn backup_lock(&self) -> PathBuf {
         self.state("backup.lock")
+    }
+
+    pub fn heartbeat_lock(&self) -> PathBuf {
+        self.state("heartbeat.lock")
     }
 
     /// Files that ask a unit to run; a path unit watches them.

@@ -3,7 +3,10 @@
 pub mod backup;
 pub mod census;
 pub mod config;
+pub mod doctor;
 pub mod gateway;
+pub mod heartbeat;
+pub mod jsonl;
 pub mod launch;
 pub mod layout;
 pub mod lock;
@@ -20,3 +23,4 @@ pub mod sync;
 pub mod systemd;
 pub mod unix_socket;
 pub mod update;
+pub mod updated;

@@ -1,5 +1,7 @@
 //! Settings that new hosts are told, or that the platform reaches them by.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as B64;
 use url::Url;
 
 use super::config::url;
@@ -15,6 +17,12 @@ pub struct HostSettings {
     pub tls_verify: Flag,
     /// `IDP_*`, handed on as they are.
     pub idp: Vec<(&'static str, String)>,
+    /// Where hosts find the object store, if not where the platform does.
+    pub store_endpoint: Option<Url>,
+    /// Whose signature on a bundle's manifest hosts trust, as they read it.
+    pub bundle_public_keys: Option<String>,
+    /// The container image of the hosts' database, if not the default.
+    pub postgres_image: Option<String>,
 }
 
 /// Where hosts fetch their bundle from.
@@ -49,6 +57,39 @@ impl HostSettings {
         let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
         let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
-        Some(Self { internal_url: internal?, bundle_url: bundle_url?, https_port, tls_verify, idp })
+        let store_endpoint = url(env, "HOST_OBJECT_STORE_ENDPOINT");
+        let bundle_public_keys = public_keys(env);
+        let postgres_image = postgres_image(env);
+        Some(Self {
+            internal_url: internal?,
+            bundle_url: bundle_url?,
+            https_port,
+            tls_verify,
+            idp,
+            store_endpoint,
+            bundle_public_keys,
+            postgres_image,
+        })
     }
+}
+
+/// Raw Ed25519 keys in base64, separated by commas.
+fn public_keys(env: &mut Env) -> Option<String> {
+    let text = env.text("BUNDLE_PUBLIC_KEYS")?;
+    let keys: Vec<&str> = text.split(',').map(str::trim).collect();
+    if keys.iter().all(|key| B64.decode(key).is_ok_and(|raw| raw.len() == 32)) {
+        return Some(keys.join(","));
+    }
+    env.mistake("BUNDLE_PUBLIC_KEYS", "must be base64 of 32 bytes, several separated by commas");
+    None
+}
+
+/// It becomes part of a unit and of a command line there.
+fn postgres_image(env: &mut Env) -> Option<String> {
+    let image = env.text("SVC_POSTGRES_IMAGE")?;
+    if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
+        return Some(image);
+    }
+    env.mistake("SVC_POSTGRES_IMAGE", "must be the name of a container image");
+    None
 }

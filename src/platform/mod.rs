@@ -6,6 +6,7 @@ pub mod api;
 pub mod config;
 pub mod context;
 pub mod db;
+pub mod doctor;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;
@@ -14,12 +15,15 @@ pub mod keys;
 pub mod lifecycle;
 pub mod measure;
 pub mod operations;
+mod probe;
 pub mod rate_budget;
+pub mod rollouts;
 pub mod router;
 pub mod tokens;
 pub mod userdata;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,20 +61,42 @@ const DRAIN: Duration = Duration::from_secs(25);
     version = applet::VERSION,
     about = "Control plane and router; configured by environment variables"
 )]
-struct Args {}
+struct Args {
+    /// File with settings, below the environment: what is in it is in no /proc/PID/environ
+    #[arg(long, value_name = "FILE", global = true)]
+    env_file: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Ask the platform that runs with these settings on this machine whether it is ready; exits 69 where it is not
+    Probe,
+}
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    let Args {} = match applet::parse(args) {
+    let args: Args = match applet::parse(args) {
         Ok(args) => args,
         Err(code) => return code,
     };
-    telemetry::init("svc-platform");
-    applet::block_on("svc-platform", async { serve(PlatformConfig::read(Env::from_process())?).await })
+    let env = || match &args.env_file {
+        Some(file) => Env::from_process().with_file(file),
+        None => Env::from_process(),
+    };
+    match args.command {
+        Some(Command::Probe) => applet::block_on("svc-platform", async { probe::run(env()).await }),
+        None => {
+            telemetry::init("svc-platform");
+            applet::block_on("svc-platform", async { serve(PlatformConfig::read(env())?).await })
+        }
+    }
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
+    let host_store = host_store.reached_by_hosts_at(config.hosts.store_endpoint.as_ref());
     if host_store.gives_our_own() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
@@ -124,6 +150,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(key_rotation::run(db, seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
+    tasks.spawn(rollouts::run(platform.clone()));
     println!("listening api {}", api.url);
     let control = api::routes(platform.clone()).layer(Extension(scrape));
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));

@@ -16,8 +16,23 @@ use crate::http::proof::ProofKeys;
 /// What the provider takes at most.
 pub const LARGEST: usize = 32 << 10;
 
-/// The first boot on a real machine: the same stages that the units run later, by shell.
-const FIRST_BOOT: &str = include_str!("first-boot.sh");
+/// What is the same for every machine: path, mode, content.
+const FIXED: [(&str, &str, &str); 5] = [
+    ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
+    (
+        "/etc/systemd/system/svc-first-boot.service",
+        "0644",
+        include_str!("../../cloud-init/svc-first-boot.service"),
+    ),
+    ("/etc/nftables.conf", "0755", include_str!("../../cloud-init/nftables.conf")),
+    ("/etc/sysctl.d/60-svc.conf", "0644", include_str!("../../cloud-init/sysctl.conf")),
+    ("/etc/systemd/journald.conf.d/60-svc.conf", "0644", include_str!("../../cloud-init/journald.conf")),
+];
+
+/// cloud-init runs `runcmd` once, and a power cut may come between its note of that and the command; `bootcmd` it runs
+/// at every boot.
+const RESUME: &str = "test ! -e /opt/svc/first-boot.sh || test -e /opt/svc/first-boot-complete || \
+    systemctl enable --now --no-block svc-first-boot.service";
 
 #[derive(Debug, thiserror::Error)]
 #[error("the user-data would have {size} bytes, more than the {LARGEST} that the provider takes")]
@@ -34,21 +49,36 @@ pub fn render(
     keys: &ProofKeys,
     mint: &TokenMint,
 ) -> Result<SecretString, TooLarge> {
-    let files = [
+    let mut secret = vec![
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
         ("/opt/svc/env/r2.env", store.env_file()),
         ("/opt/svc/env/boot.env", boot_env(machine, hosts, mint)),
     ];
-    let files: Vec<_> = files
-        .into_iter()
-        .map(|(path, content)| json!({"path": path, "permissions": "0600", "owner": "root:root", "content": content}))
-        .collect();
-    let config = json!({"write_files": files, "runcmd": [["sh", "-ec", FIRST_BOOT]]});
+    if let Some(keys) = &hosts.bundle_public_keys {
+        secret.push(("/opt/svc/env/update.env", env_line("SVC_BUNDLE_PUBLIC_KEYS", keys)));
+    }
+    // Files are written before there are users: `first-boot.sh` gives them to their owners.
+    let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
+    let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
+    let fixed = FIXED.iter().map(|(path, mode, content)| file(path, mode, &without_comments(content)));
+    let config = json!({
+        "write_files": secret.chain(fixed).collect::<Vec<_>>(),
+        "bootcmd": [["sh", "-c", RESUME]],
+        "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
+    });
     let text = format!("#cloud-config\n{config}\n");
     if text.len() > LARGEST {
         return Err(TooLarge { size: text.len() });
     }
     Ok(text.into())
+}
+
+/// Comments are for who reads the sources; a machine has little room for them.
+fn without_comments(text: &str) -> String {
+    let kept = text.lines().enumerate().filter(|(number, line)| {
+        *number == 0 || !(line.trim().is_empty() || line.trim_start().starts_with('#'))
+    });
+    kept.map(|(_, line)| format!("{line}\n")).collect()
 }
 
 fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: &TokenMint) -> String {
@@ -73,13 +103,17 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 
 fn boot_env(machine: &MachineRow, hosts: &HostSettings, mint: &TokenMint) -> String {
     let token = mint.token(machine.id, Purpose::Registration);
-    lines(&[
+    let mut text = lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
         ("SVC_HOST_BUNDLE_URL", &hosts.bundle_url.of(&machine.image_version)),
         ("SVC_BUNDLE_SHA256", &machine.bundle_sha256),
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
-    ])
+    ]);
+    if let Some(image) = &hosts.postgres_image {
+        text.push_str(&env_line("SVC_POSTGRES_IMAGE", image));
+    }
+    text
 }
 
 fn lines(pairs: &[(&str, &str)]) -> String {

@@ -1,11 +1,12 @@
 //! Backup, restore, update, registration and heartbeat of a machine: the real binary against a real PostgreSQL 16, a
 //! real S3 server over HTTP, real TLS.
 
+mod apply;
 mod backup;
 mod bundle;
 mod credentials;
 mod gate;
-mod machine;
+pub mod machine;
 mod meta;
 mod platform;
 mod register;

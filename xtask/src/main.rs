@@ -56,8 +56,26 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         bundle: Option<PathBuf>,
     },
+    /// Play the main job on virtual machines, then what only a machine shows; writes target/lab
+    Lab {
+        /// Provision, register, bridge, backup, reboot and recover alone
+        #[arg(long)]
+        quick: bool,
+        /// The binary to play with; `cargo xtask dist`'s when not given
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
     /// Build the one static executable, target/dist/svc, and check that it is one
     Dist,
+    /// Build the Debian packages and the bill of materials into target/deb
+    Deb {
+        /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
+        #[arg(long)]
+        check: bool,
+        /// The binary that they carry; else target/dist/svc, built when missing
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
     /// Measure the static executable beside its peers; writes target/bench/AREA.json
     Bench(bench::Args),
     /// Set up, build, and run all tests
@@ -82,9 +100,11 @@ fn main() -> ExitCode {
         Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
+        Command::Lab { quick, svc } => lab(quick, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
+        Command::Deb { check, svc } => deb(check, svc),
         Command::Ci { .. } => ci::rest(),
     };
     end.unwrap_or_else(|error| {
@@ -99,6 +119,26 @@ fn setup() -> Result<()> {
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
     println!("setup: moto at {}", kit::moto::fetched(&target)?.display());
     Ok(())
+}
+
+fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let target = kit::fetch::target_dir();
+    let shipped = target.join("dist/svc");
+    let svc = match svc {
+        Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
+        None if shipped.exists() => shipped,
+        None => dist::build()?,
+    };
+    let options = kit::deb::Options::new(svc, cargo::root(), target.join("deb"));
+    if check {
+        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        runtime.block_on(kit::deb::check::check(&options))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for package in kit::deb::build(&options)? {
+        println!("{}, sha256 {}", package.display(), kit::fetch::sha256(&package)?);
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
@@ -118,6 +158,17 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
     runtime.block_on(kit::dev::run(claim, &svc, bundle))?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn lab(quick: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let svc = match svc {
+        Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
+        None => dist::build()?,
+    };
+    let length = if quick { kit::lab::Length::Quick } else { kit::lab::Length::Whole };
+    let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+    let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, length }))?;
+    Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {

@@ -98,10 +98,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     begin_log("svc-db-backup", &Layout::from_process());
     let Command::Run(args) = args.command.unwrap_or(Command::Run(args.run));
     applet::block_on("svc-db-backup", async move {
-        let settings = Settings::read(Layout::from_process())?;
-        let request = args.request.then(|| Request::new(&settings.layout));
+        let layout = Layout::from_process();
+        let request = args.request.then(|| Request::new(&layout));
         let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
-        let end = request_id::under(id, take_turn(&settings, request.as_ref())).await;
+        let end = match Settings::read(layout) {
+            Ok(settings) => request_id::under(id, take_turn(&settings, request.as_ref())).await,
+            Err(failure) => Err(failure),
+        };
         // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
         if let Some(request) = request {
             request.done();

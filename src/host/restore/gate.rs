@@ -183,7 +183,8 @@ fn set_marker(settings: &Settings, snapshot: Option<&SnapshotRef>) -> Result<(),
         snapshot: snapshot.map(|snapshot| snapshot.key.as_str()),
     };
     let text = serde_json::to_vec(&marker).expect("a marker of plain fields is JSON");
-    fsx::write_atomic(&settings.layout.restore_complete(), &text, 0o644)?;
+    // On a machine the directory is root's, and the marker a link to where this program may write.
+    fsx::write_atomic(&fsx::through_link(&settings.layout.restore_complete()), &text, 0o644)?;
     failpoint::pass("restore.marker")?;
     Ok(())
 }

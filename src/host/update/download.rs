@@ -10,6 +10,7 @@ use http::{StatusCode, header};
 use secrecy::ExposeSecret;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
+use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::failpoint::{self, Injected};
@@ -38,10 +39,18 @@ pub enum DownloadError {
         #[source]
         source: reqwest::Error,
     },
+    #[error("read {url}")]
+    File {
+        url: String,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("download {url}: {status}")]
     Status { url: String, status: StatusCode },
     #[error("download {url}: {status}, this machine may not have it")]
     Refused { url: String, status: StatusCode },
+    #[error("download {url}: it has more than {largest} bytes")]
+    TooLarge { url: String, largest: u64 },
     #[error("download {url}: it was changed while we read it")]
     Changed { url: String },
     #[error("download {url}: it ended after {at} bytes")]
@@ -70,6 +79,31 @@ impl Source {
     pub fn new(url: Url, platform: PlatformLink) -> Self {
         let own = url.origin() == platform.base.origin();
         Self { url, token: own.then_some(platform.upgrade_token) }
+    }
+
+    /// All of something small.
+    ///
+    /// # Errors
+    /// [`DownloadError`]; more than `largest` bytes are one.
+    pub async fn read(&self, largest: u64) -> Result<Vec<u8>, DownloadError> {
+        let download = self.open().await?;
+        let url = download.url();
+        let (chunks, mut pieces) = mpsc::channel::<Bytes>(4);
+        let gather = async move {
+            let mut all = Vec::new();
+            while let Some(piece) = pieces.recv().await {
+                if (all.len() + piece.len()) as u64 > largest {
+                    return Err(DownloadError::TooLarge { url, largest });
+                }
+                all.extend_from_slice(&piece);
+            }
+            Ok(all)
+        };
+        // The reader that has enough ends the download, too: its word comes first.
+        let (pumped, gathered) = tokio::join!(download.pump(chunks), gather);
+        let all = gathered?;
+        pumped?;
+        Ok(all)
     }
 
     /// The first answer; from it the length is known.
@@ -128,6 +162,9 @@ impl Download<'_> {
     }
 
     async fn ask(&mut self) -> Result<(), DownloadError> {
+        if self.source.url.scheme() == "file" {
+            return self.open_file().await;
+        }
         let mut request = self.client.get(self.source.url.clone());
         if let Some(token) = &self.source.token {
             request = request.bearer_auth(token.expose_secret());
@@ -163,6 +200,18 @@ impl Download<'_> {
             status => return Err(DownloadError::Status { url: self.url(), status }),
         };
         self.answer = Some(Answer { response, skip });
+        Ok(())
+    }
+
+    /// What the first boot has brought already is read from where it lies, once.
+    async fn open_file(&mut self) -> Result<(), DownloadError> {
+        let unreadable = |source| DownloadError::File { url: self.url(), source };
+        let path = self.source.url.to_file_path().unwrap_or_default();
+        let file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+        let length = file.metadata().await.map_err(unreadable)?.len();
+        let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
+        self.length = Some(length);
+        self.answer = Some(Answer { response: http::Response::new(body).into(), skip: 0 });
         Ok(())
     }
 

@@ -144,15 +144,15 @@ impl Cloud {
         };
         match effect {
             Effect::Nothing => {}
-            Effect::Boot => self.boot(server, &name),
+            Effect::Boot => self.boot(server),
             Effect::Cut => self.cut(server, &name).await,
             Effect::Reset => {
                 self.cut(server, &name).await;
-                self.boot(server, &name);
+                self.boot(server);
             }
             Effect::Reboot => {
                 self.guests.shut_down(&name).await;
-                self.boot(server, &name);
+                self.boot(server);
             }
             // The button is pressed, the action has succeeded; the machine takes its time.
             Effect::ShutDown => {
@@ -174,11 +174,11 @@ impl Cloud {
     }
 
     /// Power first, then the machine: a server deleted in between is never started.
-    fn boot(&self, server: i64, name: &str) {
+    pub(super) fn boot(&self, server: i64) {
         let mut book = self.book();
         if let Some(record) = book.servers.get_mut(&server) {
             record.power = Power::Running;
-            self.guests.boot(name);
+            self.guests.boot(record);
         }
     }
 

@@ -17,6 +17,8 @@
 //! and the applets start in the order of the real units, with a PostgreSQL of their own. Such a server can be killed,
 //! vanish, and be started again from its disk; single units can be run in it, as an operator would by `systemctl start`.
 //!
+//! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
+//!
 //! All of it can be had over HTTP as well, below [`Simulator::control_url`].
 
 mod address;
@@ -30,6 +32,7 @@ mod guest;
 mod host;
 mod labels;
 mod listener;
+mod machines;
 mod rate;
 mod refusal;
 mod simulator;
@@ -41,6 +44,7 @@ mod wire;
 pub use self::book::{Creation, Power};
 pub use self::faults::{CallRecord, Fault, FaultRule};
 pub use self::host::{BootState, HostSettings};
+pub use self::machines::MachineSettings;
 pub use self::rate::RateLimit;
 pub use self::simulator::{Simulator, SimulatorKind, SimulatorOptions};
 pub use self::view::{HostView, ServerView};

@@ -15,9 +15,11 @@ use super::cloud::Cloud;
 use super::faults::{CallRecord, FaultRule, Script};
 use super::guest::Guests;
 use super::host::{HostSettings, Hosts};
+use super::machines::{MachineSettings, Machines};
 use super::rate::{Bucket, RateLimit};
 use super::view::{HostView, ServerView};
 use super::{api, control, listener};
+use crate::vm::Machine;
 
 /// What a server is.
 #[derive(Debug, Clone)]
@@ -26,6 +28,8 @@ pub enum SimulatorKind {
     Record,
     /// A host of child processes.
     Process(HostSettings),
+    /// A virtual machine.
+    Machine(MachineSettings),
 }
 
 /// How a simulator behaves.
@@ -55,6 +59,10 @@ impl SimulatorOptions {
     pub fn process(settings: HostSettings) -> Self {
         Self { kind: SimulatorKind::Process(settings), ..Self::record() }
     }
+
+    pub fn machine(settings: MachineSettings) -> Self {
+        Self { kind: SimulatorKind::Machine(settings), ..Self::record() }
+    }
 }
 
 /// A running simulator; dropped, it is gone with all that ran in its servers.
@@ -77,6 +85,7 @@ impl Simulator {
         let guests = match options.kind {
             SimulatorKind::Record => Guests::None,
             SimulatorKind::Process(settings) => Guests::Processes(Hosts::new(settings, https_port)),
+            SimulatorKind::Machine(settings) => Guests::Machines(Machines::new(settings, https_port)),
         };
         let cloud = Arc::new(Cloud {
             book: Mutex::new(Book::new(addresses, options.server_limit)),
@@ -164,6 +173,16 @@ impl Simulator {
     /// Whether the operating system of the server hears the power button (it does, unless told otherwise here).
     pub fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
         self.cloud.obey_shutdown(name, obeys)
+    }
+
+    /// The provider switches a server on that is off.
+    pub fn switch_on(&self, name: &str) -> Result<()> {
+        self.cloud.switch_on(name)
+    }
+
+    /// The virtual machine of a server that was ever made.
+    pub fn machine(&self, name: &str) -> Result<Arc<Machine>> {
+        self.cloud.guests.machine(name)
     }
 
     /// Waits until the server shows this power state.
@@ -255,17 +274,17 @@ impl Simulator {
 impl Simulator {
     /// Cuts the power of every host and waits until nothing of them runs.
     pub async fn stop(self) {
-        let Ok(hosts) = self.cloud.guests.hosts() else { return };
-        hosts.stop().await;
+        match self.cloud.guests.hosts() {
+            Ok(hosts) => hosts.stop().await,
+            Err(_) => self.cloud.guests.kill_all(),
+        }
     }
 }
 
 impl Drop for Simulator {
     fn drop(&mut self) {
         self.listener.abort();
-        if let Ok(hosts) = self.cloud.guests.hosts() {
-            hosts.kill_all();
-        }
+        self.cloud.guests.kill_all();
     }
 }
 

@@ -66,6 +66,11 @@ impl Cloud {
         Ok(())
     }
 
+    pub(super) fn switch_on(&self, name: &str) -> Result<()> {
+        self.boot(self.id_of(name)?);
+        Ok(())
+    }
+
     pub(super) async fn vanish(&self, name: &str) -> Result<()> {
         let id = self.id_of(name)?;
         self.book().remove(id);

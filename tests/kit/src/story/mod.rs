@@ -21,9 +21,11 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-use self::report::Stopped;
-pub use self::report::{Report, Step};
-pub use self::stack::{Front, Stack};
+pub use self::first_life::{Machine as MachineRecord, backup, insert_and_find, insert_later};
+pub use self::report::{Report, Step, Stopped};
+pub use self::second_life::{delete, nobody_is_served, rows_are_back};
+pub use self::slot::BUCKET;
+pub use self::stack::{Front, Ground, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 use crate::child;
 
 #[derive(Debug, Clone)]

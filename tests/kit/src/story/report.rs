@@ -16,6 +16,11 @@ const LONGEST_STEP: Duration = Duration::from_secs(240);
 pub struct Report {
     pub ok: bool,
     pub steps: Vec<Step>,
+    /// Whose story it is.
+    #[serde(skip)]
+    name: &'static str,
+    #[serde(skip)]
+    longest_step: Duration,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -32,7 +37,12 @@ pub struct Stopped;
 
 impl Report {
     pub fn new() -> Self {
-        Self { ok: false, steps: Vec::new() }
+        Self::of("demo", LONGEST_STEP)
+    }
+
+    /// Of a story by another name, with steps that take at most so long.
+    pub fn of(name: &'static str, longest_step: Duration) -> Self {
+        Self { ok: false, steps: Vec::new(), name, longest_step }
     }
 
     /// Runs one step, which gives its result and a line that says what was seen.
@@ -42,9 +52,9 @@ impl Report {
         work: impl Future<Output = Result<(T, String)>>,
     ) -> Result<T, Stopped> {
         let started = Instant::now();
-        let end = match tokio::time::timeout(LONGEST_STEP, work).await {
+        let end = match tokio::time::timeout(self.longest_step, work).await {
             Ok(end) => end,
-            Err(_) => Err(anyhow!("not done after {} s", LONGEST_STEP.as_secs())),
+            Err(_) => Err(anyhow!("not done after {} s", self.longest_step.as_secs())),
         };
         let ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let (value, ok, detail) = match end {
@@ -63,9 +73,9 @@ impl Report {
         name: &str,
         work: impl Future<Output = Result<()>>,
     ) -> Result<(), Stopped> {
-        let end = match tokio::time::timeout(LONGEST_STEP, work).await {
+        let end = match tokio::time::timeout(self.longest_step, work).await {
             Ok(end) => end,
-            Err(_) => Err(anyhow!("not done after {} s", LONGEST_STEP.as_secs())),
+            Err(_) => Err(anyhow!("not done after {} s", self.longest_step.as_secs())),
         };
         match end {
             Ok(()) => Ok(()),
@@ -87,7 +97,7 @@ impl Report {
             None => "the story was interrupted".to_owned(),
             Some(step) => format!("the story failed at `{}`", step.name),
         };
-        format!("demo: {verdict}; {passed} passed, {failed} failed, {:.1} s", seconds(ms))
+        format!("{}: {verdict}; {passed} passed, {failed} failed, {:.1} s", self.name, seconds(ms))
     }
 
     /// Written whole or not at all: two demos at once do not mix.
@@ -111,7 +121,7 @@ impl Default for Report {
 impl Step {
     fn line(&self) -> String {
         let mark = if self.ok { "ok  " } else { "FAIL" };
-        format!("{mark}  {:<11} {:>6.2} s  {}", self.name, seconds(self.ms), self.detail)
+        format!("{mark}  {:<14} {:>6.2} s  {}", self.name, seconds(self.ms), self.detail)
     }
 }
 

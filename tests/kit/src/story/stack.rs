@@ -15,14 +15,24 @@ use crate::fetch::target_dir;
 use crate::idp::{Idp, MintOptions};
 use crate::net;
 use crate::pg::{PgBinaries, PgOptions, PgServer};
-use crate::provider::{HostSettings, Simulator, SimulatorOptions};
+use crate::provider::{HostSettings, MachineSettings, Simulator, SimulatorOptions};
 use crate::s3::S3Server;
+use crate::vm::HOST_FROM_GUEST;
 
 pub const USER: &str = "user_story";
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 
 const LOG_LINES: usize = 25;
+
+/// What the provider's servers are.
+#[derive(Debug, Clone)]
+pub enum Ground {
+    /// Processes of this machine.
+    Processes,
+    /// Virtual machines.
+    Machines(MachineSettings),
+}
 
 /// How the router is reached from outside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +76,9 @@ pub struct Stack {
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
     pub key: String,
     operator: Program,
+    platform_env: Vec<(String, String)>,
+    /// The longest that a call of `svcctl` may take.
+    patience: Duration,
     platform: Platform,
     database: PgServer,
 }
@@ -83,6 +96,17 @@ impl Stack {
         front: Front,
         more: &[(&str, &str)],
     ) -> Result<(Self, String)> {
+        Self::up_on(svc, dir, front, Ground::Processes, more).await
+    }
+
+    /// [`Self::up_with`] on servers of another kind. Virtual machines get no settings beyond their user-data.
+    pub async fn up_on(
+        svc: &Path,
+        dir: &Path,
+        front: Front,
+        ground: Ground,
+        more: &[(&str, &str)],
+    ) -> Result<(Self, String)> {
         let more = more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         // Installed once per process; a second story finds it there.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -92,11 +116,18 @@ impl Stack {
         let store = S3Server::start(dir)?;
         store.create_bucket(BUCKET);
         let idp = Idp::start()?;
-        let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
-        // Nobody here wants to wait half a minute for a host's word.
-        hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
-        hosts.extra_env.extend(more.clone());
-        let provider = Simulator::start(SimulatorOptions::process(hosts)).await?;
+        let machines = matches!(ground, Ground::Machines(_));
+        let servers = match ground {
+            Ground::Machines(settings) => SimulatorOptions::machine(settings),
+            Ground::Processes => {
+                let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
+                // Nobody here wants to wait half a minute for a host's word.
+                hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
+                hosts.extra_env.extend(more.clone());
+                SimulatorOptions::process(hosts)
+            }
+        };
+        let provider = Simulator::start(servers).await?;
         let ca = Ca::new()?;
         let secret = uuid::Uuid::new_v4().simple().to_string();
         let api = format!("http://127.0.0.1:{}", net::free_port()?);
@@ -120,7 +151,14 @@ impl Stack {
         set("CUSTOMER_VPS_HTTPS_PORT", &provider.https_port().to_string());
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
-        set("LAST_BACKUP_DEADLINE_SECONDS", "5");
+        set("LAST_BACKUP_DEADLINE_SECONDS", if machines { "60" } else { "5" });
+        if machines {
+            // There, 127.0.0.1 is the machine itself.
+            let from_guest = |url: &str| url.replace("127.0.0.1", HOST_FROM_GUEST);
+            set("PLATFORM_INTERNAL_URL", &from_guest(&api));
+            set("SVC_HOST_BUNDLE_BASE_URL", &from_guest(&api));
+            set("HOST_OBJECT_STORE_ENDPOINT", &from_guest(&store.endpoint()));
+        }
         set("APP_HOST", front.app_host());
         set("CODE_HOST", front.code_host());
         set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
@@ -130,6 +168,7 @@ impl Stack {
             set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
             set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
         }
+        let platform_env = env.clone();
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
         let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
@@ -150,6 +189,8 @@ impl Stack {
             secret,
             key,
             operator,
+            platform_env,
+            patience: Duration::from_secs(if machines { 900 } else { 230 }),
             platform,
             database,
         };
@@ -158,7 +199,12 @@ impl Stack {
 
     /// `svcctl` as the operator calls it.
     pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
-        self.operator.run("svcctl", args, Duration::from_secs(230)).await
+        self.operator.run("svcctl", args, self.patience).await
+    }
+
+    /// The platform's own settings.
+    pub fn platform_env(&self) -> &[(String, String)] {
+        &self.platform_env
     }
 
     /// The environment that `svcctl` has here.

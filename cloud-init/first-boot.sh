@@ -1,0 +1,165 @@
+#!/bin/sh
+# The first boot of a machine: from user-data to a registered host. svc-first-boot.service runs it until it has come
+# through, however often the power goes: each step is done again or found done.
+# A stage that fails is reported, with the last words of whoever failed, and ends it (1). Where nobody hears of it, it is
+# tried again (75).
+# No credential is an argument of a process: curl reads it as configuration, from a builtin.
+set -eu
+export DEBIAN_FRONTEND=noninteractive
+root=${SVC_ROOT:-}
+svc=$root/opt/svc
+say() { printf '%s\n' "$*" >&2; }
+
+# The value of a variable in an env file, which quotes it as systemd does.
+value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
+machine=$(value host SVC_MACHINE_ID)
+platform=$(value host PLATFORM_INTERNAL_URL)
+registration=$(value boot REGISTRATION_TOKEN)
+image=$(value boot SVC_POSTGRES_IMAGE)
+image=${image:-docker.io/library/postgres:16}
+
+as() {
+  bearer=$1; shift
+  printf 'header = "Authorization: Bearer %s"\n' "$bearer" | curl --config - --silent --show-error --connect-timeout 10 "$@"
+}
+# What svc-register says better, once it is here.
+tell() {
+  as "$registration" --max-time 10 --output /dev/null --header 'content-type: application/json' \
+    --data "$2" "${platform%/}/vps/$machine/$1"
+}
+register() {
+  for program in "$svc/bin/svc" "$svc/bootstrap/bin/svc"; do
+    [ ! -x "$program" ] || { "$program" svc-register "$@"; return; }
+  done
+  return 127
+}
+stage() { at=$1; say "stage $at"; register stage "$at" || tell boot-stage "{\"stage\":\"$at\"}" || true; }
+fail() {
+  say "stage $at: $1"
+  ended=0
+  register failure --stage "$at" --message "$1" || ended=$?
+  if [ "$ended" = 127 ]; then
+    ended=75
+    tell boot-failure "{\"stage\":\"$at\",\"message\":\"$1\"}" && ended=1
+  fi
+  [ "$ended" = 75 ] || ended=1
+  exit "$ended"
+}
+# Up to eight times, with longer and longer rests.
+patiently() {
+  for rest in 2 5 10 20 40 60 60 0; do
+    if "$@"; then return 0; fi
+    sleep "$rest"
+  done
+  return 1
+}
+
+missing() {
+  command -v podman >/dev/null || echo podman crun netavark
+  command -v curl >/dev/null || echo curl
+  command -v nft >/dev/null || echo nftables
+  [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
+}
+install_packages() {
+  apt-get -q -o DPkg::Lock::Timeout=300 update || return
+  # shellcheck disable=SC2086
+  apt-get -q -y -o DPkg::Lock::Timeout=300 -o Dpkg::Options::=--force-confold install --no-install-recommends $packages
+}
+
+# Memory that is short for a moment then costs time, not a process. None where the disk is small.
+swap() {
+  [ -z "$(swapon --show --noheadings)" ] || return 0
+  ram=$(awk '/^MemTotal:/ { print int($2 / 1024) }' /proc/meminfo)
+  free=$(df --output=avail --block-size=1M "$root/" | tail -n 1)
+  size=$((ram < 4096 ? ram : 4096))
+  [ "$((size * 5))" -le "$free" ] || return 0
+  rm -f "$root/swapfile"
+  (umask 077 && fallocate -l "${size}M" "$root/swapfile") && mkswap "$root/swapfile" && swapon "$root/swapfile" || return
+  grep -q '^/swapfile ' "$root/etc/fstab" || echo '/swapfile none swap sw 0 0' >>"$root/etc/fstab"
+}
+
+# What a unit's own processes said last, without systemd's words about it.
+last_words() {
+  journalctl --sync || true
+  words=$(journalctl --boot --quiet --no-pager --output=cat --lines=1 "_SYSTEMD_UNIT=$1") || true
+  printf '%s\n' "${words:-it ended: $(systemctl show --property=Result --value "$1")}"
+}
+# Starts a unit and waits until it is up; what is started again by itself gets a minute for it.
+start() {
+  systemctl start "$1" || true
+  for _ in $(seq 30); do
+    case $(systemctl show --property=ActiveState --value "$1") in
+      active) return 0 ;;
+      activating) sleep 2 ;;
+      *) break ;;
+    esac
+  done
+  fail "$1: $(last_words "$1")"
+}
+
+stage bundle
+packages=$(missing)
+[ -z "$packages" ] || patiently install_packages || fail 'the packages that are missing could not be installed'
+{ systemctl enable nftables.service && systemctl restart nftables.service && nft list table inet svc >/dev/null; } ||
+  fail 'the network rules could not be loaded'
+swap || say 'there is no swap: it could not be made'
+sysctl --quiet --system || say 'not every sysctl could be set'
+# What may not read host.env cannot say itself whose log line it is.
+for unit in svc-postgres svc-apps svc-shell svc-code; do
+  mkdir -p "$root/etc/systemd/system/$unit.service.d"
+  printf '[Service]\nLogExtraFields=SVC_MACHINE_ID=%s\n' "$machine" >"$root/etc/systemd/system/$unit.service.d/10-machine.conf"
+done
+printf 'Environment=SVC_POSTGRES_IMAGE=%s\n' "$image" >>"$root/etc/systemd/system/svc-postgres.service.d/10-machine.conf"
+
+# It comes while the bundle does.
+pull() { podman image exists "$image" || podman pull --quiet "$image"; }
+patiently pull &
+pulling=$!
+
+program=$svc/current/bin/svc
+url=$(value boot SVC_HOST_BUNDLE_URL)
+mkdir -p "$svc/bootstrap"
+cd "$svc/bootstrap"
+if [ ! -x "$program" ]; then
+  # The token is for the platform alone.
+  case $url in "${platform%/}"/*) token=$(value host UPGRADE_TOKEN) ;; *) token= ;; esac
+  download() {
+    [ -n "$token" ] || set -- curl --silent --show-error --connect-timeout 10
+    [ -z "$token" ] || set -- as "$token"
+    "$@" --fail --location --speed-limit 1000 --speed-time 60 --continue-at - --output bundle.tar.gz "$url"
+  }
+  whole() { echo "$(value boot SVC_BUNDLE_SHA256)  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
+  whole || patiently download || fail 'the bundle could not be downloaded'
+  whole || { rm -f bundle.tar.gz; fail 'the bundle has another SHA-256 than was asked for'; }
+  tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'
+  program=./bin/svc
+  url=file://$svc/bootstrap/bundle.tar.gz
+fi
+# A release that is there already only gets what a cut kept from it: links, units, the database's password.
+ended=0
+SVC_HOST_BUNDLE_URL=$url "$program" svc-update boot 2>boot.err || ended=$?
+cat boot.err >&2
+[ "$ended" = 0 ] || fail "$(tail -n 1 boot.err)"
+cd /
+rm -rf "$svc/bootstrap"
+# The env files were here before their owners.
+{ systemd-sysusers "$root/etc/sysusers.d/svc.conf" && systemd-tmpfiles --create "$root/etc/tmpfiles.d/svc.conf"; } ||
+  fail 'users and directories could not be made'
+systemctl daemon-reload
+
+stage database
+wait "$pulling" || fail "the image $image could not be pulled"
+start svc-postgres.service
+stage restore
+start svc-restore.service
+stage gateway
+start svc-gateway.service
+stage register
+start svc-register.service
+
+systemctl enable svc.target
+systemctl start --no-block svc.target
+: >"$svc/first-boot-complete"
+sync
+systemctl disable svc-first-boot.service
+say 'the first boot is complete'

@@ -1,0 +1,109 @@
+//! The password of the machine's own database: made here, once, and known to this machine alone.
+//!
+//! Where `DATABASE_URL` is set already there is nothing to do. The container's file is written first, so that a run
+//! that was killed between the two takes the same password again.
+
+use std::path::Path;
+
+use ring::rand::{SecureRandom, SystemRandom};
+use secrecy::{ExposeSecret, SecretString};
+
+use crate::config::{env_line, parse_env_file};
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::config;
+use crate::host::layout::Layout;
+
+/// What the container's file calls it; podman takes values as they stand, without quotes.
+const PASSWORD: &str = "POSTGRES_PASSWORD";
+
+#[derive(Debug, thiserror::Error)]
+pub enum DatabaseError {
+    #[error("the system gives no random bytes")]
+    Random,
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// # Errors
+/// [`DatabaseError`].
+pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
+    if config::environment(layout).is_set("DATABASE_URL") {
+        return Ok(());
+    }
+    let password = match kept(&layout.postgres_env())? {
+        Some(password) => password,
+        None => make(&layout.postgres_env())?,
+    };
+    failpoint::pass("update.password_made")?;
+    let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
+    let before = fsx::read_if_there(&layout.host_env())?.unwrap_or_default();
+    let mut text = String::from_utf8_lossy(&before).into_owned();
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    text.push_str(&env_line("DATABASE_URL", &url));
+    fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600)?;
+    failpoint::pass("update.password_told")?;
+    Ok(())
+}
+
+fn kept(path: &Path) -> Result<Option<SecretString>, FileError> {
+    let text = fsx::read_if_there(path)?.unwrap_or_default();
+    let pairs = parse_env_file(&String::from_utf8_lossy(&text)).unwrap_or_default();
+    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD && !value.is_empty());
+    Ok(found.map(|(_, value)| value.into()))
+}
+
+fn make(path: &Path) -> Result<SecretString, DatabaseError> {
+    let mut bytes = [0; 32];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
+    let password = SecretString::from(hex::encode(bytes));
+    let line = format!("{PASSWORD}={}\n", password.expose_secret());
+    fsx::write_atomic(path, line.as_bytes(), 0o600)?;
+    Ok(password)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_password_is_made_once_and_both_files_have_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.host_env(), b"SVC_SLOT=\"primary\"", 0o600).unwrap();
+        ensure_password(&layout).unwrap();
+        let (host, postgres) = (
+            fs::read_to_string(layout.host_env()).unwrap(),
+            fs::read_to_string(layout.postgres_env()).unwrap(),
+        );
+        let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
+        assert_eq!(password.len(), 64);
+        assert!(host.starts_with("SVC_SLOT=\"primary\"\nDATABASE_URL=\"postgres://postgres:"), "{host}");
+        assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")));
+        for path in [layout.host_env(), layout.postgres_env()] {
+            assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        ensure_password(&layout).unwrap();
+        assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
+        // Killed between the two files: the same password again.
+        fs::write(layout.host_env(), "SVC_SLOT=\"primary\"\n").unwrap();
+        ensure_password(&layout).unwrap();
+        assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
+    }
+
+    #[test]
+    fn a_database_of_somebody_elses_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.host_env(), b"DATABASE_URL=postgres://x@y/z\n", 0o600).unwrap();
+        ensure_password(&layout).unwrap();
+        assert!(!layout.postgres_env().exists());
+    }
+}

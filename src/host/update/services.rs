@@ -1,0 +1,195 @@
+//! What is asked of the machine's service manager: a short port, and `systemctl` behind it.
+//!
+//! Each call has a deadline. Where there is no service manager (a directory that stands for `/`), `SVC_SYSTEMCTL` may
+//! name a program that takes the same words.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::process::Command;
+
+use crate::config::Env;
+use crate::host::layout::Layout;
+
+/// Users, directories and units are made known within this.
+const PREPARING: Duration = Duration::from_secs(60);
+const LOOKING: Duration = Duration::from_secs(10);
+/// A gateway may drain for 45 s and take 90 s to be ready.
+const RESTARTING: Duration = Duration::from_secs(150);
+
+#[derive(Debug, thiserror::Error)]
+pub enum ServicesError {
+    #[error(
+        "there is no service manager here: /run/systemd/system is missing, and SVC_SYSTEMCTL names no other"
+    )]
+    None,
+    #[error("start {program}")]
+    Start {
+        program: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{what}: not within {} s", .within.as_secs())]
+    Late { what: String, within: Duration },
+    #[error("{what}: {status}: {words}")]
+    Failed { what: String, status: std::process::ExitStatus, words: String },
+}
+
+/// What a unit does, as the service manager says it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct UnitState {
+    /// `active`, `activating`, `failed`, …
+    pub active: String,
+    /// `exit-code`, `timeout`, …, of its last end.
+    pub result: String,
+    /// How often it was started again by itself since it was last started by somebody.
+    pub restarts: u32,
+}
+
+/// The service manager.
+#[async_trait]
+pub trait Services: Send + Sync {
+    /// Makes users, directories and units known, as `/etc` has them.
+    async fn reload(&self) -> Result<(), ServicesError>;
+    /// Starts the unit and what it wants; what runs already stays as it is.
+    async fn start(&self, unit: &str) -> Result<(), ServicesError>;
+    /// Starts the unit anew, and waits until it is up or has failed.
+    async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
+    async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
+}
+
+/// `systemctl` and its kin.
+pub struct Systemctl {
+    program: PathBuf,
+    /// Users and directories are made by these, on a machine.
+    makers: Vec<(&'static str, Vec<String>)>,
+}
+
+impl Systemctl {
+    /// The service manager of this machine, if it has one. What root runs is named by root's own environment, never by
+    /// a file that the gateway may write.
+    pub fn find(layout: &Layout) -> Option<Self> {
+        Self::find_by(&Env::from_process(), layout)
+    }
+
+    fn find_by(env: &Env, layout: &Layout) -> Option<Self> {
+        if let Some(program) = env.text("SVC_SYSTEMCTL").map(PathBuf::from) {
+            return Some(Self { program, makers: Vec::new() });
+        }
+        if !layout.root().join("run/systemd/system").is_dir() {
+            return None;
+        }
+        let conf = |dir: &str| layout.root().join("etc").join(dir).join("svc.conf").display().to_string();
+        let makers = vec![
+            ("systemd-sysusers", vec![conf("sysusers.d")]),
+            ("systemd-tmpfiles", vec!["--create".to_owned(), conf("tmpfiles.d")]),
+        ];
+        Some(Self { program: "systemctl".into(), makers })
+    }
+
+    async fn call(&self, words: &[&str], within: Duration) -> Result<String, ServicesError> {
+        run(&self.program.display().to_string(), words, within).await
+    }
+}
+
+async fn run(program: &str, words: &[&str], within: Duration) -> Result<String, ServicesError> {
+    let what = format!("{program} {}", words.join(" "));
+    let child = Command::new(program)
+        .args(words)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+    let Ok(ended) = tokio::time::timeout(within, child.wait_with_output()).await else {
+        return Err(ServicesError::Late { what, within });
+    };
+    let ended = ended.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+    if !ended.status.success() {
+        let words = String::from_utf8_lossy(&ended.stderr);
+        let words = words.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+        return Err(ServicesError::Failed { what, status: ended.status, words: words.trim().to_owned() });
+    }
+    Ok(String::from_utf8_lossy(&ended.stdout).into_owned())
+}
+
+#[async_trait]
+impl Services for Systemctl {
+    async fn reload(&self) -> Result<(), ServicesError> {
+        for (program, words) in &self.makers {
+            let words: Vec<&str> = words.iter().map(String::as_str).collect();
+            run(program, &words, PREPARING).await?;
+        }
+        self.call(&["daemon-reload"], PREPARING).await.map(drop)
+    }
+
+    async fn start(&self, unit: &str) -> Result<(), ServicesError> {
+        self.call(&["start", "--no-block", unit], LOOKING).await.map(drop)
+    }
+
+    async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
+        self.call(&["restart", unit], RESTARTING).await.map(drop)
+    }
+
+    async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
+        let said = self.call(&["show", "--property=ActiveState,Result,NRestarts", unit], LOOKING).await?;
+        Ok(parse_state(&said))
+    }
+}
+
+fn parse_state(said: &str) -> UnitState {
+    let pairs: BTreeMap<&str, &str> = said.lines().filter_map(|line| line.split_once('=')).collect();
+    let text = |name| pairs.get(name).copied().unwrap_or_default().to_owned();
+    UnitState {
+        active: text("ActiveState"),
+        result: text("Result"),
+        restarts: text("NRestarts").parse().unwrap_or(0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn stand_in(script: &str) -> (tempfile::TempDir, Systemctl) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("systemctl");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let services = Systemctl { program: path, makers: Vec::new() };
+        (dir, services)
+    }
+
+    #[tokio::test]
+    async fn a_unit_is_described_as_systemctl_says_it() {
+        let (_dir, services) =
+            stand_in("printf 'Result=exit-code\\nNRestarts=3\\nActiveState=activating\\n'");
+        let state = services.state("svc-gateway.service").await.unwrap();
+        let told = UnitState { active: "activating".into(), result: "exit-code".into(), restarts: 3 };
+        assert_eq!(state, told);
+    }
+
+    #[tokio::test]
+    async fn a_failure_has_the_last_words() {
+        let (_dir, services) = stand_in("echo first >&2; echo 'the last' >&2; exit 5");
+        let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
+        assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_that_stands_for_a_machine_has_no_service_manager() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        assert!(Systemctl::find_by(&Env::default(), &layout).is_none());
+        std::fs::create_dir_all(dir.path().join("run/systemd/system")).unwrap();
+        assert_eq!(Systemctl::find_by(&Env::default(), &layout).unwrap().makers.len(), 2);
+        let env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
+        assert!(Systemctl::find_by(&env, &layout).unwrap().makers.is_empty());
+    }
+}

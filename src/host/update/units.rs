@@ -1,0 +1,156 @@
+//! A release's units, users and directories below `/etc`, as the release has them: what it no longer has is removed.
+//!
+//! Only files whose name begins with `svc` are ours; a record beside the journal tells which of them we put there.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::machine::name::ImageVersion;
+
+/// Below a release's `systemd/`, and where it goes.
+const TREES: [(&str, &str); 3] =
+    [("system", "etc/systemd/system"), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
+const RECORD_VERSION: u32 = 1;
+
+#[derive(Debug, thiserror::Error)]
+pub enum UnitsError {
+    #[error("{} is no unit of ours: its name does not begin with svc", .path.display())]
+    Foreign { path: PathBuf },
+    #[error("{} is of a version that this program does not know", .path.display())]
+    Record { path: PathBuf },
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// What we installed, by paths below the root.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    files: BTreeSet<PathBuf>,
+}
+
+/// Makes `/etc` hold exactly the files of this release. Done already, it changes nothing.
+///
+/// # Errors
+/// [`UnitsError`]; the run can be repeated.
+pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
+    let source = layout.release(version).join("systemd");
+    let mut wanted = BTreeSet::new();
+    for (tree, place) in TREES {
+        let mut found = Vec::new();
+        files(&source.join(tree), Path::new(""), &mut found)?;
+        for inner in found {
+            if !inner.as_os_str().as_encoded_bytes().starts_with(b"svc") {
+                return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
+            }
+            let target = Path::new(place).join(&inner);
+            copy(&source.join(tree).join(&inner), &layout.root().join(&target))?;
+            wanted.insert(target);
+        }
+    }
+    failpoint::pass("update.units_written")?;
+    let record = layout.update_state().join("installed.json");
+    for gone in known(&record)?.difference(&wanted) {
+        fsx::remove_if_there(&layout.root().join(gone))?;
+    }
+    let text = serde_json::to_vec(&Record { version: RECORD_VERSION, files: wanted })
+        .expect("paths of a release are text");
+    fsx::write_atomic(&record, &text, 0o644)?;
+    failpoint::pass("update.units_recorded")?;
+    Ok(())
+}
+
+fn known(record: &Path) -> Result<BTreeSet<PathBuf>, UnitsError> {
+    let Some(text) = fsx::read_if_there(record)? else { return Ok(BTreeSet::new()) };
+    match serde_json::from_slice::<Record>(&text) {
+        Ok(known) if known.version == RECORD_VERSION => Ok(known.files),
+        _ => Err(UnitsError::Record { path: record.to_owned() }),
+    }
+}
+
+fn files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<(), FileError> {
+    let dir = root.join(inner);
+    let entries = match fs::read_dir(&dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(FileError::at("read", &dir)(error)),
+    };
+    for entry in entries {
+        let entry = entry.map_err(FileError::at("read", &dir))?;
+        let inner = inner.join(entry.file_name());
+        if entry.file_type().map_err(FileError::at("read", &dir))?.is_dir() {
+            files(root, &inner, found)?;
+        } else {
+            found.push(inner);
+        }
+    }
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), FileError> {
+    let content = fs::read(from).map_err(FileError::at("read", from))?;
+    if fsx::read_if_there(to)?.is_some_and(|there| there == content) {
+        return Ok(());
+    }
+    fsx::write_atomic(to, &content, 0o644)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn release(layout: &Layout, version: &str, files: &[(&str, &str)]) -> ImageVersion {
+        let version: ImageVersion = version.parse().unwrap();
+        for (path, content) in files {
+            let path = layout.release(&version).join("systemd").join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        version
+    }
+
+    #[test]
+    fn etc_holds_what_the_release_has_and_what_others_put_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let one = release(
+            &layout,
+            "1",
+            &[("system/svc-a.service", "a1"), ("system/svc-b.service", "b"), ("tmpfiles.d/svc.conf", "t")],
+        );
+        let two = release(
+            &layout,
+            "2",
+            &[("system/svc-a.service", "a2"), ("system/svc-c.service.d/10-x.conf", "c")],
+        );
+        let etc = dir.path().join("etc/systemd/system");
+        fsx::write_atomic(&etc.join("svc-by-hand.service"), b"hand", 0o644).unwrap();
+        install(&layout, &one).unwrap();
+        assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a1");
+        install(&layout, &two).unwrap();
+        install(&layout, &two).unwrap();
+        assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a2");
+        assert_eq!(fs::read(etc.join("svc-c.service.d/10-x.conf")).unwrap(), b"c");
+        assert!(!etc.join("svc-b.service").exists() && !dir.path().join("etc/tmpfiles.d/svc.conf").exists());
+        assert!(etc.join("svc-by-hand.service").exists());
+        install(&layout, &one).unwrap();
+        assert!(etc.join("svc-b.service").exists() && !etc.join("svc-c.service.d/10-x.conf").exists());
+    }
+
+    #[test]
+    fn a_unit_of_others_is_not_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let version = release(&layout, "1", &[("system/ssh.service", "x")]);
+        assert!(matches!(install(&layout, &version), Err(UnitsError::Foreign { .. })));
+        assert!(!dir.path().join("etc/systemd/system/ssh.service").exists());
+    }
+}

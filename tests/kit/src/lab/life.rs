@@ -1,0 +1,135 @@
+//! The story on machines. What does not look at a machine's disk is the demo's own.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::release;
+use crate::bundle;
+use crate::s3::{Fault, Rule};
+use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
+pub use crate::story::{backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back};
+
+/// From a machine's start to its gateway, under emulation.
+pub const UP: Duration = Duration::from_secs(400);
+const MARKER: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
+const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+
+pub async fn publish(stack: &Stack) -> Result<((), String)> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
+    let mib = publish_as(stack, IMAGE_VERSION).await?;
+    Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
+}
+
+/// Builds and publishes a bundle with what a machine needs; its size in MiB.
+pub async fn publish_as(stack: &Stack, version: &str) -> Result<u64> {
+    let (svc, pg, dir) = (stack.svc.clone(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
+    let version_there = version.to_owned();
+    let build = move || bundle::build(&release::options(&svc, &pg, &version_there, &dir)?);
+    let built = tokio::task::spawn_blocking(build).await??;
+    let dir = built.dir.display().to_string();
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?;
+    Ok(built.size_bytes >> 20)
+}
+
+pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
+    let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=800"];
+    let run = stack.svcctl(&args).await?.good()?;
+    let machine = MachineRecord::read(&run.stdout)?;
+    ensure!(machine.status == "running" && machine.epoch == 1, "the machine is {machine:?}");
+    Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
+}
+
+/// The machine starts again by itself: everything is there, and nothing is restored.
+pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let on = stack.provider.machine(&machine.server)?;
+    let short = Duration::from_secs(60);
+    let (boot, marker) = (on.run(BOOT_ID, short).await?.good()?, on.run(MARKER, short).await?.good()?);
+    let before = stack.web.titles(&stack.owner()).await?;
+    // Its connection ends before it can say how it went.
+    on.run("systemctl reboot", short).await.ok();
+    let started = std::time::Instant::now();
+    eventually("the machine boots again", UP, || async {
+        let now = on.run(BOOT_ID, Duration::from_secs(30)).await?.good()?;
+        ensure!(now != boot, "it is still the same boot");
+        Ok(())
+    })
+    .await?;
+    let owner = stack.owner();
+    let after = eventually("the rows after the reboot", UP, || stack.web.titles(&owner)).await?;
+    let seconds = started.elapsed().as_secs_f64();
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    ensure!(on.run(MARKER, short).await?.good()? == marker, "it was restored again");
+    Ok(((), format!("served again {seconds:.0} s after the order; {} rows, nothing restored", after.len())))
+}
+
+/// The server dies and the provider knows nothing of it any more.
+pub async fn lose(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    stack.provider.vanish_server(&machine.server).await?;
+    ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
+    Ok(((), "its power is cut and the provider has no server".to_owned()))
+}
+
+pub async fn recover(stack: &Stack, first: &MachineRecord) -> Result<(MachineRecord, String)> {
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?.good()?;
+    let second = MachineRecord::read(&run.stdout)?;
+    ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
+    ensure!(second.epoch > first.epoch, "its epoch is {}", second.epoch);
+    let on = stack.provider.machine(&second.server)?;
+    let restored = on.run(MARKER, Duration::from_secs(60)).await?.good().context("no marker")?;
+    ensure!(!restored.trim().is_empty(), "no marker");
+    Ok((second.clone(), format!("machine {} is running, epoch {}, restored", second.id, second.epoch)))
+}
+
+/// Power off, another type, power on: the same disk with the same data, more of everything else.
+pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let on = stack.provider.machine(&machine.server)?;
+    let short = Duration::from_secs(60);
+    let look = format!("cat /etc/machine-id; {MARKER}");
+    let size = "nproc; awk '/MemTotal/ {print int($2 / 1024)}' /proc/meminfo";
+    let (same, small) = (on.run(&look, short).await?.good()?, on.run(size, short).await?.good()?);
+    let before = stack.web.titles(&stack.owner()).await?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.good()?;
+    let run = stack.svcctl(&["--json", "resize", HANDLE, "cpx32", "--yes", "--wait=800"]).await?.good()?;
+    let record: serde_json::Value = run.json()?;
+    ensure!(record["status"] == "running" && record["serverType"] == "cpx32", "the record is {record}");
+    let owner = stack.owner();
+    let after = eventually("the rows after the resize", UP, || stack.web.titles(&owner)).await?;
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    let large = on.run(size, short).await?.good()?;
+    ensure!(on.run(&look, short).await?.good()? == same, "another disk, or restored again");
+    ensure!(large != small, "it has {small} as before");
+    let words = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" cores, ") + " MiB";
+    Ok((
+        (),
+        format!(
+            "{} became {}; the same disk, {} rows, nothing restored",
+            words(small),
+            words(large),
+            after.len()
+        ),
+    ))
+}
+
+/// The store gives damaged snapshots: the gate stays shut and the platform knows the stage. With the store whole again,
+/// the next recovery works.
+pub async fn refused_restore(stack: &Stack) -> Result<((), String)> {
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
+    ensure!(run.code != Some(0), "a damaged snapshot was restored: {}", run.stdout);
+    let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()?;
+    ensure!(record["status"] == "failed", "the record is {record}");
+    ensure!(record.to_string().contains("\"restore\""), "the stage is not in {record}");
+    let id = record["machineId"].as_str().context("no machineId")?;
+    let on = stack.provider.machine(&format!("svc-{id}"))?;
+    let units = "systemctl show -P ActiveState svc-restore.service svc-gateway.service; test -e /opt/svc/restore-complete && echo open || echo shut";
+    let said = on.run_when_up(units, UP).await?.good()?;
+    let words: Vec<&str> = said.split_whitespace().collect();
+    ensure!(words == ["failed", "inactive", "shut"], "svc-restore, svc-gateway and the gate are {words:?}");
+    on.keep_journal().await.ok();
+    stack.store.heal();
+    Ok((
+        (),
+        "svc-restore failed, gateway not started, gate shut; the platform shows failed at restore".to_owned(),
+    ))
+}

@@ -1,0 +1,148 @@
+//! The lab: the main job on real machines, then what only a machine shows. Debian in QEMU, booted by cloud-init, run by
+//! systemd, with the database in its container.
+//!
+//! It drives what an operator has: `svcctl`, HTTP, the provider's console, and SSH for looks inside.
+//! Everything it saw stays below `target/lab`: a directory for each machine with its console and its journal.
+
+mod faults;
+mod life;
+mod look;
+mod release;
+mod stages;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::child;
+use crate::fetch::target_dir;
+use crate::pg::PgBinaries;
+use crate::provider::MachineSettings;
+use crate::story::{Front, Ground, Report, Stack, Stopped};
+use crate::vm::{Accel, Image};
+
+/// Under emulation, and with whatever else this machine is doing.
+const LONGEST_STEP: Duration = Duration::from_secs(900);
+
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The binary for the platform, `svcctl` and the machines.
+    pub svc: PathBuf,
+    pub length: Length,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Length {
+    /// Provision, register, bridge, backup, reboot, recover.
+    Quick,
+    /// What only a machine shows, too.
+    Whole,
+}
+
+/// Plays it to its end, or to the step that fails; no machine runs when this returns.
+///
+/// # Errors
+/// When it cannot begin: no root, no QEMU, no image.
+pub async fn play(options: Options) -> Result<Report> {
+    let mut report = Report::of("lab", LONGEST_STEP);
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    // Sockets lie in it, whose paths have room for 107 bytes.
+    let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
+    child::remove_with_us(sockets.path());
+    let dir = target_dir().join("lab");
+    let machines = dir.join("machines");
+    // Disks of gigabytes, and the logs of another run.
+    fs::remove_dir_all(&machines).ok();
+    fs::create_dir_all(&machines).with_context(|| format!("make {}", machines.display()))?;
+    let ended = tokio::select! {
+        end = whole(&mut report, &options, &machines, sockets.path()) => Some(end.is_ok()),
+        _ = terminate.recv() => None,
+        _ = interrupt.recv() => None,
+    };
+    report.ok = ended == Some(true);
+    remove_disks(&machines);
+    println!("{}", report.summary());
+    println!("consoles and journals: {}", machines.display());
+    report.write(&dir.join("report.json"))?;
+    Ok(report)
+}
+
+async fn whole(
+    report: &mut Report,
+    options: &Options,
+    machines: &Path,
+    sockets: &Path,
+) -> Result<(), Stopped> {
+    let (image, accel) = report.step("image", image()).await?;
+    let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
+    let ground = Ground::Machines(settings);
+    let stack = Stack::up_on(&options.svc, sockets, Front::Tls, ground, &[]);
+    let mut stack = report.step("stack", stack).await?;
+    let end = acts(report, options, &mut stack).await;
+    if end.is_err() {
+        stack.print_logs();
+    }
+    look::keep_journals(&stack, machines).await;
+    stack.down().await;
+    end
+}
+
+async fn image() -> Result<((Image, Accel), String)> {
+    let built = tokio::task::spawn_blocking(|| {
+        let image = Image::built(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
+        let accel = Accel::probe(&image)?;
+        Ok::<_, anyhow::Error>((image, accel))
+    });
+    let (image, accel) = built.await??;
+    let how = match accel {
+        Accel::Kvm => "KVM",
+        Accel::Tcg => "emulation: /dev/kvm is missing or runs no kernel",
+    };
+    Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; processors by {how}")))
+}
+
+async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Result<(), Stopped> {
+    let whole = options.length == Length::Whole;
+    report.step("publish", life::publish(stack)).await?;
+    let first = report.step("provision", life::provision(stack)).await?;
+    report.step("boot", stages::of_boot(stack, &first)).await?;
+    report.step("sound", look::sound(stack, &first)).await?;
+    report.step("use", life::insert_and_find(stack)).await?;
+    report.step("reboot", life::reboot(stack, &first)).await?;
+    if whole {
+        report.step("database-dies", faults::database_killed(stack, &first)).await?;
+        report.step("disk-full", faults::disk_full(stack, &first)).await?;
+        report.step("resize", life::resize(stack, &first)).await?;
+    }
+    report.step("backup", life::backup(stack, &first)).await?;
+    report.step("later-row", life::insert_later(stack)).await?;
+    look::keep_journal(stack, &first).await;
+    report.step("loss", life::lose(stack, &first)).await?;
+    if whole {
+        report.step("bad-restore", life::refused_restore(stack)).await?;
+    }
+    let second = report.step("recover", life::recover(stack, &first)).await?;
+    report.step("rows", life::rows_are_back(stack)).await?;
+    if whole {
+        report.step("clock-jump", faults::clock_jump(stack, &second)).await?;
+        report.step("cut-in-backup", faults::power_cut_in_backup(stack, &second)).await?;
+        report.step("sound-again", look::sound(stack, &second)).await?;
+    }
+    look::keep_journal(stack, &second).await;
+    report.step("delete", life::delete(stack, &second)).await?;
+    report.step("gone", life::nobody_is_served(stack)).await
+}
+
+/// What is left is small, and says what happened.
+fn remove_disks(machines: &Path) {
+    for machine in fs::read_dir(machines).into_iter().flatten().flatten() {
+        fs::remove_file(machine.path().join("disk.qcow2")).ok();
+        fs::remove_file(machine.path().join("seed.iso")).ok();
+        // It has credentials in it, if of a fleet that is gone.
+        fs::remove_file(machine.path().join("user-data")).ok();
+    }
+}

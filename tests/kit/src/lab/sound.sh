@@ -1,0 +1,97 @@
+# What must hold on a machine that runs. Each check prints a line; nothing here changes the machine for good.
+set -u
+check() {
+  name=$1; shift
+  if said=$("$@" 2>&1); then echo "ok $name"; else echo "BROKEN $name: $said"; fi
+}
+as() { user=$1; shift; setpriv --reuid="$user" --regid="$(id -g "$user")" --init-groups "$@"; }
+value() { sed -n "s/^$1=//p" "$2" | tr -d '"'; }
+
+settled() { timeout 120 systemctl is-system-running --wait >/dev/null; [ "$(systemctl is-system-running)" = running ]; }
+no_unit_failed() {
+  failed=$(systemctl --failed --plain --no-legend)
+  [ -z "$failed" ] || { echo "$failed"; systemctl --failed --plain --no-legend | while read -r unit _; do journalctl -u "$unit" -n 5 --no-pager; done; return 1; }
+}
+ports() {
+  others=$(ss -Hltn | awk '{print $4}' | grep -vE '^(0\.0\.0\.0|\*|\[::\]):(443|22)$' | grep -vE '^127\.|^\[::1\]' || true)
+  [ -z "$others" ] || { echo "also listens at $others"; return 1; }
+  for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing at $port"; return 1; }; done
+  udp=$(ss -Hlun | awk '{print $4}' | grep -vE '^127\.|^\[::1\]|:(68|123)$' || true)
+  [ -z "$udp" ] || { echo "also UDP at $udp"; return 1; }
+}
+env_files() {
+  others=$(find /opt/svc/env -type f ! -perm 0600)
+  [ -z "$others" ] && [ "$(find /opt/svc/env -name '*.env' | wc -l)" -ge 3 ] || { ls -la /opt/svc/env; return 1; }
+}
+# The provider's metadata service has the user-data, with all its secrets.
+metadata() {
+  ip netns add lab-metadata
+  ip link add lab-m0 type veth peer name lab-m1 netns lab-metadata
+  ip addr add 169.254.169.253/30 dev lab-m0; ip link set lab-m0 up
+  ip -n lab-metadata addr add 169.254.169.254/30 dev lab-m1; ip -n lab-metadata link set lab-m1 up
+  ip netns exec lab-metadata python3 -m http.server 80 --bind 169.254.169.254 --directory /proc/sys/net >/dev/null 2>&1 & server=$!
+  for _ in 1 2 3 4 5 6 7 8 9 10; do curl -s -o /dev/null --max-time 5 http://169.254.169.254/ && break; sleep 1; done
+  curl -sS -o /dev/null --max-time 10 http://169.254.169.254/; root=$?
+  as svc curl -sS -o /dev/null --max-time 10 http://169.254.169.254/; svc=$?
+  as svc-gateway curl -sS -o /dev/null --max-time 10 http://169.254.169.254/; gateway=$?
+  kill $server; ip link del lab-m0; ip netns del lab-metadata
+  [ $root -eq 0 ] && [ $svc -ne 0 ] && [ $gateway -ne 0 ] || { echo "root $root, svc $svc, svc-gateway $gateway"; return 1; }
+}
+password=$(value DATABASE_URL /opt/svc/env/host.env | sed -n 's|.*://[^:]*:\([^@]*\)@.*|\1|p')
+secrets() {
+  echo "$password"
+  value UPGRADE_TOKEN /opt/svc/env/host.env
+  value REGISTRATION_TOKEN /opt/svc/env/boot.env 2>/dev/null
+  value AWS_SECRET_ACCESS_KEY /opt/svc/env/r2.env
+  value AWS_SESSION_TOKEN /opt/svc/env/r2.env
+}
+list=$(mktemp); secrets | grep . >"$list"; chmod 0600 "$list"
+# The searches below find what is there: a look that could not fail would say nothing.
+searches_work() {
+  [ ${#password} -ge 32 ] && [ "$(wc -l <"$list")" -ge 3 ] && grep -qF -f "$list" /opt/svc/env/host.env || return 1
+  all_of svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
+}
+# Files that a user may read, as far as they are the machine's and not Debian's.
+all_of() {
+  as "$1" find / -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/containers -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
+}
+svc_cannot_read_it() {
+  found=$(all_of svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
+  [ -z "$found" ] || { echo "$found"; return 1; }
+  seen=$(as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
+  [ "$seen" = 0 ] || { echo "in $seen words of /proc"; return 1; }
+  psql=/opt/svc/runtime/postgres/bin/psql
+  said=$(as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database lets svc in"; return 1; }
+  case $said in *password*) ;; *) echo "$said"; return 1 ;; esac
+  for socket in $(find /run /tmp /var/lib -type s -name '.s.PGSQL*' 2>/dev/null); do
+    as svc test -w "$socket" && { echo "svc may use $socket"; return 1; }
+  done
+  return 0
+}
+# `nobody` reads what everybody may.
+no_secret_in_the_open() {
+  seen=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
+  [ "$seen" = 0 ] || { echo "$seen arguments of processes"; return 1; }
+  journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal"; return 1; }
+  grep -lF -f "$list" /var/log/cloud-init*.log /run/cloud-init/*.json 2>/dev/null && return 1
+  found=$(all_of nobody | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
+  [ -z "$found" ] || { echo "readable by all: $found"; return 1; }
+}
+no_stray_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway)")" = svc-gateway ]; }
+own_users() { as svc test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc/current/bin/svc; }
+timers() { for t in svc-db-backup.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
+swap() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
+
+check "all units settled" settled
+check "no unit failed" no_unit_failed
+check "443, ssh and loopback only" ports
+check "env files 0600" env_files
+check "metadata for root alone" metadata
+check "searches find what is there" searches_work
+check "svc cannot read the password" svc_cannot_read_it
+check "no secret in the open" no_secret_in_the_open
+check "the gateway is not root" no_stray_root
+check "releases are root's" own_users
+check "timers run" timers
+check "swap is on" swap
+rm -f "$list"

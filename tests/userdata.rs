@@ -1,0 +1,219 @@
+//! User-data as servers get it: it fits, cloud-init takes it, and the script in it is plain shell.
+
+use std::process::Command;
+
+use jiff::Timestamp;
+use kit::checkers;
+use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use serde_json::{Value, json};
+use svc::config::Flag;
+use svc::http::proof::ProofKeys;
+use svc::machine::epoch::Epoch;
+use svc::machine::event::RestoreMode;
+use svc::machine::state::Status;
+use svc::platform::db::machine_row::{Kind, MachineRow};
+use svc::platform::host_settings::{BundleUrl, HostSettings};
+use svc::platform::host_store::{HostCredentials, HostStore, Life};
+use svc::platform::tokens::TokenMint;
+use svc::platform::userdata;
+use svc::store::config::{S3Config, StoreConfig};
+
+/// What a user-data is made of; the rest is the same for all.
+pub struct Parts {
+    pub user: String,
+    pub handle: String,
+    pub slot: String,
+    pub version: String,
+    pub platform: String,
+    pub bundle: String,
+    pub bundle_sha256: String,
+    pub session_token: String,
+    pub issuer: String,
+    pub store: String,
+    pub proof_keys: usize,
+    pub bundle_keys: usize,
+}
+
+impl Parts {
+    pub fn usual() -> Self {
+        Self {
+            user: "user_story".into(),
+            handle: "ada".into(),
+            slot: "primary".into(),
+            version: "v1".into(),
+            platform: "https://platform.example".into(),
+            bundle: "https://platform.example/system-bundles/v1/svc-host-bundle.tar.gz".into(),
+            bundle_sha256: "ab".repeat(32),
+            session_token: "session".into(),
+            issuer: "https://idp.example".into(),
+            store: "https://store.example".into(),
+            proof_keys: 1,
+            bundle_keys: 1,
+        }
+    }
+
+    /// As long as names may be; URLs as long as browsers take them, a session token of twice what AWS has given yet.
+    fn longest() -> Self {
+        let url = |host: &str| format!("https://{host}.example/{}", "p".repeat(2000));
+        Self {
+            user: "u".repeat(128),
+            handle: "h".repeat(39),
+            slot: "s".repeat(32),
+            version: "v".repeat(64),
+            platform: url("platform"),
+            bundle: url("bundles"),
+            bundle_sha256: "ab".repeat(32),
+            session_token: "t".repeat(4096),
+            issuer: url("idp"),
+            store: url("store"),
+            proof_keys: 4,
+            bundle_keys: 4,
+        }
+    }
+
+    pub async fn render(&self) -> String {
+        let hosts = HostSettings {
+            internal_url: self.platform.parse().unwrap(),
+            bundle_url: BundleUrl::Exact(self.bundle.parse().unwrap()),
+            https_port: 443,
+            tls_verify: Flag::Off,
+            idp: ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"]
+                .map(|name| (name, self.issuer.clone()))
+                .into(),
+            store_endpoint: Some(self.store.parse().unwrap()),
+            bundle_public_keys: Some(vec!["k".repeat(44); self.bundle_keys].join(",")),
+            postgres_image: None,
+        };
+        let store = StoreConfig::S3(S3Config {
+            bucket: "b".repeat(63),
+            endpoint: None,
+            region: "eu-central-1".into(),
+            access_key: "A".repeat(128),
+            secret_key: SecretString::from("s".repeat(128)),
+            session_token: Some(SecretString::from(self.session_token.clone())),
+            expires_at: Some(Timestamp::UNIX_EPOCH),
+        });
+        let store = HostStore::new(&store, &HostCredentials::Static).unwrap();
+        let store = store.reached_by_hosts_at(hosts.store_endpoint.as_ref());
+        let machine = self.machine();
+        let access = store.access(&machine, Life::Whole).await.unwrap();
+        let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
+        let keys: ProofKeys = serde_json::from_value(json!({"keys": keys})).unwrap();
+        let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));
+        userdata::render(&machine, &hosts, &access, &keys, &mint).unwrap().expose_secret().to_owned()
+    }
+
+    fn machine(&self) -> MachineRow {
+        MachineRow {
+            id: "019a0000-0000-7000-8000-000000000001".parse().unwrap(),
+            user: self.user.parse().unwrap(),
+            slot: self.slot.parse().unwrap(),
+            handle: self.handle.parse().unwrap(),
+            kind: Kind::Customer,
+            status: Status::Provisioning,
+            failure: None,
+            epoch: Epoch::NONE.next(),
+            restore: RestoreMode::Required,
+            server_type: "cpx22".parse().unwrap(),
+            resize_to: None,
+            location: "nbg1".parse().unwrap(),
+            image_version: self.version.parse().unwrap(),
+            bundle_sha256: self.bundle_sha256.clone(),
+            provider_server_id: None,
+            public_ipv4: None,
+            https_port: 443,
+            tls_pin: None,
+            registration_token_hash: Vec::new(),
+            registration_expires_at: None,
+            registration_body_hash: None,
+            registered_at: None,
+            upgrade_token_hash: Vec::new(),
+            heartbeat_at: None,
+            health: None,
+            last_backup: None,
+            proof_kids: Vec::new(),
+            replaced_by: None,
+            retired_at: None,
+            deleted_at: None,
+            create_ordered_at: None,
+            server_deleted_at: None,
+            power_ordered_at: None,
+            boot_stages: Value::Null,
+            created_at: Timestamp::UNIX_EPOCH,
+            updated_at: Timestamp::UNIX_EPOCH,
+        }
+    }
+}
+
+/// What cloud-init reads: the document without its first line.
+pub fn document(text: &str) -> Value {
+    serde_json::from_str(text.strip_prefix("#cloud-config\n").unwrap()).unwrap()
+}
+
+fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
+    let files = document["write_files"].as_array().unwrap();
+    files.iter().find(|file| file["path"] == path).unwrap_or_else(|| panic!("no {path}"))
+}
+
+#[tokio::test]
+async fn the_longest_values_fit() {
+    let text = Parts::longest().render().await;
+    println!("{} bytes, usually {}", text.len(), Parts::usual().render().await.len());
+    assert!(text.len() < userdata::LARGEST, "{}", text.len());
+}
+
+#[tokio::test]
+async fn secrets_are_in_files_of_mode_0600_and_in_nothing_that_is_run() {
+    let document = document(&Parts::usual().render().await);
+    for (name, secret) in [("host", "svcu_"), ("boot", "svcr_"), ("r2", &"s".repeat(128))] {
+        let file = file(&document, &format!("/opt/svc/env/{name}.env"));
+        assert!(file["content"].as_str().unwrap().contains(secret), "{name}");
+        assert_eq!((&file["permissions"], &file["owner"]), (&json!("0600"), &json!("root:root")), "{name}");
+        for run in ["runcmd", "bootcmd"] {
+            assert!(!document[run].to_string().contains(secret), "{name} in {run}");
+        }
+    }
+    assert_eq!(file(&document, "/opt/svc/env/update.env")["permissions"], "0600");
+}
+
+#[tokio::test]
+async fn hosts_are_told_their_own_way_to_the_store() {
+    let document = document(&Parts::usual().render().await);
+    let env = file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
+    assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
+}
+
+/// As it goes out, without its comments, it is still the script that is read and checked here.
+#[tokio::test]
+async fn the_script_is_plain_shell() {
+    let document = document(&Parts::usual().render().await);
+    let script = file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
+    assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
+    let read = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
+    assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/first-boot.sh");
+    let checked = checkers::shellcheck().unwrap().args(["--shell=sh", source]).output().unwrap();
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+}
+
+/// cloud-init's own command, of the release that machines boot.
+fn is_taken(text: &str) -> Result<(), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("user-data");
+    std::fs::write(&file, text).unwrap();
+    let mut schema = checkers::cloud_init_schema().unwrap();
+    let said = schema.arg("--config-file").arg(&file).output().unwrap();
+    let words = [said.stdout, said.stderr].concat();
+    let words = String::from_utf8_lossy(&words).into_owned();
+    if said.status.success() && words.starts_with("Valid cloud-config") { Ok(()) } else { Err(words) }
+}
+
+#[tokio::test]
+async fn cloud_init_takes_it() {
+    for parts in [Parts::usual(), Parts::longest()] {
+        is_taken(&parts.render().await).unwrap();
+    }
+    let wrong =
+        is_taken("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n").unwrap_err();
+    assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
+}
