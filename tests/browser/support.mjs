@@ -72,6 +72,11 @@ export async function asOwner(path, headers = {}, method = "GET") {
   return get(path, { authorization: `Bearer ${await session()}`, ...headers }, method);
 }
 
+/** As whoever has no session. */
+export async function asNobody(path, headers = {}) {
+  return get(path, headers);
+}
+
 function get(path, headers, method = "GET") {
   return new Promise((done, failed) => {
     const options = { method, headers: { host: stack.appHost, ...headers }, timeout: PATIENCE };
