@@ -48,6 +48,10 @@ pub static OPERATION_STEP_DURATION: Durations<2> = Durations::new(
 );
 pub static OPERATIONS_IN_PROGRESS: Gauges<1> =
     Gauges::new("svc_operations_in_progress", "Operations under way in the whole installation.", ["kind"]);
+pub static ROLLOUTS: Counters<1> =
+    Counters::new("svc_rollouts_total", "Rollouts that ended by themselves, by state.", ["state"]);
+pub static ROLLOUT_MACHINES: Counters<1> =
+    Counters::new("svc_rollout_machines_total", "Machines of rollouts that ended, by how.", ["state"]);
 pub static MACHINES: Gauges<1> =
     Gauges::new("svc_machines", "Active machines of the whole installation, by status.", ["status"]);
 pub static MACHINES_BY_HEALTH: Gauges<1> = Gauges::new(

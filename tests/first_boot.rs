@@ -246,6 +246,12 @@ async fn a_machine_comes_from_user_data_to_its_target() {
     assert_eq!(fs::read_link(opt.join("current")).unwrap(), Path::new("releases/v1"));
     assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
     let calls = machine.calls();
+    // podman takes the file's values as they are, quotes and all.
+    let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
+    let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
+    assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
+    let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
+    assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
     let at = |call: &str| {
         let place = calls.lines().position(|line| line.contains(call));
         place.unwrap_or_else(|| panic!("no {call} in {calls}"))

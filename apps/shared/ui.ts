@@ -67,6 +67,11 @@ export class News {
     this.show(text, "warning", offer);
   }
 
+  /** Takes a warning back; other news goes by itself. */
+  settle(): void {
+    if (this.line.dataset.kind === "warning") this.clear();
+  }
+
   clear(): void {
     clearTimeout(this.timer);
     this.line.hidden = true;

@@ -126,6 +126,16 @@ impl Layout {
         self.state("update")
     }
 
+    /// There while an update is under way, and after one that was cut off.
+    pub fn update_journal(&self) -> PathBuf {
+        self.update_state().join("journal.json")
+    }
+
+    /// How the last update ended: the heartbeat tells it.
+    pub fn last_update(&self) -> PathBuf {
+        self.update_state().join("last.json")
+    }
+
     /// Proof keys as the last heartbeat delivered them; `host.env` has the first ones.
     pub fn proof_keys(&self) -> PathBuf {
         self.state("proof-keys.json")

@@ -23,3 +23,4 @@ pub mod sync;
 pub mod systemd;
 pub mod unix_socket;
 pub mod update;
+pub mod updated;

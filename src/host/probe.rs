@@ -26,6 +26,7 @@ pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
 pub struct Gateway {
     client: reqwest::Client,
     ready: String,
+    live: String,
 }
 
 impl Gateway {
@@ -34,12 +35,22 @@ impl Gateway {
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
         let client = client::with_tls(Deadlines::CALL, config)?;
-        Ok(Self { client, ready: format!("https://{}/readyz", reachable(listen)) })
+        let base = format!("https://{}", reachable(listen));
+        Ok(Self { client, ready: format!("{base}/readyz"), live: format!("{base}/livez") })
     }
 
     /// Whether it says that it is ready.
     pub async fn is_ready(&self) -> bool {
-        self.client.get(&self.ready).send().await.is_ok_and(|answer| answer.status().is_success())
+        self.says(&self.ready).await
+    }
+
+    /// Whether its process runs and answers.
+    pub async fn is_alive(&self) -> bool {
+        self.says(&self.live).await
+    }
+
+    async fn says(&self, url: &str) -> bool {
+        self.client.get(url).send().await.is_ok_and(|answer| answer.status().is_success())
     }
 }
 

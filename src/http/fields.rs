@@ -160,6 +160,11 @@ impl Fields {
         number
     }
 
+    /// Whether it was given at all.
+    pub fn has(&self, name: &str) -> bool {
+        self.left.contains_key(name)
+    }
+
     pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {
         let Some(value) = self.take(name) else { return Vec::new() };
         let texts = value.as_array().filter(|items| items.len() <= most).and_then(|items| {

@@ -54,6 +54,10 @@ uuid_id!(
     MachineId
 );
 uuid_id!(
+    /// One release for many machines.
+    RolloutId
+);
+uuid_id!(
     /// One persisted operation on a machine.
     OperationId
 );

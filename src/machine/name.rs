@@ -111,6 +111,44 @@ checked_name!(
     |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 
+impl ImageVersion {
+    /// As people order versions: runs of digits by their number, everything else by its characters.
+    pub fn cmp_natural(&self, other: &Self) -> std::cmp::Ordering {
+        let (mut mine, mut others) = (Piece::of(&self.0), Piece::of(&other.0));
+        loop {
+            match (mine.next(), others.next()) {
+                (None, None) => return self.0.cmp(&other.0),
+                (a, b) if a == b => {}
+                (a, b) => return a.cmp(&b),
+            }
+        }
+    }
+}
+
+/// A run of digits, without the zeros before it, or of anything else. Numbers come before words, shorter before longer.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Piece<'a> {
+    Number { digits: usize, text: &'a str },
+    Word(&'a str),
+}
+
+impl<'a> Piece<'a> {
+    fn of(text: &'a str) -> impl Iterator<Item = Self> {
+        let mut rest = text;
+        std::iter::from_fn(move || {
+            let is_number = rest.chars().next()?.is_ascii_digit();
+            let end = rest.find(|c: char| c.is_ascii_digit() != is_number).unwrap_or(rest.len());
+            let (piece, after) = rest.split_at(end);
+            rest = after;
+            if !is_number {
+                return Some(Self::Word(piece));
+            }
+            let text = piece.trim_start_matches('0');
+            Some(Self::Number { digits: text.len(), text })
+        })
+    }
+}
+
 impl Slot {
     pub fn primary() -> Self {
         Self("primary".to_owned())
@@ -146,6 +184,20 @@ mod tests {
         assert!("user_2abc".parse::<IdpUserId>().is_ok());
         assert!("auth0|123".parse::<IdpUserId>().is_ok());
         assert!("2026.11.21-1".parse::<ImageVersion>().is_ok());
+    }
+
+    #[test]
+    fn versions_are_ordered_as_people_order_them() {
+        let order = ["1.2", "1.9", "1.10", "1.10-rc1", "2026.1.0", "2026.11.21-1", "story-2", "story-10"];
+        for (at, lower) in order.iter().enumerate() {
+            for higher in &order[at + 1..] {
+                let (lower, higher): (ImageVersion, ImageVersion) =
+                    (lower.parse().unwrap(), higher.parse().unwrap());
+                assert_eq!(lower.cmp_natural(&higher), std::cmp::Ordering::Less, "{lower} {higher}");
+                assert_eq!(higher.cmp_natural(&lower), std::cmp::Ordering::Greater);
+                assert_eq!(lower.cmp_natural(&lower), std::cmp::Ordering::Equal);
+            }
+        }
     }
 
     #[test]

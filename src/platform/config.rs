@@ -87,6 +87,8 @@ pub struct Timing {
     pub operation_deadline: Duration,
     /// How long a server of ours that belongs to no known machine is left alone.
     pub orphan_grace: Duration,
+    /// How long a host may say nothing of an update that it was asked for.
+    pub rollout_silence: Duration,
     pub keys: KeyTiming,
 }
 
@@ -135,6 +137,7 @@ impl PlatformConfig {
             resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
             operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
             orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
+            rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),
             keys: KeyTiming {
                 rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
                 overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),

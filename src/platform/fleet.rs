@@ -120,6 +120,8 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (runs && quiet, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
+        (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
+        (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
         (row.backup_status.as_deref() == Some("error"), "backup_failing"),
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
@@ -152,6 +154,7 @@ mod tests {
             database: Some("ok".to_owned()),
             backup_age: Some(1800.0),
             backup_status: Some("success".to_owned()),
+            update_outcome: Some("updated".to_owned()),
             operation_age: None,
             operation_attempts: 0,
         }
@@ -172,6 +175,11 @@ mod tests {
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
+        assert_eq!(
+            reasons_of(|row| row.update_outcome = Some("rolled_back".into())),
+            one("update_rolled_back")
+        );
+        assert_eq!(reasons_of(|row| row.update_outcome = Some("failed".into())), one("update_failed"));
         assert_eq!(reasons_of(|row| row.backup_age = Some(9000.0)), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.backup_age = None), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));

@@ -17,6 +17,7 @@ pub mod measure;
 pub mod operations;
 mod probe;
 pub mod rate_budget;
+pub mod rollouts;
 pub mod router;
 pub mod tokens;
 pub mod userdata;
@@ -149,6 +150,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(key_rotation::run(db, seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
+    tasks.spawn(rollouts::run(platform.clone()));
     println!("listening api {}", api.url);
     let control = api::routes(platform.clone()).layer(Extension(scrape));
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));

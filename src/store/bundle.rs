@@ -1,8 +1,28 @@
-//! Published host bundles: the digest beside the archive.
+//! Published host bundles: the digest beside the archive, and the signed manifest that hosts update by.
+//!
+//! A manifest is believed only as [`Verified`], which nothing makes but [`verify`]. Whatever is not understood is refused.
+
+use std::fmt;
+use std::str::FromStr;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
+use ring::signature::{ED25519, UnparsedPublicKey};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, BUNDLE_FILE};
 use crate::machine::name::ImageVersion;
+
+/// More than any manifest or signature file has.
+pub const LARGEST_COMPANION: u64 = 64 << 10;
+/// Before the manifest's bytes in what is signed, so that a signature is of nothing else.
+const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
+const FORMAT: u32 = 1;
+/// Keys that are trusted at one time, and signatures in one file.
+const MOST_KEYS: usize = 16;
 
 /// The SHA-256 (hex) that the `.sha256` companion of a bundle states; `None` where there is no such bundle.
 ///
@@ -19,6 +39,19 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
     }
 }
 
+/// Manifest and signature as they are published; `None` where one of them is missing.
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn signed(bucket: &Bucket, version: &ImageVersion) -> Result<Option<Signed>, StoreError> {
+    let manifest = bucket.get(&key::bundle(version, ".json"), LARGEST_COMPANION).await?;
+    let signature = bucket.get(&key::bundle(version, ".json.sig"), LARGEST_COMPANION).await?;
+    Ok(manifest.zip(signature).map(|(manifest, signature)| Signed {
+        manifest: manifest.value.to_vec(),
+        signature: signature.value.to_vec(),
+    }))
+}
+
 /// The digest of a `sha256sum` line.
 pub fn parse_digest(text: &str) -> Option<String> {
     let digest = text.split_whitespace().next()?;
@@ -30,3 +63,213 @@ pub fn parse_digest(text: &str) -> Option<String> {
 pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
+
+/// What a bundle is, and for whom: `svc-host-bundle.tar.gz.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Manifest {
+    pub version: u32,
+    pub image_version: ImageVersion,
+    pub sha256: String,
+    pub size_bytes: u64,
+    /// The oldest release that can be updated to this one; every one, where there is none.
+    #[serde(default)]
+    pub min_version: Option<ImageVersion>,
+    #[serde(with = "crate::clock::wire")]
+    pub created_at: Timestamp,
+    #[serde(with = "crate::clock::wire")]
+    pub expires_at: Timestamp,
+}
+
+/// Why a bundle is not believed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ManifestError {
+    #[error("no key is trusted: BUNDLE_PUBLIC_KEYS is not set")]
+    NoKeys,
+    #[error("the signature file is not lines of key id and signature")]
+    MalformedSignature,
+    #[error("it is signed with none of the keys that are trusted here (signed with {})", .ids.join(", "))]
+    UnknownKey { ids: Vec<String> },
+    #[error("the signature of the key {id} is not of this manifest")]
+    WrongSignature { id: String },
+    #[error("the manifest is not readable: {why}")]
+    Malformed { why: String },
+    #[error("the manifest has the format {found}, and this program knows {FORMAT}")]
+    OtherFormat { found: u32 },
+    #[error("the manifest is of version {found}, and {expected} was asked for")]
+    OtherVersion { expected: ImageVersion, found: ImageVersion },
+    #[error("the manifest expired at {}", crate::clock::rfc3339_ms(*.at))]
+    Expired { at: Timestamp },
+    #[error("the archive has the SHA-256 {found}, and the manifest states {expected}")]
+    OtherDigest { expected: String, found: String },
+    #[error("the archive has {found} bytes, and the manifest states {expected}")]
+    OtherSize { expected: u64, found: u64 },
+}
+
+impl Manifest {
+    /// Reads a manifest without believing it.
+    ///
+    /// # Errors
+    /// [`ManifestError`].
+    pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
+        #[derive(Deserialize)]
+        struct Format {
+            version: u32,
+        }
+        let malformed = |why: serde_json::Error| ManifestError::Malformed { why: why.to_string() };
+        let format: Format = serde_json::from_slice(text).map_err(malformed)?;
+        if format.version != FORMAT {
+            return Err(ManifestError::OtherFormat { found: format.version });
+        }
+        let manifest: Self = serde_json::from_slice(text).map_err(malformed)?;
+        match parse_digest(&manifest.sha256) {
+            Some(digest) if digest == manifest.sha256 => Ok(manifest),
+            _ => Err(ManifestError::Malformed { why: "sha256 must be 64 hexadecimal digits".to_owned() }),
+        }
+    }
+
+    /// Whether it is of this version.
+    ///
+    /// # Errors
+    /// [`ManifestError::OtherVersion`].
+    pub fn is_of(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
+        if self.image_version == *expected {
+            return Ok(());
+        }
+        Err(ManifestError::OtherVersion { expected: expected.clone(), found: self.image_version.clone() })
+    }
+
+    /// Whether it is of this archive.
+    ///
+    /// # Errors
+    /// [`ManifestError::OtherSize`], [`ManifestError::OtherDigest`].
+    pub fn fits(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
+        if self.size_bytes != size_bytes {
+            return Err(ManifestError::OtherSize { expected: self.size_bytes, found: size_bytes });
+        }
+        if self.sha256 != sha256 {
+            return Err(ManifestError::OtherDigest {
+                expected: self.sha256.clone(),
+                found: sha256.to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// A manifest and its signature, as bytes that nobody has looked at yet.
+#[derive(Debug, Clone)]
+pub struct Signed {
+    pub manifest: Vec<u8>,
+    pub signature: Vec<u8>,
+}
+
+/// A manifest that a trusted key signed, that is of the version asked for, and that holds now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verified(Manifest);
+
+impl Verified {
+    pub fn manifest(&self) -> &Manifest {
+        &self.0
+    }
+}
+
+/// Believes a manifest, or says why not.
+///
+/// # Errors
+/// [`ManifestError`].
+pub fn verify(
+    signed: &Signed,
+    keys: &TrustedKeys,
+    expected: &ImageVersion,
+    now: Timestamp,
+) -> Result<Verified, ManifestError> {
+    keys.check(&signed.manifest, &signed.signature)?;
+    let manifest = Manifest::parse(&signed.manifest)?;
+    manifest.is_of(expected)?;
+    if manifest.expires_at <= now {
+        return Err(ManifestError::Expired { at: manifest.expires_at });
+    }
+    Ok(Verified(manifest))
+}
+
+/// A raw Ed25519 public key.
+#[derive(Clone, PartialEq, Eq)]
+struct PublicKey([u8; 32]);
+
+impl PublicKey {
+    /// The first 16 hexadecimal digits of the key's SHA-256.
+    fn id(&self) -> String {
+        hex::encode(&Sha256::digest(self.0)[..8])
+    }
+}
+
+/// Whose signature is believed: base64 of raw Ed25519 keys, separated by commas.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct TrustedKeys(Vec<PublicKey>);
+
+impl fmt::Debug for TrustedKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.iter().map(PublicKey::id)).finish()
+    }
+}
+
+/// Keys that are not such a list.
+#[derive(Debug, thiserror::Error)]
+#[error("must be base64 of 32 bytes, up to {MOST_KEYS} separated by commas")]
+pub struct KeysError;
+
+impl FromStr for TrustedKeys {
+    type Err = KeysError;
+
+    fn from_str(text: &str) -> Result<Self, KeysError> {
+        let parse = |one: &str| {
+            let raw = STANDARD.decode(one.trim()).map_err(|_| KeysError)?;
+            raw.try_into().map(PublicKey).map_err(|_| KeysError)
+        };
+        let keys: Vec<PublicKey> = text.split(',').map(parse).collect::<Result<_, _>>()?;
+        if keys.len() > MOST_KEYS { Err(KeysError) } else { Ok(Self(keys)) }
+    }
+}
+
+impl TrustedKeys {
+    /// One good signature by a key of ours is enough, but none of ours may be bad.
+    fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
+        if self.0.is_empty() {
+            return Err(ManifestError::NoKeys);
+        }
+        let signed = [CONTEXT, manifest].concat();
+        let (mut ids, mut good) = (Vec::new(), 0);
+        for (id, bytes) in signatures(signature)? {
+            match self.0.iter().find(|key| key.id() == id) {
+                Some(key) => {
+                    UnparsedPublicKey::new(&ED25519, key.0)
+                        .verify(&signed, &bytes)
+                        .map_err(|_| ManifestError::WrongSignature { id })?;
+                    good += 1;
+                }
+                None => ids.push(id),
+            }
+        }
+        if good == 0 { Err(ManifestError::UnknownKey { ids }) } else { Ok(()) }
+    }
+}
+
+/// The lines of a signature file: key id and signature.
+///
+/// # Errors
+/// [`ManifestError::MalformedSignature`].
+pub fn signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> {
+    let text = std::str::from_utf8(text).map_err(|_| ManifestError::MalformedSignature)?;
+    let line = |line: &str| {
+        let (id, signature) = line.split_once(' ')?;
+        let fits = id.len() == 16 && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+        let signature = STANDARD.decode(signature).ok().filter(|bytes| bytes.len() == 64)?;
+        fits.then(|| (id.to_owned(), signature))
+    };
+    let found: Option<Vec<_>> = text.lines().map(line).collect();
+    found.filter(|found| (1..=MOST_KEYS).contains(&found.len())).ok_or(ManifestError::MalformedSignature)
+}
+
+#[cfg(test)]
+mod tests;

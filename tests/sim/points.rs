@@ -7,11 +7,13 @@ use svc::host::{backup, register, restore, update};
 use svc::platform::operations::{OperationKind, points};
 
 /// Enumerations of the host's applets, each with the test that kills at every one of its points.
-fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 4] {
+fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 6] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (restore::POINTS, "svc::host::restore::POINTS", "tests/vault/gate.rs"),
         (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
+        (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
+        (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
     ]
 }

@@ -1,5 +1,6 @@
 //! A small host bundle, and a source that serves it over HTTP as the platform does: ETag, Range, If-Range.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
@@ -9,11 +10,16 @@ use axum::extract::State;
 use axum::response::Response;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use http::{HeaderMap, StatusCode, header};
+use http::{HeaderMap, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
 /// A bundle of version `version`, with enough noise in it to be cut in the middle.
 pub fn bundle(version: &str) -> Result<Vec<u8>> {
+    bundle_with(version, &[])
+}
+
+/// The same, with further files.
+pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
         let mut header = tar::Header::new_gnu();
@@ -21,12 +27,17 @@ pub fn bundle(version: &str) -> Result<Vec<u8>> {
         header.set_size(body.len() as u64);
         Ok(tar.append_data(&mut header, path, body)?)
     };
-    add("bin/svc", 0o755, b"#!/bin/sh\n")?;
+    if !more.iter().any(|(path, _)| *path == "bin/svc") {
+        add("bin/svc", 0o755, b"#!/bin/sh\n")?;
+    }
     let release = serde_json::json!({
         "version": 1, "imageVersion": version, "createdAt": "2026-01-02T03:04:05.000Z",
         "components": [{ "name": "svc", "version": "0.1.0", "path": "bin/svc" }],
     });
     add("release.json", 0o644, release.to_string().as_bytes())?;
+    for (path, content) in more {
+        add(path, 0o755, content.as_bytes())?;
+    }
     for n in 0..40_u32 {
         let noise: Vec<u8> =
             (0..1000_u32).flat_map(|m| Sha256::digest(format!("{n}-{m}")).to_vec()).collect();
@@ -57,6 +68,8 @@ struct Shelf {
     etag: String,
     ranges: bool,
     asked: Vec<Asked>,
+    /// What else lies there, by the end of its path; an end that is known to be missing has nothing.
+    others: BTreeMap<String, Option<Vec<u8>>>,
 }
 
 /// The source; it lives as long as the test's runtime.
@@ -69,7 +82,7 @@ pub struct Source {
 impl Source {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
         let shelf =
-            Shelf { etag: format!("\"{}\"", digest(&content)), content, ranges: true, asked: Vec::new() };
+            Shelf { etag: format!("\"{}\"", digest(&content)), content, ranges: true, ..Shelf::default() };
         let shelf = Arc::new(Mutex::new(shelf));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
@@ -89,6 +102,11 @@ impl Source {
         });
     }
 
+    /// Puts another file there, or says that there is none.
+    pub fn put(&self, end_of_path: &str, content: Option<Vec<u8>>) {
+        self.with(|shelf| shelf.others.insert(end_of_path.to_owned(), content));
+    }
+
     /// As a server that does not know Range.
     pub fn forget_ranges(&self) {
         self.with(|shelf| shelf.ranges = false);
@@ -99,11 +117,16 @@ impl Source {
     }
 }
 
-async fn serve(State(shelf): State<Arc<Mutex<Shelf>>>, headers: HeaderMap) -> Response {
+async fn serve(State(shelf): State<Arc<Mutex<Shelf>>>, uri: Uri, headers: HeaderMap) -> Response {
     let mut shelf = shelf.lock().unwrap_or_else(PoisonError::into_inner);
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let range = text(header::RANGE);
     shelf.asked.push(Asked { authorization: text(header::AUTHORIZATION), range: range.clone() });
+    if let Some((_, other)) = shelf.others.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
+        let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
+        let answer = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
+        return answer.expect("a response of known headers");
+    }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
     let same = text(header::IF_RANGE).as_deref() == Some(shelf.etag.as_str());

@@ -1,6 +1,7 @@
 //! Backup, restore, update, registration and heartbeat of a machine: the real binary against a real PostgreSQL 16, a
 //! real S3 server over HTTP, real TLS.
 
+mod apply;
 mod backup;
 mod bundle;
 mod credentials;

@@ -94,6 +94,11 @@ async fn answer(
 
 /// A gateway with a certificate of its own, which lies where the machine's gateway keeps it. Answers `/readyz`.
 pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
+    gateway_of(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
+}
+
+/// The same, with these routes.
+pub async fn gateway_of(machine: &Machine, app: Router) -> Result<SocketAddr> {
     tls::install_provider();
     let identity = tls::self_signed(&["svc".to_owned()])?;
     svc::fsx::write_atomic(&machine.path("var/lib/svc/tls/key.pem"), identity.key_pem.as_bytes(), 0o600)?;
@@ -101,7 +106,6 @@ pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     let addr = listener.local_addr()?;
     let config = Arc::new(identity.server_config()?);
-    let app = Router::new().route("/readyz", get(|| async { "ok" }));
     tokio::spawn(server::serve(listener, Some(config), app, Limits::default(), CancellationToken::new()));
     Ok(addr)
 }

@@ -25,19 +25,18 @@ let open: Note | null = null;
 
 const store = new Store({
   changed(note) {
+    if (store.isSettled) news.settle();
     render();
     if (open && (note === null || note === open)) renderEditor();
   },
   failed: (_note, error) => tell(error),
   split(original, copy) {
+    news.settle();
     if (open === original) show(copy);
     news.tell("This note was changed elsewhere at the same time. Both versions are kept.");
   },
   live(is) {
     live.hidden = !is;
-  },
-  loaded() {
-    news.clear();
   },
 });
 
@@ -116,7 +115,7 @@ function paint(row: HTMLLIElement, note: Note): void {
   const [heading, preview, time] = button.children as unknown as [HTMLElement, HTMLElement, HTMLTimeElement];
   const write = (element: HTMLElement, text: string) => element.textContent === text || (element.textContent = text);
   write(heading, note.heading);
-  write(preview, note.preview.slice(0, 140));
+  write(preview, note.saving === "failed" ? "Not saved yet" : note.preview.slice(0, 140) || "No more text");
   time.dateTime = note.updatedAt;
   write(time, when(note.updatedAt));
   button.toggleAttribute("data-pinned", note.content.pinned);
@@ -178,7 +177,7 @@ function step(by: number): void {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
+  if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   const inList = list!.contains(document.activeElement);
   if (event.key === "Escape" && editor!.contains(document.activeElement)) leave();
   else if (event.key === "Escape" && document.activeElement === search) {

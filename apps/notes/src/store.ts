@@ -5,6 +5,8 @@ import { ask, BridgeError, type Change, follow, newId } from "../../shared/bridg
 import { type Content, contentOf, isEmpty, Note, type NoteRow, order, same } from "./note";
 
 const SAVE_AFTER_MS = 500;
+const FIRST_PAUSE_MS = 5_000;
+const LONGEST_PAUSE_MS = 60_000;
 const PAGE = 500;
 const MOST = 5_000;
 
@@ -15,13 +17,14 @@ export interface View {
   /** Written here and elsewhere: `copy` has what was written here. */
   split(original: Note, copy: Note): void;
   live(is: boolean): void;
-  loaded(): void;
 }
 
 const table = "notes";
 
 export class Store {
   private readonly notes = new Map<string, Note>();
+  private again = 0;
+  private patience = FIRST_PAUSE_MS;
   isLoaded = false;
 
   constructor(private readonly view: View) {
@@ -40,6 +43,11 @@ export class Store {
         if (is) this.flush(false);
       },
     });
+  }
+
+  /** Nothing failed that is not put right. */
+  get isSettled(): boolean {
+    return this.isLoaded && [...this.notes.values()].every((note) => note.saving !== "failed");
   }
 
   get(id: string): Note | undefined {
@@ -108,10 +116,9 @@ export class Store {
       }
       for (const row of rows) this.take(row);
       this.isLoaded = true;
-      this.view.loaded();
       this.view.changed(null);
     } catch (error) {
-      this.view.failed(null, asBridge(error));
+      this.fell(null, error);
     }
   }
 
@@ -132,7 +139,9 @@ export class Store {
       }
       this.view.changed(null);
     } catch (error) {
-      this.view.failed(null, asBridge(error));
+      // What is shown may be old: all of it is read again.
+      this.isLoaded = false;
+      this.fell(null, error);
     }
   }
 
@@ -186,6 +195,7 @@ export class Store {
       if (row === null) {
         this.divide(note);
       } else {
+        this.patience = FIRST_PAUSE_MS;
         note.saved = contentOf(row);
         note.updatedAt = row.updated_at;
         if (!this.notes.has(note.id)) await this.removeRow(note);
@@ -195,8 +205,18 @@ export class Store {
     } catch (error) {
       note.saving = "failed";
       this.view.changed(note);
-      this.view.failed(note, asBridge(error));
+      this.fell(note, error);
     }
+  }
+
+  /** Tried again by itself, ever more seldom, unless the person does it before. */
+  private fell(note: Note | null, error: unknown): void {
+    const why = asBridge(error);
+    this.view.failed(note, why);
+    if (why.why !== "later") return;
+    clearTimeout(this.again);
+    this.patience = Math.min(LONGEST_PAUSE_MS, this.patience * 2);
+    this.again = window.setTimeout(() => this.retry(), this.patience * (0.75 + Math.random() / 2));
   }
 
   /** Somebody else wrote into this note, too: theirs stays under its id, ours becomes a note of its own. */
@@ -213,7 +233,7 @@ export class Store {
     } catch (error) {
       this.notes.set(note.id, note);
       this.view.changed(null);
-      this.view.failed(note, asBridge(error));
+      this.fell(note, error);
     }
   }
 }

@@ -2,7 +2,7 @@
 
 import "../../shared/base.css";
 import "./style.css";
-import { News } from "../../shared/ui";
+import { el, News } from "../../shared/ui";
 import { type App, Icons, read, SignedOut } from "./apps";
 import { Canvas } from "./canvas";
 import { idpHost } from "./idp";
@@ -10,7 +10,6 @@ import { idpHost } from "./idp";
 const find = <T extends HTMLElement>(id: string) => document.getElementById(id) as T;
 const [surface, world, empty, panel] = ["surface", "world", "empty", "panel"].map((id) => find(id));
 const [appName, scale, handle] = ["app-name", "scale", "handle"].map((id) => find(id));
-const frame = find<HTMLIFrameElement>("frame");
 const [alone, slotLink, idp] = ["alone", "slot", "idp"].map((id) => find<HTMLAnchorElement>(id));
 const news = new News(document.body);
 
@@ -87,18 +86,18 @@ function route(): void {
   opened = app?.slug ?? "";
   if (opened === before) return;
   panel!.hidden = !app;
+  // An app that is closed does not go on in the background; and a frame of its own leaves the way back alone.
+  document.getElementById("frame")?.remove();
   for (const part of [surface, find("who"), find("account"), find("zoom")]) part!.inert = app !== undefined;
   if (app) {
     const name = app.name ?? app.slug;
     appName!.textContent = name;
     panel!.setAttribute("aria-label", name);
-    frame.title = name;
     alone!.href = app.url!;
-    frame.src = app.url!;
-    frame.focus();
+    const frame = el("iframe", { id: "frame", title: name, src: app.url!, allow: "clipboard-write; fullscreen" });
+    frame.onload = () => frame.focus();
+    panel!.append(frame);
   } else {
-    // An app that is closed does not go on in the background.
-    frame.removeAttribute("src");
     if (!icons.focus(before)) surface!.focus();
   }
 }

@@ -20,19 +20,21 @@ const lingering = new Set<string>();
 let wanted: "open" | "done" | "all" = "open";
 
 const store = new Store({
-  changed: () => render(),
+  changed() {
+    if (store.isSettled) news.settle();
+    render();
+  },
   failed: (error) => tell(error),
   live(is) {
     live!.hidden = !is;
   },
-  loaded: () => news.clear(),
 });
 
 function tell(error: BridgeError): void {
   if (error.why === "session") {
     news.warn("You are signed out; what is marked is not saved.", { label: "Sign in", act: signInAgain });
   } else if (!store.isLoaded) {
-    news.warn(`Your tasks cannot be read: ${error.message}`, { label: "Try again", act: () => void store.load() });
+    news.warn(`Your tasks cannot be read: ${error.message}`, { label: "Try again", act: () => store.retry() });
   } else {
     news.warn(`Not saved yet: ${error.message}`, { label: "Try again", act: () => store.retry() });
   }
@@ -169,7 +171,7 @@ function step(by: number): void {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
+  if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
   const focused = document.activeElement as HTMLElement;
   const row = focused.closest<HTMLElement>(".task");
   const isText = isTyping(event) && focused.getAttribute("type") !== "checkbox" && focused.getAttribute("type") !== "radio";

@@ -27,15 +27,18 @@ export interface View {
   changed(): void;
   failed(error: BridgeError): void;
   live(is: boolean): void;
-  loaded(): void;
 }
 
 const table = "tasks";
+const FIRST_PAUSE_MS = 5_000;
+const LONGEST_PAUSE_MS = 60_000;
 const PAGE = 1000;
 const MOST = 10_000;
 
 export class Store {
   private readonly tasks = new Map<string, Task>();
+  private again = 0;
+  private patience = FIRST_PAUSE_MS;
   isLoaded = false;
 
   constructor(private readonly view: View) {
@@ -86,7 +89,13 @@ export class Store {
     };
   }
 
+  /** Nothing failed that is not put right. */
+  get isSettled(): boolean {
+    return this.isLoaded && [...this.tasks.values()].every((task) => !task.hasFailed);
+  }
+
   retry(): void {
+    if (!this.isLoaded) void this.load();
     for (const task of this.tasks.values()) {
       if (task.hasFailed) void this.write(task);
     }
@@ -113,10 +122,9 @@ export class Store {
       }
       for (const row of rows) this.take(row);
       this.isLoaded = true;
-      this.view.loaded();
       this.view.changed();
     } catch (error) {
-      this.view.failed(asBridge(error));
+      this.fell(error);
     }
   }
 
@@ -137,7 +145,7 @@ export class Store {
       }
       this.view.changed();
     } catch (error) {
-      this.view.failed(asBridge(error));
+      this.fell(error);
     }
   }
 
@@ -158,12 +166,13 @@ export class Store {
       if (task.isNew) await put(task);
       else await update(task, sent);
       task.isNew = false;
+      this.patience = FIRST_PAUSE_MS;
       for (const key of Object.keys(sent) as (keyof Content)[]) {
         if (task.pending[key] === sent[key]) delete task.pending[key];
       }
     } catch (error) {
       task.hasFailed = true;
-      this.view.failed(asBridge(error));
+      this.fell(error);
     } finally {
       task.isRunning = false;
       this.view.changed();
@@ -171,6 +180,16 @@ export class Store {
     // Taken away, or changed again, while it was written.
     if (!this.tasks.has(task.id)) await this.removeRows([task]);
     else if (isWaiting(task) && !task.hasFailed) await this.write(task);
+  }
+
+  /** Tried again by itself, ever more seldom, unless the person does it before. */
+  private fell(error: unknown): void {
+    const why = asBridge(error);
+    this.view.failed(why);
+    if (why.why !== "later") return;
+    clearTimeout(this.again);
+    this.patience = Math.min(LONGEST_PAUSE_MS, this.patience * 2);
+    this.again = window.setTimeout(() => this.retry(), this.patience * (0.75 + Math.random() / 2));
   }
 
   private async removeRows(tasks: Task[]): Promise<void> {
@@ -182,7 +201,7 @@ export class Store {
     } catch (error) {
       for (const task of tasks) this.tasks.set(task.id, task);
       this.view.changed();
-      this.view.failed(asBridge(error));
+      this.fell(error);
     }
   }
 }

@@ -2,6 +2,7 @@
 //!
 //! Here: what all commands share, and their names; the commands of one noun are in a file of their own.
 
+mod deploy;
 mod look;
 mod machine;
 mod noun;
@@ -12,6 +13,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use url::Url;
 
+pub use self::deploy::{DeployCommand, Start};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
 pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
@@ -107,6 +109,9 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
     /// Host bundles
     #[command(subcommand)]
     Bundle(BundleCommand),
+    /// Releases for many machines
+    #[command(subcommand)]
+    Deploy(DeployCommand),
     /// Show one operation, step by step
     #[command(after_help = "Example: svcctl operation 019a0000-0000-7000-8000-000000000002 --wait")]
     Operation {

@@ -3,20 +3,24 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use http::{Method, StatusCode};
 use jiff::Timestamp;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
 use super::state::Gateway;
 use crate::clock::rfc3339_ms;
 use crate::fsx;
-use crate::http::openapi::{Operation, object, one_of, time};
+use crate::host::updated::Request;
+use crate::http::fields::Fields;
+use crate::http::openapi::{Operation, fields, matching, object, one_of, time};
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
+use crate::machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
 pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
@@ -36,6 +40,58 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
         Err(error) => Problem::internal(&error).into_response(),
     }
 }
+
+/// `POST /_svc/internal/update`: asks for a release soon. The request names it and nothing else: whether it is taken is
+/// decided by the updater, which is root and trusts nobody here.
+pub async fn update(State(gateway): State<Arc<Gateway>>, body: Body) -> Response {
+    match ask_for_update(&gateway, body).await {
+        Ok(response) => response,
+        Err(problem) => problem.into_response(),
+    }
+}
+
+async fn ask_for_update(gateway: &Gateway, body: Body) -> Result<Response, Problem> {
+    let bytes = super::body::read(body, OWN_BODY).await?;
+    let map = match serde_json::from_slice::<Value>(&bytes) {
+        Ok(Value::Object(map)) => map,
+        _ => return Err(Problem::field("", "must be a JSON object")),
+    };
+    let mut fields = Fields::of_body(map);
+    let version = fields.required("imageVersion");
+    let version: ImageVersion = fields.finish(version)?;
+    let request = Request::new(version);
+    let (layout, asked) = (gateway.config.layout.clone(), request.clone());
+    tokio::task::spawn_blocking(move || asked.write(&layout))
+        .await
+        .map_err(|error| Problem::internal(&error))?
+        .map_err(|error| Problem::internal(&error))?;
+    let body = json!({
+        "request": "update", "imageVersion": request.image_version, "requestedAt": rfc3339_ms(request.requested_at),
+    });
+    Ok((StatusCode::ACCEPTED, Json(body)).into_response())
+}
+
+pub static UPDATE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "askForUpdate",
+        method: Method::POST,
+        path: "/_svc/internal/update",
+        summary: "Asks for a release soon.",
+        credentials: &[PLATFORM],
+        parameters: &[],
+        body: Some(|| fields(&[("imageVersion", matching(ImageVersion::PATTERN))], &[])),
+        answers: &[told(202, "It is asked for.", || {
+            let version = matching(ImageVersion::PATTERN);
+            object(
+                &[("request", one_of(&["update"])), ("imageVersion", version), ("requestedAt", time())],
+                &[],
+            )
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || post(update),
+};
 
 pub static BACKUP: Endpoint = Endpoint {
     operation: Operation {

@@ -19,7 +19,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
-pub static ENDPOINTS: [&Endpoint; 13] = [
+pub static ENDPOINTS: [&Endpoint; 14] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
     &bridge::CHANGES,
@@ -31,6 +31,7 @@ pub static ENDPOINTS: [&Endpoint; 13] = [
     &apps::PAGE,
     &backups::LIST,
     &internal::BACKUP,
+    &internal::UPDATE,
     &health::LIVE,
     &health::READY,
 ];

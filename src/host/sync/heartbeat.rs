@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Settings;
 use super::vitals::{self, Disk, Health, LastBackup};
 use crate::host::release;
+use crate::host::updated::{self, Outcome};
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
@@ -21,6 +22,8 @@ struct Beat {
     epoch: Epoch,
     health: Health,
     last_backup: Option<LastBackup>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_update: Option<Outcome>,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
 }
@@ -67,6 +70,7 @@ impl<'a> Heart<'a> {
             epoch: settings.identity.epoch,
             health: vitals::health(settings).await,
             last_backup: vitals::last_backup(settings),
+            last_update: updated::last(&settings.layout).ok().flatten(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
         };

@@ -3,13 +3,15 @@
 use serde::Serialize;
 
 use super::Settings;
-use super::heartbeat::Answer;
+use super::heartbeat::{self, Answer};
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
+use crate::host::updated::{self, End, Request};
 use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
+use crate::machine::name::ImageVersion;
 
 /// Another machine has taken this one's place. Gateway, backup and agent stop by the file that says so.
 #[derive(Debug, Serialize)]
@@ -50,7 +52,25 @@ pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, F
     if let Some(keys) = answer.proof_keys.filter(|keys| !keys.keys.is_empty()) {
         keep_keys(&settings.layout, &keys)?;
     }
+    if let Some(desired) = answer.desired_image_version {
+        ask_for(settings, desired)?;
+    }
     Ok(None)
+}
+
+/// Asks for the release that the platform names, unless it runs, is asked for, or came to an end here without being
+/// taken: a release that was refused or went back would only do so again.
+fn ask_for(settings: &Settings, desired: ImageVersion) -> Result<(), FileError> {
+    let layout = &settings.layout;
+    if desired == heartbeat::image_version(settings)
+        || layout.request("update").exists()
+        || layout.update_journal().exists()
+        || updated::last(layout)?.is_some_and(|last| last.version == desired && last.outcome != End::Updated)
+    {
+        return Ok(());
+    }
+    tracing::info!(%desired, "the platform names another release");
+    Request::new(desired).write(layout)
 }
 
 fn keep_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {

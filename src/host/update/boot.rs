@@ -4,14 +4,12 @@
 //! Nothing is switched before the digest of every byte was right. Each step can be done again, so a run that was
 //! killed anywhere is simply run again.
 
-use std::path::{Path, PathBuf};
-
+use super::bring::{self, BringError, Expected};
 use super::database::{self, DatabaseError};
 use super::download::{DownloadError, Source};
 use super::place::{self, PlaceError};
 use super::services::{Services, ServicesError, Systemctl};
 use super::units::{self, UnitsError};
-use super::unpack::{self, Limits, UnpackError};
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
 use crate::failpoint::{self, Injected};
@@ -19,7 +17,6 @@ use crate::fsx::FileError;
 use crate::host::config::{self, PlatformLink};
 use crate::host::layout::Layout;
 use crate::host::lock::{Lock, LockError};
-use crate::host::release;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
 
@@ -39,22 +36,11 @@ pub const POINTS: &[&str] = &[
     "update.password_told",
 ];
 
-/// An archive unpacks to a few times its size.
-const GROWTH: u64 = 5;
-/// Room that is left free.
-const MARGIN: u64 = 64 << 20;
-
 /// Why there is no new release. The current one, if any, is as it was.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(transparent)]
-    Download(#[from] DownloadError),
-    #[error(transparent)]
-    Unpack(#[from] UnpackError),
-    #[error("the bundle's SHA-256 is {found}, and user-data states {expected}")]
-    WrongDigest { expected: String, found: String },
-    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
-    NoSpace { path: PathBuf, needed: u64, free: u64 },
+    Bring(#[from] BringError),
     #[error(transparent)]
     Place(#[from] PlaceError),
     #[error(transparent)]
@@ -72,8 +58,8 @@ enum BootError {
 impl BootError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Download(DownloadError::Refused { .. }) => Exit::Permission,
-            Self::Download(_) => Exit::Unavailable,
+            Self::Bring(BringError::Download(DownloadError::Refused { .. })) => Exit::Permission,
+            Self::Bring(BringError::Download(_)) => Exit::Unavailable,
             _ => Exit::Internal,
         }
     }
@@ -101,7 +87,7 @@ impl Settings {
         let version = config::image_version(env);
         let platform = PlatformLink::read(env);
         let source = Source::new(url?, platform?);
-        let services = Systemctl::find(env, layout);
+        let services = Systemctl::find(layout);
         Some(Self { source, sha256: sha256?, version: version?, services })
     }
 }
@@ -126,57 +112,13 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
 async fn bring(layout: &Layout, settings: &Settings) -> Result<(), BootError> {
     failpoint::pass("update.begin")?;
     place::remove_leftovers(layout)?;
-    let there = layout.release(&settings.version);
-    if there.is_dir() {
-        let found = release::digest(&there)?.unwrap_or_default();
-        if found != settings.sha256 {
-            return Err(BootError::WrongDigest { expected: settings.sha256.clone(), found });
-        }
-    } else {
-        fetch(layout, settings).await?;
-    }
+    let expected = Expected { sha256: &settings.sha256, size_bytes: None };
+    bring::bring(layout, &settings.source, &settings.version, &expected).await?;
     place::switch(layout, &settings.version)?;
     units::install(layout, &settings.version)?;
     database::ensure_password(layout)?;
     if let Some(services) = &settings.services {
         services.reload().await?;
-    }
-    Ok(())
-}
-
-/// One pass over the archive: hash, inflate, unpack beside; then the digest decides.
-async fn fetch(layout: &Layout, settings: &Settings) -> Result<(), BootError> {
-    let partial = place::Partial::create(layout, &settings.version)?;
-    let download = settings.source.open().await?;
-    ensure_room(partial.path(), download.length())?;
-    let (chunks, archive) = unpack::channel();
-    let into = partial.path().to_owned();
-    let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, Limits::BUNDLE));
-    let downloaded = download.pump(chunks).await;
-    // A panic in there is no error that we could name: it goes on here.
-    let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // What the unpacker refused ends the download, too: its word comes first, unless the bytes just stopped coming.
-    let found = match (downloaded, unpacked) {
-        (Ok(found), Ok(())) => found,
-        (Err(error), Ok(())) => return Err(error.into()),
-        (Err(DownloadError::Abandoned) | Ok(_), Err(error)) => return Err(error.into()),
-        (Err(error), Err(_)) => return Err(error.into()),
-    };
-    failpoint::pass("update.unpacked")?;
-    if found != settings.sha256 {
-        return Err(BootError::WrongDigest { expected: settings.sha256.clone(), found });
-    }
-    failpoint::pass("update.verified")?;
-    partial.keep(layout, &settings.version, &found)?;
-    Ok(())
-}
-
-fn ensure_room(dir: &Path, archive: Option<u64>) -> Result<(), BootError> {
-    let Some(archive) = archive else { return Ok(()) };
-    let needed = archive.saturating_mul(GROWTH).saturating_add(MARGIN);
-    let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
-    if free < needed {
-        return Err(BootError::NoSpace { path: dir.to_owned(), needed, free });
     }
     Ok(())
 }

@@ -49,6 +49,8 @@ pub enum DownloadError {
     Status { url: String, status: StatusCode },
     #[error("download {url}: {status}, this machine may not have it")]
     Refused { url: String, status: StatusCode },
+    #[error("download {url}: it has more than {largest} bytes")]
+    TooLarge { url: String, largest: u64 },
     #[error("download {url}: it was changed while we read it")]
     Changed { url: String },
     #[error("download {url}: it ended after {at} bytes")]
@@ -77,6 +79,31 @@ impl Source {
     pub fn new(url: Url, platform: PlatformLink) -> Self {
         let own = url.origin() == platform.base.origin();
         Self { url, token: own.then_some(platform.upgrade_token) }
+    }
+
+    /// All of something small.
+    ///
+    /// # Errors
+    /// [`DownloadError`]; more than `largest` bytes are one.
+    pub async fn read(&self, largest: u64) -> Result<Vec<u8>, DownloadError> {
+        let download = self.open().await?;
+        let url = download.url();
+        let (chunks, mut pieces) = mpsc::channel::<Bytes>(4);
+        let gather = async move {
+            let mut all = Vec::new();
+            while let Some(piece) = pieces.recv().await {
+                if (all.len() + piece.len()) as u64 > largest {
+                    return Err(DownloadError::TooLarge { url, largest });
+                }
+                all.extend_from_slice(&piece);
+            }
+            Ok(all)
+        };
+        // The reader that has enough ends the download, too: its word comes first.
+        let (pumped, gathered) = tokio::join!(download.pump(chunks), gather);
+        let all = gathered?;
+        pumped?;
+        Ok(all)
     }
 
     /// The first answer; from it the length is known.

@@ -1,14 +1,26 @@
 //! `svc-update`: brings a release onto the machine and makes it the current one.
 //!
-//! `boot` trusts the digest that user-data named. `status` prints what is there.
+//! `boot` trusts the digest that user-data named; every later release comes with a signed manifest. An update is a
+//! journal of states: it is finished by the next run, whatever cut it off, and goes back by itself where the release is
+//! not well.
 
+mod apply;
 mod boot;
+mod bring;
 mod database;
 mod download;
+mod health;
+mod journal;
+mod machine;
+mod memory;
 mod names;
 mod place;
+mod request;
+mod rules;
 mod services;
+mod state;
 mod status;
+mod trial;
 mod units;
 mod unpack;
 
@@ -17,10 +29,42 @@ use std::process::ExitCode;
 
 use super::config::begin_log;
 use super::layout::Layout;
-use crate::applet;
+use crate::applet::{self, Exit, Failure};
+use crate::failpoint::Injected;
+use crate::fsx::FileError;
 use crate::http::request_id;
+use crate::machine::name::ImageVersion;
 
+pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
+
+use apply::Wanted;
+use journal::Allowances;
+
+/// Why an update did not come to its end; the journal stays open for the next run.
+#[derive(Debug, thiserror::Error)]
+enum UpdateError {
+    #[error("there is no release on this machine")]
+    NoRelease,
+    #[error("there is no release to go back to")]
+    NoPrevious,
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Memory(#[from] memory::MemoryError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl From<UpdateError> for Failure {
+    fn from(error: UpdateError) -> Self {
+        let exit = match error {
+            UpdateError::NoRelease | UpdateError::NoPrevious => Exit::Refused,
+            _ => Exit::Internal,
+        };
+        Self::new(exit, error)
+    }
+}
 
 #[derive(clap::Parser)]
 #[command(
@@ -37,12 +81,59 @@ struct Args {
 enum Command {
     /// Bring the release that user-data names, and make it current
     Boot,
-    /// Print the current release and those on this machine
-    Status {
-        /// As JSON
-        #[arg(long)]
-        json: bool,
-    },
+    /// Bring a release by its signed manifest, make it current, and go back where it is not well
+    Apply(Apply),
+    /// Make the release before the current one again
+    Rollback,
+    /// Finish an update that was cut off
+    Resume,
+    /// Print the releases on this machine, the update under way and the last one
+    Status(Print),
+    /// Print the updates that ended here
+    History(Print),
+}
+
+#[derive(clap::Args)]
+struct Apply {
+    #[command(flatten)]
+    which: Which,
+    /// Take a release that is older than the current one
+    #[arg(long, conflicts_with = "request")]
+    allow_downgrade: bool,
+    /// Try a release again that was not well here
+    #[arg(long, conflicts_with = "request")]
+    allow_quarantined: bool,
+}
+
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Which {
+    /// The release
+    #[arg(long, value_name = "VERSION")]
+    version: Option<ImageVersion>,
+    /// What the request file names, after finishing what was cut off; nothing to do is success
+    #[arg(long)]
+    request: bool,
+}
+
+impl Apply {
+    fn wanted(self) -> Wanted {
+        let allow = Allowances { downgrade: self.allow_downgrade, quarantined: self.allow_quarantined };
+        self.which.version.map_or(Wanted::Requested, |version| Wanted::Version(version, allow))
+    }
+}
+
+#[derive(clap::Args)]
+struct Print {
+    /// As JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Print {
+    fn format(&self) -> status::Format {
+        if self.json { status::Format::Json } else { status::Format::Table }
+    }
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
@@ -57,10 +148,11 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         request_id::own(async move {
             match args.command {
                 Command::Boot => boot::run(layout).await,
-                Command::Status { json } => {
-                    let format = if json { status::Format::Json } else { status::Format::Table };
-                    status::print(&layout, format)
-                }
+                Command::Apply(apply) => apply::run(layout, apply.wanted()).await,
+                Command::Rollback => apply::run(layout, Wanted::Previous).await,
+                Command::Resume => apply::run(layout, Wanted::Nothing).await,
+                Command::Status(print) => status::print(&layout, print.format()),
+                Command::History(print) => status::print_history(&layout, print.format()),
             }
         }),
     )

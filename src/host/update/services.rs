@@ -69,9 +69,14 @@ pub struct Systemctl {
 }
 
 impl Systemctl {
-    /// The service manager of this machine, if it has one.
-    pub fn find(env: &mut Env, layout: &Layout) -> Option<Self> {
-        if let Some(program) = env.path("SVC_SYSTEMCTL") {
+    /// The service manager of this machine, if it has one. What root runs is named by root's own environment, never by
+    /// a file that the gateway may write.
+    pub fn find(layout: &Layout) -> Option<Self> {
+        Self::find_by(&Env::from_process(), layout)
+    }
+
+    fn find_by(env: &Env, layout: &Layout) -> Option<Self> {
+        if let Some(program) = env.text("SVC_SYSTEMCTL").map(PathBuf::from) {
             return Some(Self { program, makers: Vec::new() });
         }
         if !layout.root().join("run/systemd/system").is_dir() {
@@ -181,10 +186,10 @@ mod tests {
     fn a_directory_that_stands_for_a_machine_has_no_service_manager() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        assert!(Systemctl::find(&mut Env::default(), &layout).is_none());
+        assert!(Systemctl::find_by(&Env::default(), &layout).is_none());
         std::fs::create_dir_all(dir.path().join("run/systemd/system")).unwrap();
-        assert_eq!(Systemctl::find(&mut Env::default(), &layout).unwrap().makers.len(), 2);
-        let mut env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
-        assert!(Systemctl::find(&mut env, &layout).unwrap().makers.is_empty());
+        assert_eq!(Systemctl::find_by(&Env::default(), &layout).unwrap().makers.len(), 2);
+        let env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
+        assert!(Systemctl::find_by(&env, &layout).unwrap().makers.is_empty());
     }
 }

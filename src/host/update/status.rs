@@ -1,11 +1,15 @@
-//! `svc-update status`: the releases on this machine, and which is current.
+//! `svc-update status` and `history`: the releases on this machine, the update under way, and those that ended.
 
 use serde::Serialize;
 
+use super::journal::Journal;
+use super::memory::{self, Quarantined};
 use super::place;
 use crate::applet::{Exit, Failure, OrExit};
+use crate::clock::rfc3339_ms;
 use crate::host::layout::Layout;
 use crate::host::release::{self, Component, Release};
+use crate::host::updated::{self, End, Outcome};
 use crate::machine::name::ImageVersion;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +22,12 @@ pub enum Format {
 #[serde(rename_all = "camelCase")]
 struct Status {
     current: Option<ImageVersion>,
+    previous: Option<ImageVersion>,
     releases: Vec<Row>,
+    quarantined: Vec<Quarantined>,
+    /// The update that is open.
+    update: Option<Journal>,
+    last: Option<Outcome>,
 }
 
 #[derive(Serialize)]
@@ -59,7 +68,14 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
             version,
         });
     }
-    Ok(Status { current, releases })
+    Ok(Status {
+        current,
+        previous: memory::previous(layout).or_exit(Exit::Internal)?,
+        releases,
+        quarantined: memory::quarantined(layout).or_exit(Exit::Internal)?,
+        update: Journal::read(layout).or_exit(Exit::Internal)?,
+        last: updated::last(layout).or_exit(Exit::Internal)?,
+    })
 }
 
 fn print_table(status: &Status) {
@@ -75,4 +91,39 @@ fn print_table(status: &Status) {
         let digest = row.bundle_sha256.as_deref().and_then(|digest| digest.get(..12)).unwrap_or("-");
         println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
     }
+    if let Some(update) = &status.update {
+        println!("\nunder way: from {} to {}, {:?}", update.from, update.to, update.state);
+    }
+    if let Some(last) = &status.last {
+        println!("\nlast update: {}", words(last));
+    }
+    for one in &status.quarantined {
+        println!("put away: {}, {}: {}", one.version, rfc3339_ms(one.at), one.why);
+    }
+}
+
+fn words(outcome: &Outcome) -> String {
+    let end = match outcome.outcome {
+        End::Updated => "updated",
+        End::RolledBack => "rolled back",
+        End::Refused => "refused",
+        End::Failed => "failed",
+    };
+    let error =
+        outcome.error.as_deref().map(|error| format!(" at {}: {error}", outcome.stage)).unwrap_or_default();
+    format!("{} {end}, {}{error}", outcome.version, rfc3339_ms(outcome.at))
+}
+
+/// # Errors
+/// When the history cannot be read.
+pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
+    let entries = memory::history(layout).or_exit(Exit::Internal)?;
+    match format {
+        Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
+        Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
+        Format::Table => {
+            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, words(&entry.outcome)))
+        }
+    }
+    Ok(())
 }

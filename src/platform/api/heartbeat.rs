@@ -9,7 +9,9 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, HOST, MACHINE_ID, image_version, last_backup_told, told};
+use super::endpoint::{
+    Endpoint, HOST, MACHINE_ID, UPDATE_ENDS, image_version, last_backup_told, last_update_told, told,
+};
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, any_text, array, boolean, count, fields, object, one_of, text};
@@ -36,6 +38,7 @@ struct Beat {
     image_version: ImageVersion,
     health: Value,
     last_backup: Option<Value>,
+    last_update: Option<Value>,
     /// Of the verified snapshot that it tells of.
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
@@ -63,6 +66,7 @@ pub async fn handle(
             image_version: &beat.image_version,
             health: &beat.health,
             last_backup: beat.last_backup.as_ref(),
+            last_update: beat.last_update.as_ref(),
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
         };
@@ -75,9 +79,10 @@ pub async fn handle(
     // has delivered, and that is signed with already.
     let session = platform.db.session().await?;
     let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
     let answer = json!({
-        "desiredImageVersion": beat.image_version,
+        "desiredImageVersion": desired.unwrap_or_else(|| beat.image_version.to_string()),
         "epoch": machine.epoch,
         "superseded": superseded,
         "proofKeys": keys,
@@ -145,13 +150,22 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let health = health(&mut fields);
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
+    let last_update = last_update(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
         health["disk"] = disk?;
         let (last_backup, backup_taken_at) = last_backup.unzip();
         let backup_taken_at = backup_taken_at.flatten();
-        Some(Beat { image_version: image_version?, health, last_backup, backup_taken_at, epoch, proof_kids })
+        Some(Beat {
+            image_version: image_version?,
+            health,
+            last_backup,
+            last_update,
+            backup_taken_at,
+            epoch,
+            proof_kids,
+        })
     })();
     fields.finish(built)
 }
@@ -204,6 +218,25 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     Some((told, verified))
 }
 
+/// What the host says of its last update.
+fn last_update(fields: &mut Fields) -> Option<Value> {
+    let mut inner = fields.optional_nested("lastUpdate")?;
+    let version: Option<ImageVersion> = inner.required("version");
+    let outcome: Option<String> = inner.required("outcome");
+    if outcome.as_deref().is_some_and(|outcome| !UPDATE_ENDS.contains(&outcome)) {
+        inner.wrong("outcome", "must be updated, rolled_back, refused or failed");
+    }
+    let stage: Option<String> = inner.required("stage");
+    let error: Option<String> = inner.optional("error");
+    let at: Option<Timestamp> = inner.required("at");
+    fields.close(inner);
+    let mut told = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
+    if let Some(error) = error {
+        told["error"] = error.into();
+    }
+    Some(told)
+}
+
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     operation: Operation {
@@ -230,7 +263,7 @@ fn said() -> Value {
             ("health", fields(&[("gateway", word()), ("database", word())], &[])),
             ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
         ],
-        &[("lastBackup", last_backup_told()), ("proofKids", kids)],
+        &[("lastBackup", last_backup_told()), ("lastUpdate", last_update_told()), ("proofKids", kids)],
     )
 }
 

@@ -7,6 +7,7 @@ pub mod boot_stage;
 pub mod bundle;
 pub mod call;
 pub mod delete;
+pub mod deploy;
 pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
@@ -44,7 +45,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 23] = [
+pub static ENDPOINTS: [&Endpoint; 28] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -61,6 +62,11 @@ pub static ENDPOINTS: [&Endpoint; 23] = [
     &boot_stage::ENDPOINT,
     &boot_failure::ENDPOINT,
     &operation::ENDPOINT,
+    &deploy::START,
+    &deploy::LOOK,
+    &deploy::PAUSE,
+    &deploy::RESUME,
+    &deploy::ABORT,
     &slots::LIST,
     &slots::PUT,
     &bundle::ENDPOINT,
@@ -77,6 +83,7 @@ const API: Api = Api {
     schemas: &[
         ("Machine", shape::machine),
         ("Operation", shape::operation),
+        ("Rollout", shape::rollout),
         ("Subscription", shape::subscription),
         ("OwnSlot", router::own_slot),
     ],

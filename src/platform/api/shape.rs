@@ -8,6 +8,8 @@ use crate::http::openapi::{
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::machine::state::{FailureCause, Status};
+use crate::platform::db::rollouts::State as RolloutState;
+use crate::platform::rollouts::plan::Stand;
 
 pub fn status() -> Value {
     one_of(&Status::ALL.map(Status::as_str))
@@ -49,6 +51,60 @@ pub fn last_backup_told() -> Value {
     )
 }
 
+/// What a host says of its last update.
+pub fn last_update_told() -> Value {
+    fields(
+        &[
+            ("version", image_version()),
+            ("outcome", one_of(&UPDATE_ENDS)),
+            ("stage", any_text()),
+            ("at", time()),
+        ],
+        &[("error", any_text())],
+    )
+}
+
+/// How an update of a host may end.
+pub const UPDATE_ENDS: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
+
+/// A rollout with its machines.
+pub fn rollout() -> Value {
+    let states = Stand::ALL.map(Stand::as_str);
+    let totals = object(&states.map(|state| (state, count())), &[]);
+    let machine = object(
+        &[
+            ("machineId", uuid()),
+            ("handle", handle_name()),
+            ("slot", slot_name()),
+            ("batch", count()),
+            ("state", one_of(&states)),
+            ("error", nullable(text())),
+            ("askedAt", nullable(time())),
+            ("endedAt", nullable(time())),
+            ("imageVersion", image_version()),
+        ],
+        &[],
+    );
+    object(
+        &[
+            ("rolloutId", uuid()),
+            ("imageVersion", image_version()),
+            ("state", one_of(&RolloutState::ALL.map(RolloutState::as_str))),
+            ("why", nullable(text())),
+            ("canary", count()),
+            ("batchSize", count()),
+            ("maxFailures", count()),
+            ("totals", totals),
+            ("machines", array(machine)),
+            ("createdAt", time()),
+            ("updatedAt", time()),
+            ("endedAt", nullable(time())),
+            ("requestId", text()),
+        ],
+        &[],
+    )
+}
+
 fn health() -> Value {
     let word = one_of(&["ok", "failing"]);
     let disk = object(&[("totalBytes", count()), ("freeBytes", count())], &[]);
@@ -84,6 +140,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("heartbeatAt", nullable(time())),
         ("health", nullable(health())),
         ("lastBackup", nullable(last_backup_told())),
+        ("lastUpdate", nullable(last_update_told())),
         ("boot", nullable(boot)),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),

@@ -25,6 +25,8 @@ pub struct FleetRow {
     pub backup_age: Option<f64>,
     /// `success` or `error`, of the last run.
     pub backup_status: Option<String>,
+    /// Of the last update.
+    pub update_outcome: Option<String>,
     /// Of the operation under way.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
@@ -40,7 +42,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                extract(epoch FROM now() - (SELECT max(every.backup_taken_at) FROM user_machines every \
                    WHERE every.idp_user_id = m.idp_user_id AND every.slot = m.slot))::float8, \
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
-               coalesce(o.attempts, 0) \
+               coalesce(o.attempts, 0), m.last_update ->> 'outcome' \
                FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
                    ORDER BY created_at LIMIT 1) o ON true \
@@ -64,6 +66,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             backup_status: row.get(12),
             operation_age: row.get(13),
             operation_attempts: row.get(14),
+            update_outcome: row.get(15),
         })
         .collect())
 }

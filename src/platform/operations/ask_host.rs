@@ -1,4 +1,4 @@
-//! Asks a host for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
+//! Asks a host for an update; and for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
 //! deadline, best effort.
 //!
 //! Nothing depends on the answer: the pointer alone says whether there is a newer snapshot.
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use jiff::{SignedDuration, Timestamp};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::held::Held;
 use super::step::{Answer, StepError};
@@ -17,13 +17,15 @@ use crate::http::client::{self, Deadlines};
 use crate::http::proof::{self, Claims, Route};
 use crate::http::request_id;
 use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 
-const PATH: &str = "/_svc/internal/backup";
+const BACKUP: &str = "/_svc/internal/backup";
+const UPDATE: &str = "/_svc/internal/update";
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 const ASK: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
@@ -49,7 +51,8 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(before) = seq(platform, &old).await else {
         return Ok(Answer::done_noting("the pointer could not be read"));
     };
-    if let Err(error) = ask(platform, &old, address, pin).await {
+    let call = Ask { path: BACKUP, body: None };
+    if let Err(error) = ask(platform, &old, address, pin, &call).await {
         tracing::info!(machine = %old.id, error = format!("{error:#}"), "no last backup");
         return Ok(Answer::done_noting("the old host could not be asked"));
     }
@@ -84,7 +87,24 @@ async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
-    ask(platform, machine, address, pin).await
+    ask(platform, machine, address, pin, &Ask { path: BACKUP, body: None }).await
+}
+
+/// Asks the host of a machine for a release; what became of it, its heartbeats tell.
+///
+/// # Errors
+/// When it has not taken the request.
+pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
+    let address = machine.public_ipv4.context("the machine has no address")?;
+    let pin = machine.tls_pin.context("the machine never registered")?;
+    let body = json!({"imageVersion": version});
+    ask(platform, machine, address, pin, &Ask { path: UPDATE, body: Some(body) }).await
+}
+
+/// What is asked.
+struct Ask {
+    path: &'static str,
+    body: Option<Value>,
 }
 
 async fn ask(
@@ -92,8 +112,9 @@ async fn ask(
     machine: &MachineRow,
     address: Ipv4Addr,
     pin: SpkiPin,
+    what: &Ask,
 ) -> anyhow::Result<()> {
-    let url = format!("https://{address}:{}{PATH}", machine.https_port);
+    let url = format!("https://{address}:{}{}", machine.https_port, what.path);
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
         Flag::Off => ChainCheck::PinOnly,
@@ -108,14 +129,17 @@ async fn ask(
         route: Route::Internal,
         app: None,
         method: Some("POST".to_owned()),
-        path: Some(PATH.to_owned()),
+        path: Some(what.path.to_owned()),
         jti: Some(uuid::Uuid::new_v4().simple().to_string()),
         iat: now,
         exp: now + 30,
     };
     let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims);
     let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
-    let call = request_id::onward(client.post(url).header(proof::HEADER, signed));
+    let mut call = request_id::onward(client.post(url).header(proof::HEADER, signed));
+    if let Some(body) = &what.body {
+        call = call.json(body);
+    }
     let answer = call.send().await.context("ask the host")?;
     anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());
     Ok(())

@@ -1,0 +1,179 @@
+//! `svc-update apply`, `rollback` and `resume`: one update at a time; one that is open is finished first.
+
+use std::time::Duration;
+
+use super::journal::{Aim, Allowances, Journal, JournalError};
+use super::machine::{self, Machine};
+use super::memory;
+use super::request::{self, Found};
+use super::services::{ServicesError, Systemctl};
+use super::{UpdateError, place};
+use crate::applet::{Exit, Failure, OrExit};
+use crate::config::Env;
+use crate::host::config::{self, PlatformLink};
+use crate::host::layout::Layout;
+use crate::host::lock::{Lock, LockError};
+use crate::host::probe;
+use crate::host::updated::{End, Outcome};
+use crate::http::request_id;
+use crate::machine::name::ImageVersion;
+use crate::store::bundle::TrustedKeys;
+
+/// A request waits for another run: it may be the path unit's, which would only start this one again and again.
+const TURN: Duration = Duration::from_secs(30 * 60);
+
+/// The places of an update where a test can stop it, besides those of a boot.
+pub const APPLY_POINTS: &[&str] = &[
+    "update.opened",
+    "update.believed",
+    "update.tried",
+    "update.prepared",
+    "update.activating",
+    "update.reloaded",
+    "update.restarted",
+    "update.well",
+    "update.ended",
+    "update.outcome_told",
+    "update.history_written",
+    "update.pruned",
+    "update.request_done",
+];
+
+/// Those of the way back.
+pub const ROLLBACK_POINTS: &[&str] =
+    &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
+
+/// Which release is to become current.
+pub enum Wanted {
+    Version(ImageVersion, Allowances),
+    /// What the request file names.
+    Requested,
+    /// The one before.
+    Previous,
+    /// Only what is open is finished.
+    Nothing,
+}
+
+/// Who waits for the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asker {
+    Person,
+    Unit,
+}
+
+fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
+    let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
+    let mut env = config::environment(&layout);
+    let platform = PlatformLink::read(&mut env);
+    let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+    let platform = env.finish(platform);
+    // What root trusts lies where nobody else writes: not in the files that the gateway owns.
+    let mut env = Env::from_process().with_file(&layout.update_env());
+    let keys: TrustedKeys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
+    let seconds: u64 = env.or("SVC_UPDATE_HEALTH_SECONDS", 180);
+    env.finish(Some(()))?;
+    let health_deadline = Duration::from_secs(seconds);
+    Ok(Machine { layout, services, platform, keys, listen, health_deadline })
+}
+
+/// # Errors
+/// [`Failure`] with the exit code of the contract.
+pub async fn run(layout: Layout, wanted: Wanted) -> Result<(), Failure> {
+    let machine = machine_of(layout)?;
+    let _lock = lock(&machine.layout, &wanted).await?;
+    place::remove_leftovers(&machine.layout).or_exit(Exit::Internal)?;
+    let open = Journal::read(&machine.layout).map_err(unreadable)?;
+    let mut ended = match open {
+        Some(open) => {
+            let id = open.request_id.clone();
+            tracing::warn!(from = %open.from, to = %open.to, "an update that was cut off is finished");
+            Some(request_id::under(id, machine.finish(open)).await?)
+        }
+        None => None,
+    };
+    let asker = match wanted {
+        Wanted::Requested | Wanted::Nothing => Asker::Unit,
+        Wanted::Version(..) | Wanted::Previous => Asker::Person,
+    };
+    if let Some((aim, to, allow, id)) = choose(&machine.layout, wanted)? {
+        let from = machine::current(&machine.layout)?;
+        if from == to {
+            request::done(&machine.layout, &to).or_exit(Exit::Internal)?;
+            println!("{to} is current");
+            return Ok(());
+        }
+        let update = async { machine.finish(machine.open(aim, from, to, allow).await).await };
+        ended = Some(request_id::under(id, update).await?);
+    }
+    match ended {
+        Some(outcome) => tell(&outcome, asker),
+        None => Ok(()),
+    }
+}
+
+async fn lock(layout: &Layout, wanted: &Wanted) -> Result<Lock, Failure> {
+    let path = layout.update_state().join("lock");
+    let taken = match wanted {
+        Wanted::Requested | Wanted::Nothing => Lock::wait(&path, TURN).await,
+        _ => Lock::take(&path),
+    };
+    taken.map_err(|error| match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    })
+}
+
+fn unreadable(error: JournalError) -> Failure {
+    Failure::new(Exit::Internal, error)
+}
+
+type Choice = (Aim, ImageVersion, Allowances, String);
+
+fn choose(layout: &Layout, wanted: Wanted) -> Result<Option<Choice>, Failure> {
+    let none = Allowances::default();
+    match wanted {
+        Wanted::Nothing => Ok(None),
+        Wanted::Version(version, allow) => Ok(Some((Aim::Apply, version, allow, request_id::current()))),
+        Wanted::Previous => {
+            let current = machine::current(layout)?;
+            let previous = memory::previous(layout).or_exit(Exit::Internal)?;
+            let previous = previous.filter(|version| *version != current);
+            let previous = previous.ok_or(UpdateError::NoPrevious)?;
+            Ok(Some((Aim::Rollback, previous, none, request_id::current())))
+        }
+        Wanted::Requested => match request::read(layout) {
+            Found::Nothing => Ok(None),
+            Found::Request(request) => {
+                let id = request.request_id.unwrap_or_else(request_id::fresh);
+                Ok(Some((Aim::Apply, request.version, none, id)))
+            }
+            Found::Rubbish => {
+                request::remove(layout).or_exit(Exit::Internal)?;
+                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the request for an update is not readable")))
+            }
+        },
+    }
+}
+
+/// Says how it ended. A unit that served a request has done its work whatever the answer was; the platform hears it.
+fn tell(outcome: &Outcome, asker: Asker) -> Result<(), Failure> {
+    let Outcome { version, outcome: end, stage, error, .. } = outcome;
+    let error = error.as_deref().unwrap_or_default();
+    let (exit, words) = match end {
+        End::Updated => {
+            println!("{version} is current");
+            return Ok(());
+        }
+        End::RolledBack => (
+            Exit::Refused,
+            format!("{version} was not well ({stage}): {error}; the release before runs again"),
+        ),
+        End::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
+        End::Failed => (Exit::Internal, format!("the update to {version} failed ({stage}): {error}")),
+    };
+    if asker == Asker::Unit && *end != End::Failed {
+        println!("{words}");
+        return Ok(());
+    }
+    Err(Failure::new(exit, anyhow::anyhow!(words)))
+}

@@ -1,0 +1,136 @@
+//! What an update has come to, on disk: written before each step, so that whoever comes after a kill goes on from there.
+//!
+//! The file is there exactly while an update is open. The invariant: one update is open at a time, under the lock.
+
+use std::path::{Path, PathBuf};
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::state::{Event, State};
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::machine::name::ImageVersion;
+
+const FORMAT: u32 = 1;
+/// How often one step is taken up again.
+const MOST_ATTEMPTS: u32 = 5;
+
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    #[error("{} is not a journal that this program can read: {why}", .path.display())]
+    Unreadable { path: PathBuf, why: String },
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+/// What is to become current.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Aim {
+    /// A release that is brought.
+    Apply,
+    /// The release before, which is here.
+    Rollback,
+}
+
+/// Rules that an operator on the machine may lift.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Allowances {
+    pub downgrade: bool,
+    pub quarantined: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Journal {
+    version: u32,
+    pub id: Uuid,
+    pub aim: Aim,
+    pub from: ImageVersion,
+    pub to: ImageVersion,
+    pub allow: Allowances,
+    /// Services that ran when it began: they must run when it ends.
+    pub running: Vec<String>,
+    /// Whether the gateway was ready then. Where it was not, being alive is enough.
+    pub was_ready: bool,
+    #[serde(with = "crate::clock::wire")]
+    pub started_at: Timestamp,
+    pub request_id: String,
+    /// Of the state that it is in.
+    attempts: u32,
+    pub state: State,
+}
+
+/// How an update begins.
+pub struct Opening {
+    pub aim: Aim,
+    pub from: ImageVersion,
+    pub to: ImageVersion,
+    pub allow: Allowances,
+    pub running: Vec<String>,
+    pub was_ready: bool,
+    pub request_id: String,
+}
+
+impl Journal {
+    pub fn open(opening: Opening, now: Timestamp) -> Self {
+        let Opening { aim, from, to, allow, running, was_ready, request_id } = opening;
+        let (version, id, attempts, state) = (FORMAT, Uuid::now_v7(), 0, State::Preparing);
+        let started_at = now;
+        Self {
+            version,
+            id,
+            aim,
+            from,
+            to,
+            allow,
+            running,
+            was_ready,
+            started_at,
+            request_id,
+            attempts,
+            state,
+        }
+    }
+
+    /// The update that is open, if one is.
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
+        let path = layout.update_journal();
+        let Some(text) = fsx::read_if_there(&path)? else { return Ok(None) };
+        parse(&path, &text).map(Some)
+    }
+
+    /// # Errors
+    /// [`FileError`].
+    pub fn save(&self, layout: &Layout) -> Result<(), FileError> {
+        let text = serde_json::to_vec_pretty(self).expect("plain fields are JSON");
+        fsx::write_atomic(&layout.update_journal(), &text, 0o644)
+    }
+
+    /// Counts that its step is taken up; `false` when that was often enough.
+    #[must_use]
+    pub fn take_up(&mut self) -> bool {
+        self.attempts += 1;
+        self.state.has_ended() || self.attempts <= MOST_ATTEMPTS
+    }
+
+    #[must_use]
+    pub fn after(self, event: Event) -> Self {
+        Self { attempts: 0, state: self.state.clone().after(event), ..self }
+    }
+}
+
+fn parse(path: &Path, text: &[u8]) -> Result<Journal, JournalError> {
+    let unreadable = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
+    let journal: Journal = serde_json::from_slice(text).map_err(|why| unreadable(why.to_string()))?;
+    if journal.version != FORMAT {
+        return Err(unreadable(format!("its format is {}", journal.version)));
+    }
+    Ok(journal)
+}

@@ -1,0 +1,295 @@
+//! The I/O around the pure states: each is written to the journal, then its step is done, then the next is chosen.
+//!
+//! A step can be done again, so a run that was killed anywhere is finished by the next one. No step returns an error of
+//! its own: what goes wrong is an event, and only a journal that cannot be written ends the run.
+
+use std::error::Error;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use super::bring::{self, BringError, Expected};
+use super::download::{DownloadError, Source};
+use super::health::{self, Door, GATEWAY, OTHERS};
+use super::journal::{Aim, Allowances, Journal, Opening};
+use super::memory::{self, Entry, MemoryError};
+use super::place;
+use super::rules::{self, Candidate};
+use super::services::Services;
+use super::state::{Event, Stage, State, Trouble};
+use super::trial;
+use super::units;
+use super::{UpdateError, request};
+use crate::chain::chain;
+use crate::config::ConfigError;
+use crate::failpoint;
+use crate::fsx;
+use crate::host::config::PlatformLink;
+use crate::host::layout::Layout;
+use crate::host::probe;
+use crate::host::release;
+use crate::host::updated::{End, Outcome};
+use crate::http::request_id;
+use crate::machine::name::ImageVersion;
+use crate::store::bundle::{LARGEST_COMPANION, Signed, TrustedKeys, Verified, verify};
+use crate::store::key::BUNDLE_FILE;
+
+/// Whoever reads an outcome wants the reason, not a book.
+const LONGEST_ERROR: usize = 400;
+const TARGET: &str = "svc.target";
+
+/// The machine as an update sees it.
+pub struct Machine<S> {
+    pub layout: Layout,
+    pub services: S,
+    /// Only a release that must be brought needs it: going back works without.
+    pub platform: Result<PlatformLink, ConfigError>,
+    pub keys: TrustedKeys,
+    pub listen: SocketAddr,
+    pub health_deadline: Duration,
+}
+
+/// A step that stops the update.
+enum Stop {
+    Refused(Trouble),
+    Failed(Trouble),
+}
+
+fn trouble(stage: Stage, error: &(dyn Error + 'static)) -> Trouble {
+    Trouble { stage, error: chain(error).chars().take(LONGEST_ERROR).collect() }
+}
+
+fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
+    move |error| Stop::Refused(trouble(stage, &error))
+}
+
+fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
+    move |error| Stop::Failed(trouble(stage, &error))
+}
+
+impl<S: Services> Machine<S> {
+    /// Begins an update; nothing is written yet.
+    pub async fn open(&self, aim: Aim, from: ImageVersion, to: ImageVersion, allow: Allowances) -> Journal {
+        let mut running = Vec::new();
+        for name in OTHERS {
+            if self.services.state(name).await.is_ok_and(|state| state.active == "active") {
+                running.push(name.to_owned());
+            }
+        }
+        let was_ready = match self.gateway() {
+            Some(gateway) => gateway.is_ready().await,
+            None => false,
+        };
+        let request_id = request_id::current();
+        let opening = Opening { aim, from, to, allow, running, was_ready, request_id };
+        Journal::open(opening, Timestamp::now())
+    }
+
+    /// Takes an update to its end.
+    ///
+    /// # Errors
+    /// [`UpdateError`]; the journal says how far it came.
+    pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
+        loop {
+            let again = journal.take_up();
+            journal.save(&self.layout)?;
+            if let State::Ended { end, stage, error } = &journal.state {
+                let outcome = Outcome {
+                    version: journal.to.clone(),
+                    outcome: *end,
+                    stage: stage.as_str().to_owned(),
+                    error: error.clone(),
+                    at: Timestamp::now(),
+                };
+                self.close(&journal, &outcome)?;
+                return Ok(outcome);
+            }
+            tracing::info!(from = %journal.from, to = %journal.to, state = ?journal.state, "update");
+            let event = if again { self.step(&journal).await } else { Event::GivenUp };
+            if let Event::Refused(why) | Event::Failed(why) = &event {
+                tracing::error!(
+                    stage = why.stage.as_str(),
+                    error = why.error,
+                    "a step of the update stopped it"
+                );
+            }
+            journal = journal.after(event);
+        }
+    }
+
+    async fn step(&self, journal: &Journal) -> Event {
+        let end = match &journal.state {
+            State::Preparing => self.prepare(journal).await,
+            State::Switching => self.switch(journal),
+            State::Activating => self.activate(journal, &journal.to).await,
+            State::Reverting { why } => self.revert(journal, why),
+            State::Restoring { .. } => self.restore(journal).await,
+            State::Ended { .. } => Ok(()),
+        };
+        match end {
+            Ok(()) => Event::Done,
+            Err(Stop::Refused(why)) => Event::Refused(why),
+            Err(Stop::Failed(why)) => Event::Failed(why),
+        }
+    }
+
+    async fn prepare(&self, journal: &Journal) -> Result<(), Stop> {
+        failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
+        rules::here(&self.layout, &journal.to, journal.allow).map_err(refused(Stage::Preflight))?;
+        if journal.aim == Aim::Apply {
+            let verified = self.manifest(&journal.to).await?;
+            failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
+            let candidate = Candidate::new(&self.layout, &journal.from, verified.manifest());
+            rules::of_release(&candidate, journal.allow).map_err(refused(Stage::Preflight))?;
+            self.bring(&journal.to, &verified).await?;
+        }
+        trial::run(&self.layout.release(&journal.to)).await.map_err(refused(Stage::Trial))?;
+        failpoint::pass("update.tried").map_err(failed(Stage::Trial))
+    }
+
+    async fn manifest(&self, version: &ImageVersion) -> Result<Verified, Stop> {
+        let read = async |suffix: &str| {
+            let source = self.source(version, suffix)?;
+            source.read(LARGEST_COMPANION).await.map_err(|error| match error {
+                DownloadError::Status { status: http::StatusCode::NOT_FOUND, .. } => {
+                    refused(Stage::Manifest)(error)
+                }
+                error => failed(Stage::Manifest)(error),
+            })
+        };
+        let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
+        verify(&signed, &self.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
+    }
+
+    fn source(&self, version: &ImageVersion, suffix: &str) -> Result<Source, Stop> {
+        let platform =
+            self.platform.as_ref().map_err(|error| Stop::Failed(trouble(Stage::Preflight, error)))?;
+        let url = platform.url(&format!("/system-bundles/{version}/{BUNDLE_FILE}{suffix}"));
+        Ok(Source::new(url, platform.clone()))
+    }
+
+    async fn bring(&self, version: &ImageVersion, verified: &Verified) -> Result<(), Stop> {
+        let manifest = verified.manifest();
+        let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
+        let source = self.source(version, "")?;
+        let brought = bring::bring(&self.layout, &source, version, &expected).await;
+        brought.map_err(|error| match &error {
+            BringError::NoSpace { .. } => failed(Stage::Preflight)(error),
+            BringError::Download(_) | BringError::File(_) | BringError::Injected(_) => {
+                failed(Stage::Download)(error)
+            }
+            BringError::Unpack(_)
+            | BringError::WrongDigest { .. }
+            | BringError::WrongSize { .. }
+            | BringError::Place(_) => refused(Stage::Download)(error),
+        })
+    }
+
+    fn switch(&self, journal: &Journal) -> Result<(), Stop> {
+        failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
+        place::switch(&self.layout, &journal.to).map_err(failed(Stage::Switch))
+    }
+
+    /// Units, then services, then a look whether they are well.
+    async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), Stop> {
+        failpoint::pass("update.activating").map_err(failed(Stage::Units))?;
+        units::install(&self.layout, version).map_err(failed(Stage::Units))?;
+        self.services.reload().await.map_err(failed(Stage::Units))?;
+        failpoint::pass("update.reloaded").map_err(failed(Stage::Units))?;
+        let names: Vec<String> =
+            [GATEWAY.to_owned()].into_iter().chain(journal.running.iter().cloned()).collect();
+        for name in &names {
+            // What its end means, the look at all of them says.
+            if let Err(error) = self.services.restart(name).await {
+                tracing::warn!(error = %chain(&error), "a service did not come up at once");
+            }
+        }
+        if self.layout.root().join("etc/systemd/system").join(TARGET).exists() {
+            // What this release adds. Whether it runs decides nothing.
+            if let Err(error) = self.services.start(TARGET).await {
+                tracing::warn!(error = %chain(&error), "not everything of the release was started");
+            }
+        }
+        failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
+        let unwell = |error: String| Stop::Failed(Trouble { stage: Stage::Health, error });
+        let door = match (self.gateway(), journal.was_ready) {
+            (None, _) => Door::Closed,
+            (Some(gateway), true) => Door::Ready(gateway),
+            (Some(gateway), false) => Door::Alive(gateway),
+        };
+        health::wait(&self.services, &names, &door, self.health_deadline).await.map_err(unwell)?;
+        failpoint::pass("update.well").map_err(failed(Stage::Health))
+    }
+
+    fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
+        failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
+        let put_away = memory::quarantine(&self.layout, &journal.to, Timestamp::now(), &why.error);
+        // Going back matters more than remembering why.
+        if let Err(error) = put_away {
+            tracing::error!(error = %chain(&error), "the release could not be put away");
+        }
+        failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
+        place::switch(&self.layout, &journal.from).map_err(failed(Stage::Rollback))?;
+        failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
+    }
+
+    async fn restore(&self, journal: &Journal) -> Result<(), Stop> {
+        failpoint::pass("update.restoring").map_err(failed(Stage::Rollback))?;
+        self.activate(journal, &journal.from).await
+    }
+
+    /// The last state's step: what is to stay is written, then the journal goes.
+    fn close(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
+        failpoint::pass("update.ended")?;
+        match outcome.outcome {
+            End::Updated => self.succeeded(journal)?,
+            End::RolledBack | End::Refused | End::Failed => {}
+        }
+        let entry = Entry::new(
+            journal.id,
+            journal.from.clone(),
+            journal.started_at,
+            journal.request_id.clone(),
+            outcome.clone(),
+        );
+        memory::keep(&self.layout, &entry)?;
+        if let Err(error) = memory::prune(&self.layout) {
+            if let MemoryError::Injected(error) = error {
+                return Err(error.into());
+            }
+            tracing::warn!(error = %chain(&error), "old releases could not be removed");
+        }
+        request::done(&self.layout, &journal.to)?;
+        failpoint::pass("update.request_done")?;
+        fsx::remove_if_there(&self.layout.update_journal())?;
+        fsx::sync_dir(&self.layout.update_state())?;
+        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "the update has ended");
+        Ok(())
+    }
+
+    fn succeeded(&self, journal: &Journal) -> Result<(), UpdateError> {
+        memory::forgive(&self.layout, &journal.to)?;
+        match journal.aim {
+            Aim::Apply => memory::remember_previous(&self.layout, &journal.from)?,
+            Aim::Rollback => {
+                let why = "an operator went back from it";
+                memory::quarantine(&self.layout, &journal.from, Timestamp::now(), why)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn gateway(&self) -> Option<probe::Gateway> {
+        let pin = probe::pin(&self.layout).ok().flatten()?;
+        probe::Gateway::new(self.listen, pin).ok()
+    }
+}
+
+/// The release that is current.
+///
+/// # Errors
+/// [`UpdateError::NoRelease`].
+pub fn current(layout: &Layout) -> Result<ImageVersion, UpdateError> {
+    release::current(layout).ok_or(UpdateError::NoRelease)
+}

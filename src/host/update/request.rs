@@ -1,0 +1,124 @@
+//! The request file: gateway or sync agent write which release is wanted; the run that serves it removes it.
+//!
+//! They are not root. Whatever lies there is read as bytes of a stranger, and names a version at most: it lifts no rule.
+
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+
+use serde::Deserialize;
+
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::http::request_id;
+use crate::machine::name::ImageVersion;
+
+const LARGEST: u64 = 4096;
+
+/// What is asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    pub version: ImageVersion,
+    pub request_id: Option<String>,
+}
+
+/// What lies at the request's place.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Found {
+    Nothing,
+    Request(Request),
+    /// Something that is no request.
+    Rubbish,
+}
+
+pub fn read(layout: &Layout) -> Found {
+    let path = layout.request("update");
+    if path.symlink_metadata().is_err() {
+        return Found::Nothing;
+    }
+    // Neither a link to somewhere else, nor a pipe that nobody writes to.
+    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+    let Ok(file) = OpenOptions::new().read(true).custom_flags(flags).open(&path) else {
+        return Found::Rubbish;
+    };
+    if !file.metadata().is_ok_and(|meta| meta.is_file()) {
+        return Found::Rubbish;
+    }
+    let mut text = Vec::new();
+    match file.take(LARGEST).read_to_end(&mut text) {
+        Ok(_) => parse(&text).map_or(Found::Rubbish, Found::Request),
+        Err(_) => Found::Rubbish,
+    }
+}
+
+fn parse(text: &[u8]) -> Option<Request> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Wire {
+        image_version: ImageVersion,
+        request_id: Option<String>,
+    }
+    let wire: Wire = serde_json::from_slice(text).ok()?;
+    let request_id = wire.request_id.filter(|id| request_id::fits(id));
+    Some(Request { version: wire.image_version, request_id })
+}
+
+/// Removes the request, unless another release is asked for by now.
+///
+/// # Errors
+/// [`FileError`].
+pub fn done(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
+    match read(layout) {
+        Found::Request(request) if request.version != *served => Ok(()),
+        Found::Nothing => Ok(()),
+        _ => remove(layout),
+    }
+}
+
+/// # Errors
+/// [`FileError`].
+pub fn remove(layout: &Layout) -> Result<(), FileError> {
+    fsx::remove_if_there(&layout.request("update"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(content: &[u8]) -> (tempfile::TempDir, Layout) {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        fsx::write_atomic(&layout.request("update"), content, 0o600).unwrap();
+        (dir, layout)
+    }
+
+    #[test]
+    fn a_request_names_a_version_and_nothing_else_counts() {
+        let (_dir, layout) = at(br#"{"imageVersion":"2","requestId":"abc","allowDowngrade":true}"#);
+        let Found::Request(request) = read(&layout) else { panic!("no request") };
+        assert_eq!(request.version.as_str(), "2");
+        done(&layout, &"1".parse().unwrap()).unwrap();
+        assert_ne!(read(&layout), Found::Nothing, "another release is asked for");
+        done(&layout, &"2".parse().unwrap()).unwrap();
+        assert_eq!(read(&layout), Found::Nothing);
+    }
+
+    #[test]
+    fn what_a_stranger_may_put_there_is_rubbish() {
+        for content in [&b""[..], b"{}", b"{\"imageVersion\":\"../x\"}", &vec![b' '; 1 << 20]] {
+            let (_dir, layout) = at(content);
+            assert_eq!(read(&layout), Found::Rubbish);
+        }
+        let (dir, layout) = at(b"");
+        remove(&layout).unwrap();
+        let secret = dir.path().join("secret");
+        std::fs::write(&secret, br#"{"imageVersion":"2"}"#).unwrap();
+        std::os::unix::fs::symlink(&secret, layout.request("update")).unwrap();
+        assert_eq!(read(&layout), Found::Rubbish);
+        remove(&layout).unwrap();
+        nix::unistd::mkfifo(&layout.request("update"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(read(&layout), Found::Rubbish);
+        done(&layout, &"2".parse().unwrap()).unwrap();
+        assert_eq!(read(&layout), Found::Nothing);
+    }
+}

@@ -1,0 +1,197 @@
+//! How an update goes, pure: states with what they know, and one total function from state and event to the next state.
+//!
+//! No clock, no file, no process. The invariant: from every state that has changed the machine, every event leads to a
+//! release that was seen well, or to an end that says that there is none.
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::updated::End;
+
+/// A step that went wrong, and how.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trouble {
+    pub stage: Stage,
+    pub error: String,
+}
+
+/// The parts of an update, as outcomes name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    Preflight,
+    Manifest,
+    Download,
+    Trial,
+    Switch,
+    Units,
+    Restart,
+    Health,
+    Rollback,
+    Done,
+}
+
+impl Stage {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Preflight => "preflight",
+            Self::Manifest => "manifest",
+            Self::Download => "download",
+            Self::Trial => "trial",
+            Self::Switch => "switch",
+            Self::Units => "units",
+            Self::Restart => "restart",
+            Self::Health => "health",
+            Self::Rollback => "rollback",
+            Self::Done => "done",
+        }
+    }
+}
+
+/// Where an update stands. What is written here is done when its successor is written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", tag = "state")]
+pub enum State {
+    /// The release is brought and looked at; the machine is as it was.
+    Preparing,
+    /// The link is turned to the release.
+    Switching,
+    /// Its units are installed, the services run anew, and they become well.
+    Activating,
+    /// The link is turned back, and the release is put away.
+    Reverting {
+        why: Trouble,
+    },
+    /// The units of the one before are installed, the services run anew, and they become well.
+    Restoring {
+        why: Trouble,
+    },
+    Ended {
+        end: End,
+        stage: Stage,
+        error: Option<String>,
+    },
+}
+
+/// What a step brought.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The step did what it is for.
+    Done,
+    /// A rule forbids the update.
+    Refused(Trouble),
+    Failed(Trouble),
+    /// The same step was taken up too often.
+    GivenUp,
+}
+
+impl State {
+    pub fn has_ended(&self) -> bool {
+        matches!(self, Self::Ended { .. })
+    }
+
+    /// What comes next.
+    #[must_use]
+    pub fn after(self, event: Event) -> Self {
+        let too_often = |stage| Trouble { stage, error: "it was cut off at this too often".to_owned() };
+        match (self, event) {
+            (Self::Preparing, Event::Done) => Self::Switching,
+            (Self::Preparing, Event::Refused(why)) => ended(End::Refused, why),
+            (Self::Preparing, Event::Failed(why)) => ended(End::Failed, why),
+            (Self::Preparing, Event::GivenUp) => ended(End::Failed, too_often(Stage::Download)),
+
+            (Self::Switching, Event::Done) => Self::Activating,
+            (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
+            (Self::Switching, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Switch) },
+
+            (Self::Activating, Event::Done) => {
+                Self::Ended { end: End::Updated, stage: Stage::Done, error: None }
+            }
+            (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
+            (Self::Activating, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Restart) },
+
+            (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
+            (Self::Restoring { why }, Event::Done) => ended(End::RolledBack, why),
+            (
+                Self::Reverting { why } | Self::Restoring { why },
+                Event::Failed(then) | Event::Refused(then),
+            ) => not_back(&why, &then),
+            (Self::Reverting { why } | Self::Restoring { why }, Event::GivenUp) => {
+                not_back(&why, &too_often(Stage::Rollback))
+            }
+
+            (end @ Self::Ended { .. }, _) => end,
+        }
+    }
+}
+
+fn ended(end: End, why: Trouble) -> State {
+    State::Ended { end, stage: why.stage, error: Some(why.error) }
+}
+
+/// Neither release is well: both reasons are told.
+fn not_back(why: &Trouble, then: &Trouble) -> State {
+    let error = format!("{}; and after going back, at {}: {}", why.error, then.stage.as_str(), then.error);
+    State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn trouble() -> impl Strategy<Value = Trouble> {
+        "[a-z]{1,5}".prop_map(|error| Trouble { stage: Stage::Health, error })
+    }
+
+    fn event() -> impl Strategy<Value = Event> {
+        prop_oneof![
+            3 => Just(Event::Done),
+            1 => trouble().prop_map(Event::Refused),
+            1 => trouble().prop_map(Event::Failed),
+            1 => Just(Event::GivenUp),
+        ]
+    }
+
+    /// What the machine is like after a step: which release is current, and whether it was seen well.
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    struct World {
+        on_new: bool,
+        well: bool,
+    }
+
+    proptest! {
+        #[test]
+        fn every_history_ends_and_says_how_the_machine_is(events in proptest::collection::vec(event(), 12)) {
+            let mut state = State::Preparing;
+            let mut world = World { on_new: false, well: true };
+            for event in events {
+                let done = event == Event::Done;
+                match &state {
+                    // A switch that failed may have been made.
+                    State::Switching => world = World { on_new: true, well: false },
+                    State::Activating => world.well = done,
+                    State::Reverting { .. } if done => world = World { on_new: false, well: false },
+                    State::Restoring { .. } => world.well = done,
+                    _ => {}
+                }
+                let before = state.clone();
+                state = state.after(event);
+                if before.has_ended() {
+                    prop_assert_eq!(&state, &before);
+                }
+                // Written and read back, it is the same.
+                let text = serde_json::to_string(&state).unwrap();
+                prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
+                let State::Ended { end, error, .. } = &state else { continue };
+                match end {
+                    End::Updated => prop_assert_eq!(world, World { on_new: true, well: true }),
+                    End::RolledBack | End::Refused => prop_assert_eq!(world, World { on_new: false, well: true }),
+                    End::Failed => {}
+                }
+                prop_assert_eq!(error.is_none(), *end == End::Updated);
+            }
+            prop_assert!(state.has_ended());
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Whether a release's own updater runs at all: once the link is turned, it is the one that would have to go back.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::process::Command;
+
+const WITHIN: Duration = Duration::from_secs(20);
+
+#[derive(Debug, thiserror::Error)]
+pub enum TrialError {
+    #[error("the release's program does not start")]
+    Start(#[source] std::io::Error),
+    #[error("the release's updater ends with {0}")]
+    Failed(std::process::ExitStatus),
+    #[error("the release's updater does not answer within {} s", WITHIN.as_secs())]
+    Late,
+}
+
+/// # Errors
+/// [`TrialError`].
+pub async fn run(release: &Path) -> Result<(), TrialError> {
+    let mut child = Command::new(release.join("bin/svc"))
+        .args(["svc-update", "--version"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(TrialError::Start)?;
+    match tokio::time::timeout(WITHIN, child.wait()).await {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(TrialError::Failed(status)),
+        Ok(Err(error)) => Err(TrialError::Start(error)),
+        Err(_) => Err(TrialError::Late),
+    }
+}

@@ -1,0 +1,317 @@
+//! `rollouts` and their machines.
+//!
+//! The invariant: a machine's stand moves on only in a transaction that holds its rollout's row.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+
+use super::{DbError, execute, row, rows};
+use crate::clock::rfc3339_ms;
+use crate::http::request_id;
+use crate::machine::id::{MachineId, RolloutId};
+use crate::machine::name::{Handle, ImageVersion};
+use crate::platform::rollouts::plan::{Member, Stand};
+use crate::platform::rollouts::totals;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    Running,
+    Paused,
+    /// By itself: too many machines failed.
+    Stopped,
+    /// By an operator.
+    Aborted,
+    Succeeded,
+}
+
+impl State {
+    pub const ALL: [Self; 5] = [Self::Running, Self::Paused, Self::Stopped, Self::Aborted, Self::Succeeded];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Stopped => "stopped",
+            Self::Aborted => "aborted",
+            Self::Succeeded => "succeeded",
+        }
+    }
+
+    pub fn has_ended(self) -> bool {
+        !matches!(self, Self::Running | Self::Paused)
+    }
+}
+
+impl FromStr for State {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| text.to_owned())
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct RolloutRow {
+    pub id: RolloutId,
+    pub image_version: ImageVersion,
+    pub state: State,
+    pub why: Option<String>,
+    pub canary: i32,
+    pub batch_size: i32,
+    pub max_failures: i32,
+    pub request_id: String,
+    pub created_at: Timestamp,
+    pub updated_at: Timestamp,
+    pub ended_at: Option<Timestamp>,
+}
+
+const COLUMNS: &str = "rollout_id, image_version, state, why, canary, batch_size, max_failures, request_id, \
+                       created_at, updated_at, ended_at";
+
+impl RolloutRow {
+    fn parse(row: &Row) -> Result<Self, DbError> {
+        let unreadable = |why: String| DbError::Unreadable { what: "rollout", why };
+        let version: &str = row.get("image_version");
+        let state: &str = row.get("state");
+        Ok(Self {
+            id: RolloutId(row.get("rollout_id")),
+            image_version: version.parse().map_err(|_| unreadable(version.to_owned()))?,
+            state: state.parse().map_err(unreadable)?,
+            why: row.get("why"),
+            canary: row.get("canary"),
+            batch_size: row.get("batch_size"),
+            max_failures: row.get("max_failures"),
+            request_id: row.get("request_id"),
+            created_at: row.get("created_at"),
+            updated_at: row.get("updated_at"),
+            ended_at: row.get("ended_at"),
+        })
+    }
+}
+
+/// A rollout to be.
+pub struct NewRollout<'a> {
+    pub image_version: &'a ImageVersion,
+    pub canary: i32,
+    pub batch_size: i32,
+    pub max_failures: i32,
+    /// With their batches.
+    pub machines: &'a [(MachineId, i32)],
+}
+
+/// # Errors
+/// [`DbError`]; `rollouts_open` is violated where another one is open.
+pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
+    let id = RolloutId::new();
+    let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id) \
+               VALUES ($1, $2, 'running', $3, $4, $5, $6)";
+    let version = new.image_version.as_str();
+    let request = request_id::current();
+    execute(tx, sql, &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request]).await?;
+    let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) =
+        new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
+    let sql = "INSERT INTO rollout_machines (rollout_id, machine_id, batch, state) \
+               SELECT $1, machine, batch, 'waiting' FROM unnest($2::uuid[], $3::int4[]) AS all_of (machine, batch)";
+    execute(tx, sql, &[&id.0, &machines, &batches]).await?;
+    Ok(id)
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1");
+    row(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+}
+
+/// The row, held until the transaction ends.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn locked(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE");
+    row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+}
+
+/// [`locked`], or `None` where somebody else holds it.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn held(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
+    row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
+}
+
+/// The one that is open.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused')");
+    row(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
+}
+
+/// Those that are open, or of which machines are still asked.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn moving(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
+         (SELECT rollout_id FROM rollout_machines WHERE state = 'asked') ORDER BY created_at LIMIT 20"
+    );
+    rows(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
+}
+
+/// Running customers' machines that a rollout would reach: all, or those of these handles.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn reachable(
+    client: &impl GenericClient,
+    handles: Option<&[Handle]>,
+) -> Result<Vec<(MachineId, String)>, DbError> {
+    let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
+    let sql = "SELECT machine_id, handle FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
+               AND status = 'running' AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id";
+    Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
+}
+
+/// What is known of a rollout's machines now.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn members(
+    client: &impl GenericClient,
+    rollout: &RolloutRow,
+    silence: Duration,
+) -> Result<Vec<Member>, DbError> {
+    // Its own last word counts once it is another than when it was asked.
+    let sql = "SELECT r.machine_id, r.batch, r.state, \
+               m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running', \
+               m.image_version = $2 AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
+               CASE WHEN m.last_update IS DISTINCT FROM r.update_before AND m.last_update ->> 'version' = $2 \
+                   AND m.last_update ->> 'outcome' <> 'updated' \
+                   THEN concat_ws(': ', m.last_update ->> 'outcome', m.last_update ->> 'error') END, \
+               coalesce(r.asked_at <= clock_timestamp() - make_interval(secs => $3), false) \
+               FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
+               ORDER BY r.batch, r.machine_id";
+    let version = rollout.image_version.as_str();
+    let found = rows(client, sql, &[&rollout.id.0, &version, &silence.as_secs_f64()]).await?;
+    found
+        .iter()
+        .map(|row| {
+            Ok(Member {
+                machine: MachineId(row.get(0)),
+                batch: row.get(1),
+                stand: stand(row.get(2))?,
+                is_running: row.get(3),
+                is_there: row.get::<_, Option<bool>>(4).unwrap_or(false),
+                refused: row.get(5),
+                is_overdue: row.get(6),
+            })
+        })
+        .collect()
+}
+
+fn stand(text: &str) -> Result<Stand, DbError> {
+    text.parse().map_err(|why| DbError::Unreadable { what: "machine of a rollout", why })
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn settle(
+    tx: &Transaction<'_>,
+    rollout: RolloutId,
+    machine: MachineId,
+    stand: Stand,
+    error: Option<&str>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE rollout_machines SET state = $3, error = $4, ended_at = clock_timestamp() \
+               WHERE rollout_id = $1 AND machine_id = $2 AND state IN ('waiting', 'asked')";
+    execute(tx, sql, &[&rollout.0, &machine.0, &stand.as_str(), &error]).await.map(drop)
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn ask(tx: &Transaction<'_>, rollout: RolloutId, machine: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE rollout_machines r SET state = 'asked', asked_at = clock_timestamp(), update_before = m.last_update \
+               FROM user_machines m WHERE r.rollout_id = $1 AND r.machine_id = $2 AND m.machine_id = r.machine_id \
+               AND r.state = 'waiting'";
+    execute(tx, sql, &[&rollout.0, &machine.0]).await.map(drop)
+}
+
+/// Machines that were asked and whose hosts nobody has told yet; they count as told from now on.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn take_unheard(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
+    let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
+               AND nudged_at IS NULL RETURNING machine_id";
+    Ok(rows(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn set_state(
+    tx: &Transaction<'_>,
+    rollout: RolloutId,
+    state: State,
+    why: Option<&str>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE rollouts SET state = $2, why = $3, updated_at = clock_timestamp(), \
+               ended_at = CASE WHEN $4 THEN clock_timestamp() END WHERE rollout_id = $1";
+    execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
+}
+
+/// What a machine is asked to run by a rollout that goes on.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<Option<String>, DbError> {
+    let sql = "SELECT o.image_version FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
+               WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
+    Ok(row(client, sql, &[&machine.0]).await?.map(|row| row.get(0)))
+}
+
+/// The rollout as the API shows it.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result<Value, DbError> {
+    let sql = "SELECT r.machine_id, m.handle, m.slot, r.batch, r.state, r.error, r.asked_at, r.ended_at, m.image_version \
+               FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
+               ORDER BY r.batch, r.machine_id";
+    let found = rows(client, sql, &[&rollout.id.0]).await?;
+    let stands: Vec<Stand> = found.iter().map(|row| stand(row.get(4))).collect::<Result<_, _>>()?;
+    let time = |at: Option<Timestamp>| at.map(rfc3339_ms);
+    let machines: Vec<Value> = found
+        .iter()
+        .map(|row| {
+            json!({
+                "machineId": MachineId(row.get(0)), "handle": row.get::<_, &str>(1), "slot": row.get::<_, &str>(2),
+                "batch": row.get::<_, i32>(3), "state": row.get::<_, &str>(4), "error": row.get::<_, Option<&str>>(5),
+                "askedAt": time(row.get(6)), "endedAt": time(row.get(7)), "imageVersion": row.get::<_, &str>(8),
+            })
+        })
+        .collect();
+    Ok(json!({
+        "rolloutId": rollout.id,
+        "imageVersion": rollout.image_version,
+        "state": rollout.state.as_str(),
+        "why": rollout.why,
+        "canary": rollout.canary,
+        "batchSize": rollout.batch_size,
+        "maxFailures": rollout.max_failures,
+        "totals": totals(stands.into_iter()),
+        "machines": machines,
+        "createdAt": rfc3339_ms(rollout.created_at),
+        "updatedAt": rfc3339_ms(rollout.updated_at),
+        "endedAt": time(rollout.ended_at),
+        "requestId": rollout.request_id,
+    }))
+}

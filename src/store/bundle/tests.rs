@@ -1,0 +1,112 @@
+use proptest::prelude::*;
+
+use super::*;
+
+/// As `openssl genpkey -algorithm ed25519` and `openssl pkeyutl -sign -rawin` made them.
+const KEY: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
+const OTHER_KEY: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
+const SIGNATURE: &str = "614c4b637b092e93 zCISR8RHX0TRoNu5CRc4EvCgdXVdl87pP3jr4BV1nvqsp1Dy8ymK8iEpfHcWTsU7hvzFgPDbS0zPhw7Ut1avBw==\n";
+const OTHER_SIGNATURE: &str = "9a7121682c555618 ZnjWP+ihYuRfUr1UkNJrEwj037njLJsHcqqVS9/fR7JaDrledN44poK+PIBfF7qM8TR6pgG1y0/GU2SDJ+1WAQ==\n";
+const MANIFEST: &str = "{\"version\":1,\"imageVersion\":\"2026.11.21-1\",\"sha256\":\"e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855\",\"sizeBytes\":0,\"minVersion\":\"2026.1.0\",\"createdAt\":\"2026-11-21T00:00:00.000Z\",\"expiresAt\":\"2027-11-21T00:00:00.000Z\"}\n";
+
+fn keys(text: &str) -> TrustedKeys {
+    text.parse().unwrap()
+}
+
+fn check_at(
+    manifest: &str,
+    signature: &str,
+    trusted: &TrustedKeys,
+    now: &str,
+) -> Result<Verified, ManifestError> {
+    let signed = Signed { manifest: manifest.into(), signature: signature.into() };
+    verify(&signed, trusted, &"2026.11.21-1".parse().unwrap(), now.parse().unwrap())
+}
+
+fn check(manifest: &str, signature: &str, trusted: &TrustedKeys) -> Result<Verified, ManifestError> {
+    check_at(manifest, signature, trusted, "2026-12-01T00:00:00Z")
+}
+
+#[test]
+fn a_manifest_that_openssl_signed_is_believed() {
+    let verified = check(MANIFEST, SIGNATURE, &keys(KEY)).unwrap();
+    let manifest = verified.manifest();
+    assert_eq!(manifest.min_version.as_ref().unwrap().as_str(), "2026.1.0");
+    manifest.fits("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0).unwrap();
+    let both = format!("{OTHER_SIGNATURE}{SIGNATURE}");
+    for trusted in [KEY.to_owned(), OTHER_KEY.to_owned(), format!("{OTHER_KEY}, {KEY}")] {
+        check(MANIFEST, &both, &keys(&trusted)).unwrap();
+    }
+}
+
+#[test]
+fn each_reason_to_refuse_has_its_own_error() {
+    let trusted = keys(KEY);
+    fn refused(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
+        check(manifest, signature, trusted).unwrap_err()
+    }
+    assert_eq!(refused(MANIFEST, SIGNATURE, &TrustedKeys::default()), ManifestError::NoKeys);
+    let ids = vec!["9a7121682c555618".to_owned()];
+    assert_eq!(refused(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
+    let wrong = ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() };
+    assert_eq!(refused(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted), wrong);
+    // One good signature does not excuse a bad one of another key of ours.
+    let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
+    let error = refused(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
+    assert_eq!(error, ManifestError::WrongSignature { id: "9a7121682c555618".to_owned() });
+    for malformed in ["", "\n", "614c4b637b092e93", "614c4b637b092e93 AAAA\n", &SIGNATURE.to_uppercase()] {
+        assert_eq!(
+            refused(MANIFEST, malformed, &trusted),
+            ManifestError::MalformedSignature,
+            "{malformed:?}"
+        );
+    }
+    let expired = check_at(MANIFEST, SIGNATURE, &trusted, "2027-11-21T00:00:00Z").unwrap_err();
+    assert!(matches!(expired, ManifestError::Expired { .. }));
+    check_at(MANIFEST, SIGNATURE, &trusted, "2027-11-20T23:59:59Z").unwrap();
+    let signed = Signed { manifest: MANIFEST.into(), signature: SIGNATURE.into() };
+    let other = verify(&signed, &trusted, &"2".parse().unwrap(), Timestamp::UNIX_EPOCH).unwrap_err();
+    assert!(matches!(other, ManifestError::OtherVersion { .. }), "{other}");
+    let manifest = Manifest::parse(MANIFEST.as_bytes()).unwrap();
+    assert!(matches!(manifest.fits(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
+    assert!(matches!(manifest.fits(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
+    let newer = MANIFEST.replace("\"version\":1", "\"version\":2");
+    assert_eq!(Manifest::parse(newer.as_bytes()), Err(ManifestError::OtherFormat { found: 2 }));
+    let upper = MANIFEST.replace("e3b0", "E3B0");
+    assert!(matches!(Manifest::parse(upper.as_bytes()), Err(ManifestError::Malformed { .. })));
+}
+
+#[test]
+fn keys_are_32_bytes_each_and_some() {
+    for bad in ["", "AAAA", &format!("{KEY},"), &vec![KEY; 17].join(",")] {
+        assert!(bad.parse::<TrustedKeys>().is_err(), "{bad:?}");
+    }
+    assert_eq!(format!("{:?}", keys(KEY)), "[\"614c4b637b092e93\"]");
+}
+
+proptest! {
+    #[test]
+    fn one_flipped_bit_of_the_manifest_is_seen(at in 0..MANIFEST.len() * 8) {
+        let mut manifest = MANIFEST.as_bytes().to_vec();
+        manifest[at / 8] ^= 1 << (at % 8);
+        let signed = Signed { manifest, signature: SIGNATURE.into() };
+        let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
+        prop_assert_eq!(end.unwrap_err(), ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() });
+    }
+
+    #[test]
+    fn one_flipped_bit_of_the_signature_is_seen(at in 0..SIGNATURE.len() * 8) {
+        let mut signature = SIGNATURE.as_bytes().to_vec();
+        signature[at / 8] ^= 1 << (at % 8);
+        let signed = Signed { manifest: MANIFEST.into(), signature };
+        let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
+        // A flip can make the line's end another white space; that changes no signature.
+        prop_assert!(end.is_err() || at / 8 == SIGNATURE.len() - 1);
+    }
+
+    #[test]
+    fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        let _ = Manifest::parse(&bytes);
+        let _ = signatures(&bytes);
+    }
+}

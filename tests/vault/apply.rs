@@ -1,0 +1,444 @@
+//! An update of a machine that runs: verified before anything is switched, finished after a kill anywhere, taken back by
+//! itself where the release is not well, and never tried again then.
+//!
+//! The service manager is a stand-in that writes down how it was called; a release that has `app/broken` does not come up.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use anyhow::{Context, Result};
+use axum::Router;
+use axum::routing::get;
+use futures_util::StreamExt;
+use http::StatusCode;
+use kit::bundle::{Manifest, SigningKey};
+use serde_json::Value;
+
+use super::bundle::{self, Source};
+use super::machine::{Ended, Machine};
+
+const OLD: &str = "2026.1.0";
+const NEW: &str = "2026.2.0";
+const MADE: &str = "2026-01-02T03:04:05.000Z";
+const NEVER: &str = "2126-01-02T03:04:05.000Z";
+
+/// It starts a gateway as the current release is, and remembers what it was told.
+const SYSTEMCTL: &str = r#"#!/bin/sh
+echo "$*" >>"$SVC_ROOT/calls"
+case $1 in
+  restart) if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then echo failed; else echo active; fi >"$SVC_ROOT/gateway" ;;
+  show) echo "ActiveState=$(cat "$SVC_ROOT/gateway")"; echo Result=exit-code; echo NRestarts=0 ;;
+esac
+"#;
+
+fn key() -> Result<SigningKey> {
+    SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt"))
+}
+
+/// A bundle as it is published: archive, manifest, signature.
+struct Published {
+    archive: Vec<u8>,
+    manifest: Manifest,
+}
+
+impl Published {
+    fn new(version: &str, more: &[(&str, &str)]) -> Result<Self> {
+        let unit = format!("systemd/system/svc-{version}.service");
+        let more: Vec<(&str, &str)> =
+            [(unit.as_str(), "[Unit]\n")].into_iter().chain(more.iter().copied()).collect();
+        let archive = bundle::bundle_with(version, &more)?;
+        let manifest = Manifest {
+            version: 1,
+            image_version: version.to_owned(),
+            sha256: bundle::digest(&archive),
+            size_bytes: archive.len() as u64,
+            min_version: None,
+            created_at: MADE.to_owned(),
+            expires_at: NEVER.to_owned(),
+        };
+        Ok(Self { archive, manifest })
+    }
+
+    fn serve(&self, source: &Source) -> Result<()> {
+        let manifest = self.manifest.text()?;
+        let version = &self.manifest.image_version;
+        let end = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
+        source.put(&end(".json"), Some(manifest.clone().into_bytes()));
+        source.put(&end(".json.sig"), Some(key()?.signature_line(manifest.as_bytes()).into_bytes()));
+        source.put(&end(""), Some(self.archive.clone()));
+        Ok(())
+    }
+}
+
+/// A machine that runs [`OLD`], and a platform that has published more.
+struct Stage {
+    machine: Machine,
+    source: Source,
+    env: Vec<(&'static str, String)>,
+}
+
+impl Stage {
+    async fn new() -> Result<Self> {
+        let old = Published::new(OLD, &[])?;
+        let source = Source::start(old.archive.clone()).await?;
+        let machine = Machine::bare(1)?;
+        let base = format!("http://{}", source.addr);
+        machine.write_boot(&[
+            ("SVC_HOST_BUNDLE_URL", &format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz")),
+            ("SVC_BUNDLE_SHA256", &old.manifest.sha256),
+            ("SVC_IMAGE_VERSION", OLD),
+        ])?;
+        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
+        let keys = format!("SVC_BUNDLE_PUBLIC_KEYS=\"{}\"\n", key()?.public_key_base64());
+        fs::write(machine.path("opt/svc/env/update.env"), keys)?;
+        fs::write(machine.path("opt/svc/restore-complete"), "")?;
+        let systemctl = machine.path("systemctl");
+        fs::write(&systemctl, SYSTEMCTL)?;
+        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755))?;
+        fs::write(machine.path("gateway"), "active\n")?;
+        let listen = gateway(&machine).await?;
+        let env = vec![
+            ("SVC_SYSTEMCTL", systemctl.display().to_string()),
+            ("GATEWAY_LISTEN", listen),
+            ("SVC_UPDATE_HEALTH_SECONDS", "5".to_owned()),
+        ];
+        let stage = Self { machine, source, env };
+        stage.run(&["boot"], None).await?.expect(0);
+        Ok(stage)
+    }
+
+    async fn with(published: &Published) -> Result<Self> {
+        let stage = Self::new().await?;
+        published.serve(&stage.source)?;
+        Ok(stage)
+    }
+
+    async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
+        let words: Vec<&str> = ["svc-update"].iter().chain(words).copied().collect();
+        let mut env: Vec<(&str, &str)> =
+            self.env.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        env.extend(failpoints.map(|points| ("FAILPOINTS", points)));
+        let running = self.machine.spawn(&words, &env)?;
+        tokio::task::spawn_blocking(move || running.end()).await?
+    }
+
+    async fn apply(&self, version: &str) -> Result<Ended> {
+        self.run(&["apply", "--version", version], None).await
+    }
+
+    fn ask_for(&self, version: &str) -> Result<()> {
+        let request = serde_json::json!({"imageVersion": version, "requestId": "asked-for-it"});
+        let path = self.machine.path("var/lib/svc/requests/update");
+        svc::fsx::write_atomic(&path, request.to_string().as_bytes(), 0o600)?;
+        Ok(())
+    }
+
+    fn last(&self) -> Result<Value> {
+        let text = fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json")?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+
+    async fn status(&self) -> Result<Value> {
+        Ok(serde_json::from_str(&self.run(&["status", "--json"], None).await?.expect(0).stdout)?)
+    }
+
+    /// This release is current with its units and runs; nothing is open, and nothing is left over.
+    fn runs(&self, version: &str) -> Result<()> {
+        let opt = self.machine.path("opt/svc");
+        assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
+        let mut units: Vec<String> = fs::read_dir(self.machine.path("etc/systemd/system"))?
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<Result<_>>()?;
+        units.sort();
+        assert_eq!(units, [format!("svc-{version}.service")]);
+        assert_eq!(fs::read_to_string(self.machine.path("gateway"))?, "active\n");
+        for gone in ["var/lib/svc/update/journal.json", "var/lib/svc/requests/update"] {
+            assert!(!self.machine.path(gone).exists(), "{gone} is still there");
+        }
+        let partial = fs::read_dir(opt.join("releases"))?.flatten();
+        let partial: Vec<_> = partial
+            .map(|entry| entry.file_name())
+            .filter(|name| name.to_string_lossy().starts_with('.'))
+            .collect();
+        assert!(partial.is_empty(), "{partial:?}");
+        Ok(())
+    }
+
+    /// Not even looked at by the service manager.
+    fn is_untouched(&self) -> Result<()> {
+        self.runs(OLD)?;
+        let calls = fs::read_to_string(self.machine.path("calls"))?;
+        assert!(!calls.contains("restart"), "{calls}");
+        Ok(())
+    }
+
+    fn history(&self) -> Result<Vec<Value>> {
+        let text = fs::read_to_string(self.machine.path("var/lib/svc/update/history.jsonl"))?;
+        text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+    }
+}
+
+/// Answers `/readyz` as the stand-in says that the gateway is.
+async fn gateway(machine: &Machine) -> Result<String> {
+    let state = machine.path("gateway");
+    let ready = move || async move {
+        let active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
+        if active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+    };
+    let listen = super::platform::gateway_of(machine, Router::new().route("/readyz", get(ready))).await?;
+    Ok(listen.to_string())
+}
+
+fn broken() -> Result<Published> {
+    Published::new(NEW, &[("app/broken", "")])
+}
+
+#[tokio::test]
+async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    stage.apply(NEW).await?.expect(0);
+    stage.runs(NEW)?;
+    let last = stage.last()?;
+    assert_eq!(
+        (&last["version"], &last["outcome"], &last["stage"]),
+        (&NEW.into(), &"updated".into(), &"done".into())
+    );
+    let calls = fs::read_to_string(stage.machine.path("calls"))?;
+    let told: Vec<&str> = calls.lines().filter(|line| !line.starts_with("show")).collect();
+    assert_eq!(told[0], "daemon-reload", "of the boot");
+    assert_eq!(told[1..3], ["daemon-reload", "restart svc-gateway.service"], "{calls}");
+    assert!(told.contains(&"restart svc-sync-agent.service"), "{calls}");
+    let asked = stage.source.asked();
+    assert!(
+        asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
+    );
+
+    let before = asked.len();
+    let again = stage.apply(NEW).await?.expect(0);
+    assert!(again.stdout.contains("is current"), "{}", again.stdout);
+    assert_eq!(stage.source.asked().len(), before, "what is current is not asked for");
+
+    // Back to the one before, and not forward again by itself.
+    stage.run(&["rollback"], None).await?.expect(0);
+    stage.runs(OLD)?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
+    let none = stage.run(&["rollback"], None).await?.expect(65);
+    assert!(none.stderr.contains("no release to go back to"), "{}", none.stderr);
+    stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
+    stage.runs(NEW)?;
+    let status = stage.status().await?;
+    assert_eq!((&status["previous"], &status["quarantined"]), (&OLD.into(), &serde_json::json!([])));
+    let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
+    assert_eq!(outcomes, ["updated", "updated", "refused", "updated"]);
+    let history = stage.run(&["history"], None).await?.expect(0).stdout;
+    assert_eq!(history.lines().count(), 4, "{history}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
+    let stage = Stage::new().await?;
+    let good = Published::new(NEW, &[])?;
+    let end = format!("/{NEW}/svc-host-bundle.tar.gz");
+    let refused = async |what: &str, stage_of: &str, words: &str| -> Result<()> {
+        let ended = stage.apply(NEW).await?.expect(65);
+        assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
+        let last = stage.last()?;
+        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &stage_of.into()), "{what}");
+        stage.is_untouched().context(what.to_owned())
+    };
+    for suffix in [".json", ".json.sig"] {
+        good.serve(&stage.source)?;
+        stage.source.put(&format!("{end}{suffix}"), None);
+        refused(suffix, "manifest", "404").await?;
+    }
+    good.serve(&stage.source)?;
+    let flip = |mut bytes: Vec<u8>, at: usize| {
+        bytes[at] ^= 1;
+        bytes
+    };
+    let manifest = good.manifest.text()?.into_bytes();
+    stage.source.put(&format!("{end}.json"), Some(flip(manifest, 30)));
+    refused("a bit of the manifest", "manifest", "is not of this manifest").await?;
+    good.serve(&stage.source)?;
+    let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
+    stage.source.put(&format!("{end}.json.sig"), Some(flip(signature, 40)));
+    refused("a bit of the signature", "manifest", "signature").await?;
+    good.serve(&stage.source)?;
+    stage.source.put(&end, Some(flip(good.archive.clone(), good.archive.len() / 2)));
+    refused("a bit of the archive", "download", "").await?;
+
+    for (what, words, stage_of, change) in [
+        ("expired", "expired", "manifest", Manifest { expires_at: MADE.to_owned(), ..good.manifest.clone() }),
+        (
+            "another version",
+            "9.9.9",
+            "manifest",
+            Manifest { image_version: "9.9.9".to_owned(), ..good.manifest.clone() },
+        ),
+        (
+            "another digest",
+            "SHA-256",
+            "download",
+            Manifest { sha256: "ab".repeat(32), ..good.manifest.clone() },
+        ),
+        ("another size", "bytes", "download", Manifest { size_bytes: 7, ..good.manifest.clone() }),
+        (
+            "needs more",
+            "needs at least",
+            "preflight",
+            Manifest { min_version: Some("2026.1.1".to_owned()), ..good.manifest.clone() },
+        ),
+        (
+            "older",
+            "--allow-downgrade",
+            "preflight",
+            Manifest { created_at: "2025-01-01T00:00:00.000Z".to_owned(), ..good.manifest.clone() },
+        ),
+    ] {
+        good.serve(&stage.source)?;
+        let text = change.text()?;
+        stage.source.put(&format!("{end}.json"), Some(text.clone().into_bytes()));
+        stage
+            .source
+            .put(&format!("{end}.json.sig"), Some(key()?.signature_line(text.as_bytes()).into_bytes()));
+        refused(what, stage_of, words).await?;
+    }
+    stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
+    stage.runs(NEW)
+}
+
+#[tokio::test]
+async fn keys_come_from_where_only_root_writes() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
+    let own = key()?.public_key_base64();
+    stage.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
+    stage.is_untouched()
+}
+
+#[tokio::test]
+async fn a_program_that_does_not_start_is_never_switched_to() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
+    stage.is_untouched()
+}
+
+#[tokio::test]
+async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result<()> {
+    let stage = Stage::with(&broken()?).await?;
+    stage.ask_for(NEW)?;
+    let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
+    assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
+    stage.runs(OLD)?;
+    let last = stage.last()?;
+    assert_eq!(
+        (&last["outcome"], &last["stage"], &last["requestId"]),
+        (&"rolled_back".into(), &"health".into(), &"asked-for-it".into())
+    );
+    assert!(last["error"].as_str().is_some_and(|why| why.contains("svc-gateway.service failed")), "{last}");
+    assert_eq!(stage.status().await?["quarantined"][0]["version"], NEW);
+    let before = stage.source.asked().len();
+    stage.ask_for(NEW)?;
+    stage.run(&["apply", "--request"], None).await?.expect(0);
+    assert_eq!(stage.last()?["outcome"], "refused");
+    assert_eq!(stage.source.asked().len(), before, "it was fetched again");
+    stage.runs(OLD)?;
+    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "it takes room");
+    Ok(())
+}
+
+#[tokio::test]
+async fn nothing_asked_for_is_nothing_done() -> Result<()> {
+    let stage = Stage::new().await?;
+    stage.run(&["apply", "--request"], None).await?.expect(0);
+    stage.run(&["resume"], None).await?.expect(0);
+    let path = stage.machine.path("var/lib/svc/requests/update");
+    svc::fsx::write_atomic(&path, b"{\"imageVersion\":\"../../etc\"}", 0o600)?;
+    stage.run(&["apply", "--request"], None).await?.expect(65);
+    stage.is_untouched()?;
+    fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
+    let refused = stage.apply(NEW).await?.expect(65);
+    assert!(refused.stderr.contains("another machine"), "{}", refused.stderr);
+    stage.is_untouched()
+}
+
+/// Kills an update to `published` at each point, finishes it by the unit's own call, and looks at what is there then.
+async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: &str) -> Result<()> {
+    let one = |point: String| async move {
+        let stage = Stage::with(published).await?;
+        stage.ask_for(NEW)?;
+        let kill = format!("{point}=return(kill)");
+        stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
+        let journal = stage.machine.path("var/lib/svc/update/journal.json");
+        assert!(journal.exists(), "{point}: nothing would finish it");
+        stage.run(&["apply", "--request"], None).await?.expect(0);
+        stage.runs(runs).context(point.clone())?;
+        assert_eq!(stage.last()?["outcome"], outcome, "{point}");
+        assert_eq!(stage.history()?.len(), 1, "{point}");
+        anyhow::Ok(())
+    };
+    let all: Vec<_> = points.iter().map(|point| one((*point).to_owned())).collect();
+    let ends: Vec<Result<()>> = futures_util::stream::iter(all).buffer_unordered(4).collect().await;
+    ends.into_iter().collect()
+}
+
+#[tokio::test]
+async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+    let good = Published::new(NEW, &[])?;
+    let mut points: Vec<&str> = Vec::new();
+    for point in svc::host::update::APPLY_POINTS {
+        points.push(point);
+    }
+    // Those of bringing a release, which a boot has too; its own first and last steps are not passed here.
+    let shared =
+        ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
+    points.extend(shared);
+    points.extend(["update.switched", "update.linked", "update.units_written", "update.units_recorded"]);
+    killed_at(&points, &good, NEW, "updated").await
+}
+
+#[tokio::test]
+async fn a_way_back_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+    let mut points: Vec<&str> = Vec::new();
+    for point in svc::host::update::ROLLBACK_POINTS {
+        points.push(point);
+    }
+    points.extend(["update.restarted", "update.ended", "update.outcome_told", "update.request_done"]);
+    killed_at(&points, &broken()?, OLD, "rolled_back").await
+}
+
+#[tokio::test]
+async fn an_update_that_is_cut_off_again_and_again_is_given_up() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    stage.ask_for(NEW)?;
+    for _ in 0..5 {
+        stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
+    }
+    stage.run(&["resume"], None).await?.expect(0);
+    stage.runs(OLD)?;
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_step_that_fails_leaves_a_release_that_is_well() -> Result<()> {
+    let good = Published::new(NEW, &[])?;
+    let before = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
+    let after =
+        ["update.prepared", "update.activating", "update.reloaded", "update.restarted", "update.well"];
+    for point in before.iter().chain(&after) {
+        let stage = Stage::with(&good).await?;
+        let error = format!("{point}=1*return(error)");
+        stage.run(&["apply", "--version", NEW], Some(&error)).await?;
+        stage.runs(OLD).context(*point)?;
+        let expected = if before.contains(point) { "failed" } else { "rolled_back" };
+        assert_eq!(stage.last()?["outcome"], expected, "{point}");
+    }
+    Ok(())
+}
