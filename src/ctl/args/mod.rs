@@ -130,7 +130,7 @@ something is a problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | 
     #[command(
         after_help = "On a host it comes by the gateway's trusted socket; from outside with the owner's session, \
 through the router. Exits 65 where something is a problem.\n\n\
-Example: SVC_SESSION_TOKEN=$TOKEN svcctl verify-rollout --app-url https://app.example.com"
+Example: svcctl verify-rollout --app-url https://app.example.com"
     )]
     VerifyRollout(VerifyRollout),
     /// Print a script that completes `svcctl` in a shell
