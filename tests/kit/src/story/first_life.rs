@@ -187,8 +187,8 @@ pub async fn update(stack: &Stack, machine: &Machine) -> Result<((), String)> {
 pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)> {
     let svc = stack.dir.join("broken-svc");
     let script = format!(
-        "#!/bin/sh\nname=$(basename \"$0\")\n[ \"$name\" != svc-gateway ] || {{ echo broken >&2; exit 70; }}\n\
-         [ \"$name\" != svc ] || exec {svc} \"$@\"\nexec {svc} \"$name\" \"$@\"\n",
+        "#!/bin/sh\nname=$(basename \"$0\")\ncase $name in\n  svc-gateway) echo broken >&2; exit 70 ;;\n  \
+         svc-*) exec {svc} \"$name\" \"$@\" ;;\n  *) exec {svc} \"$@\" ;;\nesac\n",
         svc = stack.svc.canonicalize()?.display()
     );
     std::fs::write(&svc, script)?;
