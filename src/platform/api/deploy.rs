@@ -83,9 +83,8 @@ async fn believable(platform: &Platform, version: &ImageVersion) -> Result<(), P
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
-    let unusable = |why: String| {
-        Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))
-    };
+    let unusable =
+        |why: String| Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."));
     let signed = bundle::signed(&platform.bucket, version).await?;
     let signed = signed.ok_or_else(|| unusable("it was published without a signed manifest".to_owned()))?;
     let keys = platform.config.hosts.bundle_public_keys.as_deref();
@@ -205,7 +204,8 @@ async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Res
     } else {
         let (target, was) = (id.to_string(), json!({"state": before.state.as_str()}));
         let is = json!({"state": next.as_str()});
-        let changed = Changed { action: word.action(), target: &target, before: Some(&was), after: Some(&is) };
+        let changed =
+            Changed { action: word.action(), target: &target, before: Some(&was), after: Some(&is) };
         mutation.record(&tx, &reply, &changed).await?;
     }
     db::commit(tx).await?;
@@ -266,16 +266,10 @@ pub static START: Endpoint = Endpoint {
 
 fn asked() -> Value {
     let number = |least: u64| json!({ "type": "integer", "minimum": least, "maximum": MOST });
-    let handles =
-        json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MOST_HANDLES });
+    let handles = json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MOST_HANDLES });
     fields(
         &[("imageVersion", image_version())],
-        &[
-            ("handles", handles),
-            ("canary", number(0)),
-            ("batchSize", number(1)),
-            ("maxFailures", number(1)),
-        ],
+        &[("handles", handles), ("canary", number(0)), ("batchSize", number(1)), ("maxFailures", number(1))],
     )
 }
 

@@ -113,7 +113,8 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<Rollou
     let version = new.image_version.as_str();
     let request = request_id::current();
     execute(tx, sql, &[&id.0, &version, &new.canary, &new.batch_size, &new.max_failures, &request]).await?;
-    let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) = new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
+    let (machines, batches): (Vec<uuid::Uuid>, Vec<i32>) =
+        new.machines.iter().map(|(id, batch)| (id.0, *batch)).unzip();
     let sql = "INSERT INTO rollout_machines (rollout_id, machine_id, batch, state) \
                SELECT $1, machine, batch, 'waiting' FROM unnest($2::uuid[], $3::int4[]) AS all_of (machine, batch)";
     execute(tx, sql, &[&id.0, &machines, &batches]).await?;
