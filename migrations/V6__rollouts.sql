@@ -2,7 +2,9 @@
 
 ALTER TABLE user_machines
     -- As the host tells it: {version, outcome, stage, error?, at}.
-    ADD COLUMN last_update jsonb;
+    ADD COLUMN last_update jsonb,
+    -- Its host is at an update: what it runs now is not settled.
+    ADD COLUMN updating boolean NOT NULL DEFAULT false;
 
 CREATE TABLE rollouts (
     rollout_id     uuid PRIMARY KEY,

@@ -20,9 +20,12 @@ use tokio::io::AsyncReadExt;
 
 use super::show::size;
 use crate::applet::{Exit, Failure};
+use crate::config::Env;
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, StoreError};
-use crate::store::bundle::{digest, digest_line, parse_digest};
+use crate::store::bundle::{
+    self, Manifest, ManifestError, Signed, TrustedKeys, digest, digest_line, parse_digest,
+};
 use crate::store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
@@ -43,6 +46,12 @@ pub enum PublishError {
         "{} has the SHA-256 {found}, its .sha256 says {stated}\n  next: build the bundle again", .path.display()
     )]
     Mismatch { path: PathBuf, found: String, stated: String },
+    #[error("{} does not fit the archive: {why}\n  next: build the bundle again", .path.display())]
+    Companion {
+        path: PathBuf,
+        #[source]
+        why: ManifestError,
+    },
     #[error(
         "another content (SHA-256 {there}) is already published as {version}\n  next: publish under a new version"
     )]
@@ -74,6 +83,15 @@ pub struct Published {
     sha256: String,
     size_bytes: u64,
     news: News,
+    updates: Updates,
+}
+
+/// Whether hosts that run another release can update to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Updates {
+    Possible,
+    /// Why not.
+    Impossible(&'static str),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +108,7 @@ impl Published {
             "sha256": self.sha256,
             "sizeBytes": self.size_bytes,
             "alreadyPublished": self.news == News::WasThere,
+            "updatable": self.updates == Updates::Possible,
         })
     }
 }
@@ -101,7 +120,13 @@ impl fmt::Display for Published {
             News::WasThere => "already published",
         };
         let key = key::bundle(&self.version, "");
-        write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)
+        write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
+        match self.updates {
+            Updates::Possible => Ok(()),
+            Updates::Impossible(why) => {
+                write!(f, "\nnew machines can use it; hosts cannot update to it: {why}")
+            }
+        }
     }
 }
 
@@ -166,6 +191,7 @@ pub async fn publish(
     let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
     check(&archive, &found, &stated)?;
+    let updates = updates(dir, version, &stated, size_bytes).await?;
     let news = match digest(bucket, version).await? {
         // Where two published at once, the archive may be the other's.
         Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
@@ -178,7 +204,51 @@ pub async fn publish(
         companions(bucket, dir, version).await?;
         announce(bucket, &stated, version).await?;
     }
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news })
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates })
+}
+
+/// Manifest and signature beside the archive are looked at before anything is sent: a host would refuse what does not
+/// fit. Where the keys are known that hosts trust, the signature is checked as well.
+async fn updates(
+    dir: &FilePath,
+    version: &ImageVersion,
+    sha256: &str,
+    size_bytes: u64,
+) -> Result<Updates, PublishError> {
+    let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
+    let Some(manifest) = companion(&path(".json")).await? else {
+        return Ok(Updates::Impossible("there is no manifest beside it"));
+    };
+    let fits = Manifest::parse(&manifest).and_then(|parsed| {
+        parsed.is_of(version)?;
+        parsed.fits(sha256, size_bytes)
+    });
+    fits.map_err(|why| PublishError::Companion { path: path(".json"), why })?;
+    let Some(signature) = companion(&path(".json.sig")).await? else {
+        return Ok(Updates::Impossible("its manifest is not signed"));
+    };
+    let checked = match trusted() {
+        Some(keys) => {
+            let signed = Signed { manifest, signature };
+            bundle::verify(&signed, &keys, version, Timestamp::now()).map(drop)
+        }
+        None => bundle::signatures(&signature).map(drop),
+    };
+    checked.map_err(|why| PublishError::Companion { path: path(".json.sig"), why })?;
+    Ok(Updates::Possible)
+}
+
+/// The keys that hosts trust, where this process is told them.
+fn trusted() -> Option<TrustedKeys> {
+    Env::from_process().text("BUNDLE_PUBLIC_KEYS")?.parse().ok()
+}
+
+async fn companion(path: &FilePath) -> Result<Option<Vec<u8>>, PublishError> {
+    match tokio::fs::read(path).await {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(PublishError::Read { path: path.to_owned(), source }),
+    }
 }
 
 async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
@@ -216,10 +286,8 @@ async fn upload(
 async fn companions(bucket: &Bucket, dir: &FilePath, version: &ImageVersion) -> Result<(), PublishError> {
     for suffix in COMPANIONS {
         let path = dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        match tokio::fs::read(&path).await {
-            Ok(content) => bucket.put(&key::bundle(version, suffix), content).await?,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(source) => return Err(PublishError::Read { path, source }),
+        if let Some(content) = companion(&path).await? {
+            bucket.put(&key::bundle(version, suffix), content).await?;
         }
     }
     Ok(())
@@ -329,8 +397,21 @@ mod tests {
         bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
         assert!(list(&bucket).await.unwrap().is_empty(), "an archive alone is not published");
         let dir = build(&vec![7; 12 << 20]);
-        std::fs::write(dir.path().join(format!("{BUNDLE_FILE}.json")), b"{}").unwrap();
-        publish(&bucket, dir.path(), &version).await.unwrap();
+        let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
+        let manifest = |sha256: &str| {
+            format!(
+                "{{\"version\":1,\"imageVersion\":\"1.0\",\"sha256\":\"{sha256}\",\"sizeBytes\":{},\
+                 \"minVersion\":null,\"createdAt\":\"2026-01-01T00:00:00Z\",\"expiresAt\":\"2126-01-01T00:00:00Z\"}}\n",
+                12 << 20
+            )
+        };
+        let beside = dir.path().join(format!("{BUNDLE_FILE}.json"));
+        std::fs::write(&beside, manifest(&"0".repeat(64))).unwrap();
+        let refused = publish(&bucket, dir.path(), &version).await.unwrap_err();
+        assert!(matches!(refused, PublishError::Companion { why: ManifestError::OtherDigest { .. }, .. }));
+        std::fs::write(&beside, manifest(&sha256)).unwrap();
+        let published = publish(&bucket, dir.path(), &version).await.unwrap();
+        assert!(published.to_string().contains("hosts cannot update"), "{published}");
         let archive = bucket.head(&key::bundle(&version, "")).await.unwrap().unwrap();
         assert_eq!(archive.size, 12 << 20);
         assert!(bucket.head(&key::bundle(&version, ".json")).await.unwrap().is_some());

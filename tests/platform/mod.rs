@@ -10,6 +10,7 @@ mod config;
 mod create;
 mod credentials;
 mod deletion;
+mod deploy;
 mod described;
 mod fail;
 mod fleet;

@@ -137,3 +137,37 @@ async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
     }
     Ok(())
 }
+
+#[tokio::test]
+async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end() -> Result<()> {
+    let store = machine::store()?;
+    let named = json!({ "desiredImageVersion": "2.0.0", "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
+    let platform = Platform::start(Answer::Json(200, named)).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    platform.serves(&machine)?;
+    let listen = gateway(&machine).await?.to_string();
+    let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    let request = machine.path("var/lib/svc/requests/update");
+    until("the request", || request.exists()).await?;
+    let asked: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
+    assert_eq!(asked["imageVersion"], "2.0.0");
+    assert!(asked["requestId"].is_string(), "{asked}");
+    // The updater is at it, then refuses it.
+    let journal = machine.path("var/lib/svc/update/journal.json");
+    svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
+    std::fs::remove_file(&request)?;
+    let told = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
+    until("it says that it is at it", || told("\"updating\":true")).await?;
+    let last = json!({ "version": "2.0.0", "outcome": "refused", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
+    svc::fsx::write_atomic(&machine.path("var/lib/svc/update/last.json"), last.to_string().as_bytes(), 0o644)?;
+    std::fs::remove_file(&journal)?;
+    let before = platform.calls().len();
+    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    assert!(!request.exists(), "what was refused is asked for again");
+    let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
+    assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    Ok(())
+}

@@ -2,6 +2,7 @@
 //!
 //! Here: what all commands share, and their names; the commands of one noun are in a file of their own.
 
+mod deploy;
 mod look;
 mod machine;
 mod noun;
@@ -12,6 +13,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use url::Url;
 
+pub use self::deploy::{DeployCommand, Start};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
 pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
@@ -107,6 +109,9 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
     /// Host bundles
     #[command(subcommand)]
     Bundle(BundleCommand),
+    /// Releases for many machines
+    #[command(subcommand)]
+    Deploy(DeployCommand),
     /// Show one operation, step by step
     #[command(after_help = "Example: svcctl operation 019a0000-0000-7000-8000-000000000002 --wait")]
     Operation {
@@ -125,7 +130,7 @@ something is a problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | 
     #[command(
         after_help = "On a host it comes by the gateway's trusted socket; from outside with the owner's session, \
 through the router. Exits 65 where something is a problem.\n\n\
-Example: SVC_SESSION_TOKEN=$TOKEN svcctl verify-rollout --app-url https://app.example.com"
+Example: svcctl verify-rollout --app-url https://app.example.com"
     )]
     VerifyRollout(VerifyRollout),
     /// Print a script that completes `svcctl` in a shell

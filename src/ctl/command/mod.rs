@@ -1,6 +1,7 @@
 //! One function per command: what it sends, and what it prints.
 
 mod backup;
+mod deploy;
 mod machine;
 mod slot;
 
@@ -56,6 +57,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Fail(args) => machine::fail(api, args, out).await,
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
+        Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Operation { operation, wait } => machine::operation(api, operation, wait, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
             unreachable!("these need no platform and were run before")

@@ -4,6 +4,7 @@
 
 pub mod backup;
 pub mod bundle;
+pub mod deploy;
 pub mod fleet;
 mod human;
 pub mod machine;

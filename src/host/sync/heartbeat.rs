@@ -24,6 +24,7 @@ struct Beat {
     last_backup: Option<LastBackup>,
     #[serde(skip_serializing_if = "Option::is_none")]
     last_update: Option<Outcome>,
+    updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
 }
@@ -71,6 +72,7 @@ impl<'a> Heart<'a> {
             health: vitals::health(settings).await,
             last_backup: vitals::last_backup(settings),
             last_update: updated::last(&settings.layout).ok().flatten(),
+            updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
         };

@@ -39,6 +39,7 @@ struct Beat {
     health: Value,
     last_backup: Option<Value>,
     last_update: Option<Value>,
+    updating: bool,
     /// Of the verified snapshot that it tells of.
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
@@ -67,6 +68,7 @@ pub async fn handle(
             health: &beat.health,
             last_backup: beat.last_backup.as_ref(),
             last_update: beat.last_update.as_ref(),
+            updating: beat.updating,
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
         };
@@ -151,6 +153,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
     let last_update = last_update(&mut fields);
+    let updating = fields.boolean("updating").unwrap_or(false);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
@@ -162,6 +165,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             health,
             last_backup,
             last_update,
+            updating,
             backup_taken_at,
             epoch,
             proof_kids,
@@ -263,7 +267,12 @@ fn said() -> Value {
             ("health", fields(&[("gateway", word()), ("database", word())], &[])),
             ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
         ],
-        &[("lastBackup", last_backup_told()), ("lastUpdate", last_update_told()), ("proofKids", kids)],
+        &[
+            ("lastBackup", last_backup_told()),
+            ("lastUpdate", last_update_told()),
+            ("updating", boolean()),
+            ("proofKids", kids),
+        ],
     )
 }
 

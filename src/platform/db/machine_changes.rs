@@ -242,6 +242,8 @@ pub struct Heartbeat<'a> {
     pub health: &'a Value,
     pub last_backup: Option<&'a Value>,
     pub last_update: Option<&'a Value>,
+    /// Its host is at an update.
+    pub updating: bool,
     /// When the verified snapshot was taken that it tells of.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
@@ -258,11 +260,18 @@ pub async fn heartbeat(
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
                last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
-               last_update = coalesce($6, last_update) \
+               last_update = coalesce($6, last_update), updating = $7 \
                WHERE machine_id = $1";
     let version = beat.image_version.as_str();
-    let params: super::Params<'_> =
-        &[&id.0, &version, &beat.health, &beat.last_backup, &beat.backup_taken_at, &beat.last_update];
+    let params: super::Params<'_> = &[
+        &id.0,
+        &version,
+        &beat.health,
+        &beat.last_backup,
+        &beat.backup_taken_at,
+        &beat.last_update,
+        &beat.updating,
+    ];
     execute(client, sql, params).await?;
     // Apart, because naming this column wakes every router.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";

@@ -193,7 +193,7 @@ pub async fn members(
     // Its own last word counts once it is another than when it was asked.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running', \
-               m.image_version = $2 AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
+               m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
                CASE WHEN m.last_update IS DISTINCT FROM r.update_before AND m.last_update ->> 'version' = $2 \
                    AND m.last_update ->> 'outcome' <> 'updated' \
                    THEN concat_ws(': ', m.last_update ->> 'outcome', m.last_update ->> 'error') END, \

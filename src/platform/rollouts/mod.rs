@@ -40,7 +40,7 @@ pub async fn run(platform: Arc<Platform>) {
     }
 }
 
-async fn pass(platform: &Platform) -> anyhow::Result<()> {
+async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let moving = rollouts::moving(&session).await?;
     drop(session);
@@ -50,7 +50,7 @@ async fn pass(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn take_on(platform: &Platform, rollout: &RolloutRow) -> anyhow::Result<()> {
+async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     // Another process is at it.
@@ -79,7 +79,11 @@ async fn take_on(platform: &Platform, rollout: &RolloutRow) -> anyhow::Result<()
     for stand in counted {
         ROLLOUT_MACHINES.add_one([stand.as_str()]);
     }
-    tell(platform, &rollout, unheard).await;
+    if !unheard.is_empty() {
+        // Hosts that do not answer hold nobody up.
+        let (platform, id) = (Arc::clone(platform), request_id::current());
+        tokio::spawn(request_id::under(id, async move { tell(&platform, &rollout, unheard).await }));
+    }
     Ok(())
 }
 

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 use svc::platform::api::{ENDPOINTS, description};
 
+use super::deploy;
 use super::stack::{Answer, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
 
@@ -20,20 +21,27 @@ struct World {
     runs: Guest,
     waits: Guest,
     operation: String,
+    rollout: String,
 }
 
 impl World {
     async fn start(more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
-        let process = stack.platform_with(more);
+        deploy::publish_signed(&stack, "v1");
+        let keys = deploy::public_key();
+        let more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
+        let process = stack.platform_with(&more);
         let runs = stack.running(&process, "user_1").await;
         let made = stack.provision(&process, "user_2").await;
         let waits = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
         let operation = made["operationId"].as_str().unwrap().to_owned();
+        let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+        let deployed = stack.post(&process, "/vps/deploy", &deploy).await;
+        let rollout = deployed.body["rolloutId"].as_str().unwrap().to_owned();
         let secrets = [SECRET, &"07".repeat(32), stack.provider.token(), stack.store.secret_key()];
         let tokens = [&*runs.upgrade_token, &*runs.registration_token, &*waits.registration_token];
         secrets.iter().chain(&tokens).for_each(|secret| contract::platform().plant(secret));
-        Self { stack, process, runs, waits, operation }
+        Self { stack, process, runs, waits, operation, rollout }
     }
 
     /// The machine that an operation's caller would name.
@@ -73,6 +81,7 @@ impl Side for World {
     fn path(&self, operation: &Operation) -> String {
         match operation.id {
             "getOperation" => self.path_of(operation, &self.operation),
+            _ if is_of_rollout(operation) => self.path_of(operation, &self.rollout),
             _ => self.path_of(operation, &self.guest(operation).machine),
         }
     }
@@ -130,6 +139,7 @@ impl Side for World {
             "idpUserId" => json!("user_1"),
             "slot" => json!("primary"),
             "handle" => json!("h-user-1"),
+            "handles" => json!(["h-user-1"]),
             "machineId" => json!(self.guest(operation).machine),
             "serverType" => json!("cpx32"),
             "plan" => json!("max"),
@@ -146,6 +156,11 @@ impl Side for World {
 
 fn takes(operation: &Operation, credential: &str) -> bool {
     operation.credentials.iter().any(|one| one.name == credential)
+}
+
+/// Whether its path names a rollout.
+fn is_of_rollout(operation: &Operation) -> bool {
+    operation.path.starts_with("/vps/deploy/{id}")
 }
 
 fn operations() -> impl Iterator<Item = &'static Operation> {
@@ -192,7 +207,8 @@ async fn ids(world: &World, operation: &Operation) {
         world.send(call(bad)).await.assert_problem(400, "invalid_request");
     }
     if takes(operation, "operator") {
-        let code = if operation.id == "getOperation" { "not_found" } else { "machine_not_found" };
+        let other = operation.id == "getOperation" || is_of_rollout(operation);
+        let code = if other { "not_found" } else { "machine_not_found" };
         world.send(call(&some.to_string())).await.assert_problem(404, code);
     }
 }
@@ -264,7 +280,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
     // Those that end a machine come last.
     let mut all: Vec<&Operation> = operations().collect();
     all.sort_by_key(|operation| match operation.id {
-        "reportBootFailure" | "resize" => 1,
+        // Only one rollout is open at a time: the first is aborted before.
+        "reportBootFailure" | "resize" | "deploy" => 1,
         "recover" | "fail" => 2,
         "delete" => 3,
         _ => 0,

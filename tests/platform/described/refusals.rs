@@ -58,6 +58,7 @@ async fn every_code_that_a_route_names_is_seen() {
     lives(&mut rows, &settings).await;
     keys(&mut rows).await;
     bundles(&mut rows).await;
+    rollouts(&mut rows).await;
 
     world.stack.store.down();
     super::without_store(&world).await;
@@ -158,6 +159,36 @@ async fn keys(rows: &mut Rows<'_>) {
             rows.row(call, 400, "invalid_request").await;
         }
     }
+}
+
+async fn rollouts(rows: &mut Rows<'_>) {
+    let (path, world) = ("/vps/deploy", rows.world);
+    let of = |word: &str| format!("/vps/deploy/{}/{word}", world.rollout);
+    rows.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
+    world.send(world.ask(Method::POST, &of("abort"), &json!({}))).await;
+    let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
+    rows.post(path, &nobody, 404, "machine_not_found").await;
+    let open = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+    let first = world.send(world.ask(Method::POST, path, &open)).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    rows.post(path, &open, 409, "conflict").await;
+    let first = first.body["rolloutId"].as_str().unwrap().to_owned();
+    world.send(world.ask(Method::POST, &format!("/vps/deploy/{first}/abort"), &json!({}))).await;
+    for word in ["pause", "resume"] {
+        rows.post(&of(word), &json!({}), 409, "conflict").await;
+    }
+    // Only one that ended by itself cannot be aborted.
+    let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
+    let beat = super::super::stack::beat_of(&world.runs);
+    world.stack.beat(&world.process, &world.runs, &beat).await;
+    let done = world.send(world.ask(Method::POST, path, &done)).await;
+    let done = done.body["rolloutId"].as_str().unwrap().to_owned();
+    let look = || async {
+        let now = world.stack.get(&world.process, &format!("/vps/deploy/{done}")).await.body;
+        (now["state"] == "succeeded").then_some(())
+    };
+    world.stack.eventually("what is there already ends it", look).await;
+    rows.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
 async fn bundles(rows: &mut Rows<'_>) {

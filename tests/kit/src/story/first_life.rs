@@ -1,7 +1,8 @@
 //! The first machine: bundle, provision, boot behind the gate, the owner's rows, a backup.
 
 use std::net::Ipv4Addr;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -164,6 +165,85 @@ pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)
     let detail =
         format!("{key}, {} bytes; object, side record and pointer agree; pg_restore reads it", dump.len());
     Ok((key, detail))
+}
+
+/// A release that is like the first.
+const NEXT_VERSION: &str = "story-2";
+/// One whose gateway does not start.
+const BROKEN_VERSION: &str = "story-3";
+
+/// Another release for the running machine: rows stay, and the machine says what it runs.
+pub async fn update(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+    publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
+    let args = ["--json", "deploy", "start", NEXT_VERSION, "--yes", "--wait=200"];
+    let rollout: serde_json::Value = stack.svcctl(&args).await?.good()?.json()?;
+    ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
+    ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record names another release");
+    runs(stack, machine, NEXT_VERSION).await?;
+    Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows are there")))
+}
+
+/// A release whose gateway does not start: the machine goes back by itself, and everybody is told.
+pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+    let svc = stack.dir.join("broken-svc");
+    let script = format!(
+        "#!/bin/sh\nname=$(basename \"$0\")\ncase $name in\n  svc-gateway) echo broken >&2; exit 70 ;;\n  \
+         svc-*) exec {svc} \"$name\" \"$@\" ;;\n  *) exec {svc} \"$@\" ;;\nesac\n",
+        svc = stack.svc.canonicalize()?.display()
+    );
+    std::fs::write(&svc, script)?;
+    std::fs::set_permissions(&svc, std::fs::Permissions::from_mode(0o755))?;
+    publish_signed(stack, BROKEN_VERSION, svc).await?;
+    let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=200"]).await?;
+    ensure!(run.code == Some(69), "svcctl ended with {:?}: {}", run.code, run.stderr);
+    let rollout: serde_json::Value = serde_json::from_str(&run.stdout)?;
+    ensure!(
+        rollout["state"] == "stopped" && rollout["why"] == "the canary failed",
+        "the rollout is {rollout}"
+    );
+    let told = &record(stack).await?["lastUpdate"];
+    ensure!(told["version"] == BROKEN_VERSION && told["outcome"] == "rolled_back", "the host tells {told}");
+    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.good()?.json()?;
+    let reasons = &fleet["attention"][0]["reasons"];
+    let named = reasons.as_array().is_some_and(|all| all.iter().any(|one| one == "update_rolled_back"));
+    ensure!(named, "the fleet says {fleet}");
+    runs(stack, machine, NEXT_VERSION).await?;
+    let status = stack.provider.run_unit(&machine.server, "svc-update", &["status", "--json"]).await?;
+    let status: serde_json::Value = serde_json::from_slice(&status.stdout)?;
+    ensure!(status["quarantined"][0]["version"] == BROKEN_VERSION, "svc-update says {status}");
+    Ok((
+        (),
+        format!(
+            "{BROKEN_VERSION} is not well at {}; back to {NEXT_VERSION} by itself, fleet and rollout say so",
+            told["stage"]
+        ),
+    ))
+}
+
+async fn record(stack: &Stack) -> Result<serde_json::Value> {
+    stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()
+}
+
+/// The machine's disk names this release, and the owner's rows are served by it.
+async fn runs(stack: &Stack, machine: &Machine, version: &str) -> Result<()> {
+    let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
+    ensure!(current.ends_with(version), "the current release is {}", current.display());
+    let owner = stack.owner();
+    let found = eventually("find the rows", Duration::from_secs(10), || stack.web.titles(&owner)).await?;
+    ensure!(found == TITLES, "found {found:?}");
+    Ok(())
+}
+
+async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) -> Result<()> {
+    let (out, key) = (stack.dir.join(version), stack.signing_key.clone());
+    let built = tokio::task::spawn_blocking(move || {
+        let options = bundle::Options::new(&svc, version, &out)?;
+        bundle::build(&bundle::Options { signing_key: Some(key), ..options })
+    });
+    let dir = built.await??.dir.display().to_string();
+    let said = stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?.stdout;
+    ensure!(!said.contains("cannot update"), "{said}");
+    Ok(())
 }
 
 /// Another server type: the same server on the same disk, with the same rows, and no restore.

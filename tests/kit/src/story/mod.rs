@@ -136,6 +136,8 @@ async fn acts(
     }
     let backup = report.step("backup", first_life::backup(stack, &first)).await?;
     report.step("resize", first_life::resize(stack, &first)).await?;
+    report.step("update", first_life::update(stack, &first)).await?;
+    report.step("roll-back", first_life::roll_back(stack, &first)).await?;
     report.step("later-row", first_life::insert_later(stack)).await?;
     report.step("loss", second_life::lose(stack, &first)).await?;
     if broken(Breakage::Restore) {

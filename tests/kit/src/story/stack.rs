@@ -10,6 +10,7 @@ use super::platform::Platform;
 use super::program::{Program, Run};
 use super::slot::{BUCKET, Slot};
 use super::web::Web;
+use crate::bundle::SigningKey;
 use crate::ca::Ca;
 use crate::fetch::target_dir;
 use crate::idp::{Idp, MintOptions};
@@ -23,6 +24,8 @@ pub const USER: &str = "user_story";
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 
+/// Of tests alone: nothing else trusts it.
+const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
 /// What the provider's servers are.
@@ -75,6 +78,8 @@ pub struct Stack {
     pub secret: String,
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
     pub key: String,
+    /// Whose public half hosts trust.
+    pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
     /// The longest that a call of `svcctl` may take.
@@ -123,6 +128,7 @@ impl Stack {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
                 // Nobody here wants to wait half a minute for a host's word.
                 hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
+                hosts.extra_env.push(("SVC_UPDATE_HEALTH_SECONDS".to_owned(), "60".to_owned()));
                 hosts.extra_env.extend(more.clone());
                 SimulatorOptions::process(hosts)
             }
@@ -137,6 +143,9 @@ impl Stack {
         set("PLATFORM_PUBLIC_URL", &api);
         set("PLATFORM_SECRET", &secret);
         env.extend(more);
+        let signing_key = PathBuf::from(written(dir, "bundle-key.pem", SIGNING_KEY)?);
+        let public_key = SigningKey::read(&signing_key)?.public_key_base64();
+        env.push(("BUNDLE_PUBLIC_KEYS".to_owned(), public_key));
         let operator = Program::new(svc, env.clone());
         env.extend(idp.env());
         env.extend(store.sts_env());
@@ -188,6 +197,7 @@ impl Stack {
             front,
             secret,
             key,
+            signing_key,
             operator,
             platform_env,
             patience: Duration::from_secs(if machines { 900 } else { 230 }),

@@ -11,6 +11,7 @@ use super::disk::DatabaseRecord;
 use super::oneshot::words;
 use super::service::{Service, ServiceUnit};
 use super::session::Session;
+use super::systemctl;
 use crate::pg::{PgOptions, PgServer};
 
 /// Services, in the order of their start.
@@ -22,8 +23,12 @@ pub(super) const SERVICES: [&str; 4] = [GATEWAY, SHELL, CODE, SYNC_AGENT];
 /// Services that a release may do without, and what of it they need. The boot does not wait for them.
 const OPTIONAL: [(&str, &str); 2] = [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server")];
 
-/// Request files, the unit that consumes each, and its arguments.
-const PATH_UNITS: [(&str, &str, &[&str]); 1] = [("backup", "svc-db-backup", &["run", "--request"])];
+/// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
+type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
+const PATH_UNITS: [PathUnit; 2] = [
+    (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
+    (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
+];
 const PATH_POLL: Duration = Duration::from_millis(50);
 /// systemd stops to trigger a path unit that leaves its path behind; we only slow down.
 const PATH_REST: Duration = Duration::from_secs(1);
@@ -46,6 +51,7 @@ pub(super) async fn boot(
 ) -> Result<(), BootFailure> {
     // Without its user-data a machine does not know whom to tell.
     session.disk.first_boot(user_data).map_err(at("user-data"))?;
+    systemctl::serve(session, settings);
     let Err(failure) = units(session, settings).await else {
         watch_requests(session, settings);
         return Ok(());
@@ -180,16 +186,16 @@ async fn report(session: &Session, settings: &HostSettings, failure: &BootFailur
 
 /// The path units: a request file that appears starts its unit, which removes the file.
 fn watch_requests(session: &Arc<Session>, settings: &HostSettings) {
-    for (request, unit, args) in PATH_UNITS {
+    for (paths, unit, args) in PATH_UNITS {
         let (session_of_task, settings) = (Arc::clone(session), settings.clone());
         session.tasks.spawn_on(
             async move {
                 let session = session_of_task;
-                let path = session.disk.request(request);
+                let is_due = || paths.iter().any(|path| session.disk.state(path).exists());
                 loop {
-                    let rest = if path.exists() {
+                    let rest = if is_due() {
                         run(&session, &settings, unit, args).await.ok();
-                        if path.exists() { PATH_REST } else { PATH_POLL }
+                        if is_due() { PATH_REST } else { PATH_POLL }
                     } else {
                         PATH_POLL
                     };

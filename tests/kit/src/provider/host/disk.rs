@@ -47,8 +47,8 @@ impl Disk {
         self.root.join("opt/svc").join(rest)
     }
 
-    pub(super) fn request(&self, name: &str) -> PathBuf {
-        self.root.join("var/lib/svc/requests").join(name)
+    pub(super) fn state(&self, rest: &str) -> PathBuf {
+        self.root.join("var/lib/svc").join(rest)
     }
 
     /// The log file of a unit; its directory is made.

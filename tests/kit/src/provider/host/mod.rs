@@ -9,6 +9,7 @@ mod machine;
 mod oneshot;
 mod service;
 mod session;
+mod systemctl;
 #[cfg(test)]
 mod tests;
 mod user_data;

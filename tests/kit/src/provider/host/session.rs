@@ -19,6 +19,7 @@ use tokio_util::task::TaskTracker;
 
 use super::disk::Disk;
 use super::service::Service;
+use super::systemctl;
 use crate::child::{self, AtExit};
 use crate::pg::PgServer;
 
@@ -56,6 +57,9 @@ impl Session {
     pub(super) fn new(disk: Disk, env: Vec<(String, String)>) -> Result<Self> {
         let run_dir = tempfile::Builder::new().prefix("kit-run-").tempdir_in("/tmp")?;
         child::remove_with_us(run_dir.path());
+        let systemctl = systemctl::install(run_dir.path())?;
+        let mut env = env;
+        env.push(("SVC_SYSTEMCTL".to_owned(), systemctl.display().to_string()));
         Ok(Self {
             disk,
             off: CancellationToken::new(),

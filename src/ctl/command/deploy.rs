@@ -1,0 +1,113 @@
+//! `svcctl deploy`: a release for many machines, begun, followed, paused, ended.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use http::Method;
+use serde_json::{Value, json};
+
+use crate::applet::{Exit, Failure};
+use crate::ctl::api::{Answer, Api, CallError};
+use crate::ctl::args::{DeployCommand, Start, Wait};
+use crate::ctl::confirm;
+use crate::ctl::out::Out;
+use crate::ctl::progress::Progress;
+use crate::ctl::show::deploy::{Rollout, show};
+use crate::ctl::wait::Clock;
+use crate::machine::id::RolloutId;
+
+pub async fn run(api: &Api, command: DeployCommand, out: &Out) -> Result<(), Failure> {
+    match command {
+        DeployCommand::Start(args) => start(api, args, out).await,
+        DeployCommand::Status { rollout, wait } => {
+            let answer = api.get(&["vps", "deploy", &rollout.to_string()], &[]).await?;
+            follow(api, answer, wait, out).await
+        }
+        DeployCommand::Pause { rollout } => say(api, rollout, "pause", out).await,
+        DeployCommand::Resume { rollout } => say(api, rollout, "resume", out).await,
+        DeployCommand::Abort { rollout } => say(api, rollout, "abort", out).await,
+    }
+}
+
+async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
+    // Some machines were named one by one: that was thought about.
+    if args.handles.is_empty() {
+        let what = format!("Every running machine gets the release {}.", args.version);
+        if confirm::is_due(&what, args.yes)? {
+            let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
+            let running = &fleet["totals"]["byStatus"]["running"];
+            confirm::ask(&format!("{what} That are {running} machines now."), args.version.as_str())?;
+        }
+    }
+    let mut body = json!({"imageVersion": args.version});
+    if !args.handles.is_empty() {
+        body["handles"] = json!(args.handles);
+    }
+    for (name, value) in
+        [("canary", args.canary), ("batchSize", args.batch_size), ("maxFailures", args.max_failures)]
+    {
+        if let Some(value) = value {
+            body[name] = value.into();
+        }
+    }
+    let answer = api.send(Method::POST, &["vps", "deploy"], Some(&body)).await?;
+    follow(api, answer, args.wait, out).await
+}
+
+async fn say(api: &Api, rollout: RolloutId, word: &str, out: &Out) -> Result<(), Failure> {
+    let path = ["vps", "deploy", &rollout.to_string(), word];
+    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    out.answer(&answer, |view| Ok(show(view, &answer.read()?)))
+}
+
+/// Shows a rollout; with `--wait`, its end, and what happens until then.
+async fn follow(api: &Api, mut answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let mut rollout: Rollout = answer.read()?;
+    let id = rollout.rollout_id.clone();
+    let Some(seconds) = wait.wait else {
+        return out.answer(&answer, |view| Ok(show(view, &rollout)));
+    };
+    let progress = Progress::start();
+    let (mut told, mut clock) = (BTreeSet::new(), Clock::start(Duration::from_secs(seconds)));
+    loop {
+        for machine in rollout.machines.iter().filter(|machine| machine.has_ended()) {
+            if told.insert(machine.machine_id.clone()) {
+                progress.line(&machine.line(progress.view()));
+            }
+        }
+        progress.at(rollout.progress());
+        if rollout.has_ended() {
+            break;
+        }
+        if clock.is_over() {
+            let error = anyhow!(
+                "not ended after {seconds} s; it goes on\n  next: `svcctl deploy status {id} --wait`"
+            );
+            return Err(Failure::new(Exit::TryAgain, error));
+        }
+        clock.pause().await;
+        match api.get(&["vps", "deploy", &id], &[]).await {
+            Ok(next) => {
+                rollout = next.read()?;
+                answer = next;
+            }
+            // What was begun goes on meanwhile.
+            Err(CallError::Unreachable { .. }) => {}
+            Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    drop(progress);
+    out.answer(&answer, |view| Ok(show(view, &rollout)))?;
+    match rollout.state.as_str() {
+        "succeeded" => Ok(()),
+        state => {
+            let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
+            let error = anyhow!(
+                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that went back"
+            );
+            Err(Failure::new(Exit::Unavailable, error))
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Rollouts over real rows: hosts are what the tests say of themselves by heartbeat.
+
+use kit::bundle::{Manifest, SigningKey};
+use serde_json::{Value, json};
+
+use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, beat_of};
+
+const NEXT: &str = "v2";
+
+fn key() -> SigningKey {
+    SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).unwrap()
+}
+
+/// `BUNDLE_PUBLIC_KEYS` of the platforms here.
+pub fn public_key() -> String {
+    key().public_key_base64()
+}
+
+/// A bundle with a manifest that is signed for the hosts of [`public_key`].
+pub fn publish_signed(stack: &Stack, version: &str) {
+    publish(stack, version, "2126-01-02T03:04:05.000Z");
+}
+
+fn publish(stack: &Stack, version: &str, expires_at: &str) {
+    let (content, sha256) = ("0123456789", DIGEST.to_owned());
+    let manifest = Manifest {
+        version: 1,
+        image_version: version.to_owned(),
+        sha256: sha256.clone(),
+        size_bytes: content.len() as u64,
+        min_version: None,
+        created_at: "2026-01-02T03:04:05.000Z".to_owned(),
+        expires_at: expires_at.to_owned(),
+    };
+    let manifest = manifest.text().unwrap();
+    let put = |suffix: &str, content: &str| {
+        let key = format!("system-bundles/{version}/svc-host-bundle.tar.gz{suffix}");
+        stack.store.write(BUCKET, &key, content.to_owned());
+    };
+    put("", content);
+    put(".json", &manifest);
+    put(".json.sig", &key().signature_line(manifest.as_bytes()));
+    put(".sha256", &format!("{sha256}  svc-host-bundle.tar.gz\n"));
+}
+
+struct Fleet {
+    stack: Stack,
+    process: Process,
+    guests: Vec<Guest>,
+}
+
+impl Fleet {
+    async fn of(machines: usize, more: &[(&str, &str)]) -> Self {
+        let stack = Stack::start().await;
+        publish_signed(&stack, NEXT);
+        let keys = public_key();
+        let more: Vec<_> =
+            [("BUNDLE_PUBLIC_KEYS", keys.as_str())].into_iter().chain(more.iter().copied()).collect();
+        let process = stack.platform_with(&more);
+        let mut guests = Vec::new();
+        for n in 0..machines {
+            let guest = stack.running(&process, &format!("user_{n}")).await;
+            stack.beat(&process, &guest, &beat_of(&guest)).await;
+            guests.push(guest);
+        }
+        Self { stack, process, guests }
+    }
+
+    async fn deploy(&self, more: &Value) -> Value {
+        let mut body = json!({"imageVersion": NEXT});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer = self.stack.post(&self.process, "/vps/deploy", &body).await;
+        assert_eq!(answer.status, 202, "{answer:?}");
+        answer.body
+    }
+
+    /// What the host is told to run.
+    async fn desired(&self, guest: usize) -> Value {
+        let guest = &self.guests[guest];
+        self.stack.beat(&self.process, guest, &beat_of(guest)).await.body["desiredImageVersion"].clone()
+    }
+
+    async fn asked(&self, guest: usize) {
+        self.stack
+            .eventually("a machine is asked", || async { (self.desired(guest).await == NEXT).then_some(()) })
+            .await;
+    }
+
+    async fn tells(&self, guest: usize, version: &str, outcome: &str) {
+        let guest = &self.guests[guest];
+        let mut beat = beat_of(guest);
+        beat["imageVersion"] = json!(version);
+        beat["lastUpdate"] =
+            json!({"version": NEXT, "outcome": outcome, "stage": "health", "at": "2026-11-21T00:00:00.000Z"});
+        self.stack.beat(&self.process, guest, &beat).await;
+    }
+
+    async fn look(&self, rollout: &Value) -> Value {
+        let path = format!("/vps/deploy/{}", rollout["rolloutId"].as_str().unwrap());
+        self.stack.get(&self.process, &path).await.body
+    }
+
+    async fn comes_to(&self, rollout: &Value, state: &str) -> Value {
+        self.stack
+            .eventually(state, || async {
+                let now = self.look(rollout).await;
+                (now["state"] == state).then_some(now)
+            })
+            .await
+    }
+
+    async fn say(&self, rollout: &Value, word: &str) -> super::stack::Answer {
+        let path = format!("/vps/deploy/{}/{word}", rollout["rolloutId"].as_str().unwrap());
+        self.stack.post(&self.process, &path, &json!({})).await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_canary_comes_first_then_batches() {
+    let fleet = Fleet::of(4, &[]).await;
+    let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
+    assert_eq!(rollout["totals"]["waiting"], 4);
+    fleet.asked(0).await;
+    for other in 1..4 {
+        assert_eq!(fleet.desired(other).await, "v1", "only the canary is asked");
+    }
+    // A host that is at it is not there yet, whatever it says that it runs.
+    let mut beat = beat_of(&fleet.guests[0]);
+    (beat["imageVersion"], beat["updating"]) = (json!(NEXT), json!(true));
+    fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
+    tokio::time::sleep(std::time::Duration::from_millis(600)).await;
+    assert_eq!(fleet.look(&rollout).await["totals"]["updated"], 0);
+    fleet.tells(0, NEXT, "updated").await;
+    fleet.asked(1).await;
+    fleet.asked(2).await;
+    assert_eq!(fleet.desired(3).await, "v1", "its batch is the next");
+    fleet.tells(1, NEXT, "updated").await;
+    // A machine that goes away meanwhile holds nobody up.
+    fleet
+        .stack
+        .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
+        .await;
+    // Any process goes on with it.
+    let another = fleet.stack.platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
+    fleet.asked(3).await;
+    fleet.tells(3, NEXT, "updated").await;
+    let ended = fleet.comes_to(&rollout, "succeeded").await;
+    assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
+    let record = fleet.stack.get(&another, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
+    assert_eq!(
+        (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
+        (&json!(NEXT), &json!("updated"))
+    );
+    // What runs it already is not asked again.
+    let again = fleet.deploy(&json!({"handles": [record["handle"]]})).await;
+    let ended = fleet.comes_to(&again, "succeeded").await;
+    assert_eq!(ended["machines"][0]["askedAt"], Value::Null);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_stops_at_what_goes_back_and_at_silence() {
+    let fleet = Fleet::of(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
+    fleet.asked(0).await;
+    fleet.tells(0, "v1", "rolled_back").await;
+    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    assert_eq!(stopped["why"], "the canary failed");
+    assert_eq!(stopped["totals"], json!({"waiting": 3, "asked": 0, "updated": 0, "failed": 1, "skipped": 0}));
+    assert_eq!(fleet.desired(1).await, "v1");
+    let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    let reasons = &seen["attention"].as_array().unwrap()[0]["reasons"];
+    assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{seen}");
+    assert_eq!(fleet.say(&rollout, "resume").await.status, 409);
+
+    // The word of an earlier rollout is not this one's.
+    let rollout = fleet.deploy(&json!({"canary": 0, "batchSize": 2, "maxFailures": 2})).await;
+    fleet.asked(0).await;
+    fleet.asked(1).await;
+    fleet.tells(1, NEXT, "updated").await;
+    let silent = fleet
+        .stack
+        .eventually("silence ends", || async {
+            let now = fleet.look(&rollout).await;
+            (now["totals"]["failed"] == 1).then_some(now)
+        })
+        .await;
+    assert!(silent["machines"][0]["error"].as_str().unwrap().contains("said nothing"), "{silent}");
+    fleet.asked(2).await;
+    fleet.tells(2, "v1", "failed").await;
+    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    assert_eq!(stopped["why"], "2 machines failed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_is_paused_resumed_and_aborted() {
+    let fleet = Fleet::of(2, &[]).await;
+    let rollout = fleet.deploy(&json!({})).await;
+    fleet.asked(0).await;
+    assert_eq!(fleet.say(&rollout, "pause").await.body["state"], "paused");
+    assert_eq!(fleet.desired(0).await, "v1", "a paused rollout asks nobody");
+    fleet.tells(0, NEXT, "updated").await;
+    fleet
+        .stack
+        .eventually("what was asked ends", || async {
+            (fleet.look(&rollout).await["totals"]["updated"] == 1).then_some(())
+        })
+        .await;
+    assert_eq!(fleet.look(&rollout).await["totals"]["waiting"], 1);
+    let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
+    assert_eq!((other.status, &other.body["rolloutId"]), (409, &rollout["rolloutId"]));
+    assert_eq!(fleet.say(&rollout, "resume").await.body["state"], "running");
+    fleet.asked(1).await;
+    let aborted = fleet.say(&rollout, "abort").await;
+    assert_eq!((aborted.status, &aborted.body["state"]), (200, &json!("aborted")));
+    assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
+    assert_eq!(fleet.say(&rollout, "pause").await.status, 409);
+    assert_eq!(fleet.desired(1).await, "v1");
+    let client = fleet.stack.database.connect().await.unwrap();
+    let rows = client
+        .query("SELECT action FROM operator_audit WHERE action LIKE 'deploy%' ORDER BY at", &[])
+        .await
+        .unwrap();
+    let actions: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
+    assert_eq!(actions, ["deploy", "deploy.pause", "deploy.resume", "deploy.abort"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_what_hosts_would_take_is_deployed() {
+    let fleet = Fleet::of(1, &[]).await;
+    let deploy = async |body: Value| fleet.stack.post(&fleet.process, "/vps/deploy", &body).await;
+    deploy(json!({"imageVersion": "v9"})).await.assert_problem(404, "bundle_not_found");
+    let unsigned = deploy(json!({"imageVersion": "v1"})).await;
+    assert!(unsigned.body["detail"].as_str().unwrap().contains("without a signed manifest"), "{unsigned:?}");
+    unsigned.assert_problem(409, "conflict");
+    publish(&fleet.stack, "v3", "2026-01-02T03:04:05.000Z");
+    deploy(json!({"imageVersion": "v3"})).await.assert_problem(409, "conflict");
+    deploy(json!({"imageVersion": NEXT, "handles": ["nobody"]}))
+        .await
+        .assert_problem(404, "machine_not_found");
+    for bad in [
+        json!({"handles": []}),
+        json!({"handles": ["A B"]}),
+        json!({"batchSize": 0}),
+        json!({"canary": 1001}),
+    ] {
+        let mut body = json!({"imageVersion": NEXT});
+        body.as_object_mut().unwrap().extend(bad.as_object().unwrap().clone());
+        deploy(body).await.assert_problem(400, "invalid_request");
+    }
+    let keyless = fleet.stack.platform();
+    let answer = fleet.stack.post(&keyless, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
+    assert!(answer.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{answer:?}");
+    answer.assert_problem(409, "conflict");
+}
