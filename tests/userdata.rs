@@ -130,6 +130,7 @@ impl Parts {
             upgrade_token_hash: Vec::new(),
             heartbeat_at: None,
             health: None,
+            last_update: None,
             last_backup: None,
             proof_kids: Vec::new(),
             replaced_by: None,
