@@ -130,6 +130,7 @@ impl Parts {
             heartbeat_at: None,
             health: None,
             last_backup: None,
+            last_update: None,
             proof_kids: Vec::new(),
             replaced_by: None,
             retired_at: None,
