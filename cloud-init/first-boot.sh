@@ -104,8 +104,8 @@ packages=$(missing)
   fail 'the network rules could not be loaded'
 swap || say 'there is no swap: it could not be made'
 sysctl --quiet --system || say 'not every sysctl could be set'
-# What is not ours cannot say itself whose log line it is.
-for unit in svc-postgres svc-code; do
+# What may not read host.env cannot say itself whose log line it is.
+for unit in svc-postgres svc-apps svc-shell svc-code; do
   mkdir -p "$root/etc/systemd/system/$unit.service.d"
   printf '[Service]\nLogExtraFields=SVC_MACHINE_ID=%s\n' "$machine" >"$root/etc/systemd/system/$unit.service.d/10-machine.conf"
 done
@@ -116,10 +116,11 @@ pull() { podman image exists "$image" || podman pull --quiet "$image"; }
 patiently pull &
 pulling=$!
 
-if [ ! -e "$svc/current/bin/svc" ]; then
-  url=$(value boot SVC_HOST_BUNDLE_URL)
-  mkdir -p "$svc/bootstrap"
-  cd "$svc/bootstrap"
+program=$svc/current/bin/svc
+url=$(value boot SVC_HOST_BUNDLE_URL)
+mkdir -p "$svc/bootstrap"
+cd "$svc/bootstrap"
+if [ ! -x "$program" ]; then
   # The token is for the platform alone.
   case $url in "${platform%/}"/*) token=$(value host UPGRADE_TOKEN) ;; *) token= ;; esac
   download() {
@@ -131,13 +132,16 @@ if [ ! -e "$svc/current/bin/svc" ]; then
   whole || patiently download || fail 'the bundle could not be downloaded'
   whole || { rm -f bundle.tar.gz; fail 'the bundle has another SHA-256 than was asked for'; }
   tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'
-  ended=0
-  SVC_HOST_BUNDLE_URL="file://$svc/bootstrap/bundle.tar.gz" ./bin/svc svc-update boot 2>boot.err || ended=$?
-  cat boot.err >&2
-  [ "$ended" = 0 ] || fail "$(tail -n 1 boot.err)"
-  cd /
-  rm -rf "$svc/bootstrap"
+  program=./bin/svc
+  url=file://$svc/bootstrap/bundle.tar.gz
 fi
+# A release that is there already only gets what a cut kept from it: links, units, the database's password.
+ended=0
+SVC_HOST_BUNDLE_URL=$url "$program" svc-update boot 2>boot.err || ended=$?
+cat boot.err >&2
+[ "$ended" = 0 ] || fail "$(tail -n 1 boot.err)"
+cd /
+rm -rf "$svc/bootstrap"
 # The env files were here before their owners.
 { systemd-sysusers "$root/etc/sysusers.d/svc.conf" && systemd-tmpfiles --create "$root/etc/tmpfiles.d/svc.conf"; } ||
   fail 'users and directories could not be made'

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use crate::chain::chain;
+use crate::manual;
 
 /// `0.1.0 (commit 0123456789ab, 2026-11-21)`, printed by `--version` of every applet.
 pub const VERSION: &str =
@@ -83,8 +84,20 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
+/// Writes the manual pages of a command and of those below it into a directory, instead of running it.
+const WRITE_MAN: &str = "--write-man";
+
 /// Parses the command line; `--help` and `--version` print and leave 0, a mistake leaves 64.
 pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
+    if let [_, flag, dir] = args.as_slice()
+        && flag == WRITE_MAN
+    {
+        let written = manual::write(A::command(), Path::new(dir));
+        return Err(written.map_or_else(
+            |error| report(A::command().get_name(), &Failure::new(Exit::Internal, error)),
+            |()| ExitCode::SUCCESS,
+        ));
+    }
     A::try_parse_from(args).map_err(|error| {
         let asked = matches!(
             error.kind(),

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use svc::applet::{self, Applet};
+use svc::ctl::local::{Examined, Local};
 use svc::{ctl, host, platform};
 
 /// Applets that work. One that does not is not listed.
@@ -37,9 +38,30 @@ static APPLETS: &[Applet] = &[
         about: "registers this machine with the platform, once",
         run: host::register::run,
     },
+    Applet {
+        name: "svc-heartbeat",
+        about: "rotates and expires the machine's records, measures its storage",
+        run: host::heartbeat::run,
+    },
+    Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
+    Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },
-    Applet { name: "svcctl", about: "what an operator does", run: ctl::run },
+    Applet { name: "svcctl", about: "what an operator does", run: |args| ctl::run(args, LOCAL) },
 ];
+
+/// What `svcctl` looks at where it runs; this is the one place that knows all sides.
+const LOCAL: Local = Local {
+    is_host: host::doctor::is_here,
+    host: || Box::pin(host::doctor::examine()),
+    platform: |env_file| {
+        Box::pin(async move {
+            let platform::doctor::Examined { findings, operator } = platform::doctor::examine(env_file).await;
+            Examined { findings, operator }
+        })
+    },
+    gateway_socket: host::doctor::gateway_socket,
+    own_database: host::doctor::database_is_own,
+};
 
 fn main() -> ExitCode {
     svc::failpoint::arm();

@@ -1,7 +1,9 @@
 //! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits. In the modules below:
 //! on a terminal, and against the real parts.
 
+mod doctor;
 mod real;
+mod rollout;
 mod terminal;
 
 use std::collections::VecDeque;

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -101,17 +101,22 @@ impl Machine {
 
     /// Boots; the exit code of the script.
     async fn boots(&self) -> i32 {
+        let ended = self.run(&[]).await;
+        let calls = self.calls();
+        assert!(!["svcr_", "svcu_"].iter().any(|token| calls.contains(token)), "an argument: {calls}");
+        ended.code().unwrap()
+    }
+
+    async fn run(&self, extra: &[(&str, &str)]) -> ExitStatus {
         let root = self.dir.path().to_owned();
         let path = std::env::var("PATH").unwrap();
         let mut shell = Command::new("sh");
         shell.arg(root.join("opt/svc/first-boot.sh")).env_clear().env("DIR", &root).env("SVC_ROOT", &root);
         shell.env("CURL", which("curl", &path)).env("SVC_SYSTEMCTL", root.join("stand-ins/systemctl"));
-        shell.env("PATH", format!("{}/stand-ins:{path}", root.display()));
+        shell.env("PATH", format!("{}/stand-ins:{path}", root.display())).envs(extra.iter().copied());
         let ended = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
         println!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
-        let calls = self.calls();
-        assert!(!["svcr_", "svcu_"].iter().any(|token| calls.contains(token)), "an argument: {calls}");
-        ended.status.code().unwrap()
+        ended.status
     }
 
     fn calls(&self) -> String {
@@ -241,6 +246,12 @@ async fn a_machine_comes_from_user_data_to_its_target() {
     assert_eq!(fs::read_link(opt.join("current")).unwrap(), Path::new("releases/v1"));
     assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
     let calls = machine.calls();
+    // podman takes the file's values as they are, quotes and all.
+    let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
+    let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
+    assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
+    let host = fs::read_to_string(opt.join("env/host.env")).unwrap();
+    assert!(host.contains(&format!(":{password}@127.0.0.1:5432/svc")) && !calls.contains(password));
     let at = |call: &str| {
         let place = calls.lines().position(|line| line.contains(call));
         place.unwrap_or_else(|| panic!("no {call} in {calls}"))
@@ -322,16 +333,26 @@ async fn a_power_cut_anywhere_is_finished_by_the_next_boot() {
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
         let body = whole.splitn(3, '\n').nth(2).unwrap();
         machine.program(program, &format!("{kill}{body}"));
-        let root = machine.dir.path().to_owned();
-        let path = std::env::var("PATH").unwrap();
-        let mut shell = Command::new("sh");
-        shell.arg(root.join("opt/svc/first-boot.sh")).env_clear().env("DIR", &root).env("SVC_ROOT", &root);
-        shell.env("CURL", which("curl", &path)).env("PATH", format!("{}/stand-ins:{path}", root.display()));
-        let ended = tokio::task::spawn_blocking(move || shell.output().unwrap()).await.unwrap();
-        assert!(!machine.is_complete() && !ended.status.success(), "{cut}: it was not cut");
+        let ended = machine.run(&[]).await;
+        assert!(!machine.is_complete() && !ended.success(), "{cut}: it was not cut");
         machine.program(program, body);
         assert_eq!(machine.boots().await, 0, "{cut}: {}", machine.calls());
         assert!(machine.is_complete(), "{cut}");
         assert_eq!(machine.started().last().map(String::as_str), Some("svc.target"));
+    }
+}
+
+/// What a cut in the middle of the release's own set-up kept from the machine is made up, without a second download.
+#[tokio::test]
+async fn a_release_that_was_only_half_set_up_is_set_up() {
+    for point in ["update.renamed", "update.switched", "update.linked"] {
+        let machine = Machine::new(Serves::Whole).await;
+        let killed = machine.run(&[("FAILPOINTS", &format!("{point}=return(kill)"))]).await;
+        assert!(!killed.success() && machine.started().is_empty(), "{point}");
+        assert_eq!(machine.boots().await, 0, "{point}: {}", machine.calls());
+        let opt = machine.dir.path().join("opt/svc");
+        assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());
+        let fetched = machine.heard().iter().filter(|line| line.starts_with("GET ")).count();
+        assert_eq!(fetched, 1, "{point}: what came whole is kept");
     }
 }

@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use jiff::Timestamp;
+use kit::checkers;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use serde_json::{Value, json};
 use svc::config::Flag;
@@ -129,6 +130,7 @@ impl Parts {
             upgrade_token_hash: Vec::new(),
             heartbeat_at: None,
             health: None,
+            last_update: None,
             last_backup: None,
             last_update: None,
             proof_kids: Vec::new(),
@@ -185,11 +187,35 @@ async fn hosts_are_told_their_own_way_to_the_store() {
 
 /// As it goes out, without its comments, it is still the script that is read and checked here.
 #[tokio::test]
-async fn the_script_is_plain_shell_as_it_goes_out() {
+async fn the_script_is_plain_shell() {
     let document = document(&Parts::usual().render().await);
     let script = file(&document, "/opt/svc/first-boot.sh")["content"].as_str().unwrap();
     assert!(script.starts_with("#!/bin/sh\nset -eu\n"), "{script}");
-    let mut shell = Command::new("sh");
-    let read = shell.args(["-n", "-c", script]).output().unwrap();
+    let read = Command::new("sh").args(["-n", "-c", script]).output().unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/first-boot.sh");
+    let checked = checkers::shellcheck().unwrap().args(["--shell=sh", source]).output().unwrap();
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+}
+
+/// cloud-init's own command, of the release that machines boot.
+fn is_taken(text: &str) -> Result<(), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("user-data");
+    std::fs::write(&file, text).unwrap();
+    let mut schema = checkers::cloud_init_schema().unwrap();
+    let said = schema.arg("--config-file").arg(&file).output().unwrap();
+    let words = [said.stdout, said.stderr].concat();
+    let words = String::from_utf8_lossy(&words).into_owned();
+    if said.status.success() && words.starts_with("Valid cloud-config") { Ok(()) } else { Err(words) }
+}
+
+#[tokio::test]
+async fn cloud_init_takes_it() {
+    for parts in [Parts::usual(), Parts::longest()] {
+        is_taken(&parts.render().await).unwrap();
+    }
+    let wrong =
+        is_taken("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n").unwrap_err();
+    assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
 }

@@ -104,6 +104,21 @@ impl Api {
         self.patiently(&method, &self.url(path), body).await
     }
 
+    /// One try of a GET, with the status and the body as they came.
+    ///
+    /// # Errors
+    /// [`CallError::Unreachable`].
+    pub async fn look(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
+        let unreachable = |error: reqwest::Error| CallError::Unreachable {
+            base: self.base.clone(),
+            why: problem::chain(&error.without_url()),
+        };
+        let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
+        let response = request_id::onward(request).send().await.map_err(unreachable)?;
+        let status = response.status();
+        Ok((status, response.text().await.map_err(unreachable)?))
+    }
+
     fn url(&self, path: &[&str]) -> Url {
         let mut url = self.base.clone();
         if let Ok(mut segments) = url.path_segments_mut() {

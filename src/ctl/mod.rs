@@ -9,9 +9,12 @@ mod args;
 mod bundle;
 mod command;
 mod confirm;
+mod doctor;
+pub mod local;
 mod out;
 mod progress;
 mod refusal;
+mod rollout;
 mod show;
 mod wait;
 
@@ -22,20 +25,21 @@ use crate::applet;
 use crate::http::request_id;
 use crate::telemetry;
 use args::Args;
+use local::Local;
 
-pub fn run(args: Vec<OsString>) -> ExitCode {
+pub fn run(args: Vec<OsString>, local: Local) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,
         Err(code) => return code,
     };
     telemetry::init("svcctl");
     if !args.global.json {
-        return applet::block_on("svcctl", request_id::own(command::run(args)));
+        return applet::block_on("svcctl", request_id::own(command::run(args, local)));
     }
     // For programs a failure is one line of JSON.
     let mut exit = None;
     let ran = applet::block_on("svcctl", async {
-        if let Err(failure) = request_id::own(command::run(args)).await {
+        if let Err(failure) = request_id::own(command::run(args, local)).await {
             eprintln!("{}", refusal::json(&failure));
             exit = Some(failure.exit);
         }

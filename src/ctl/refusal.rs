@@ -55,6 +55,10 @@ impl Refusal {
         }
     }
 
+    pub fn is_unauthorized(&self) -> bool {
+        self.status == StatusCode::UNAUTHORIZED
+    }
+
     pub fn exit(&self) -> Exit {
         match self.status.as_u16() {
             401 | 403 => Exit::Permission,

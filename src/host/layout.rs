@@ -90,9 +90,24 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
-    /// What was copied from the bundled apps; it lies in the home, so that it goes where the apps go.
+    /// What was copied from the bundled apps; it lies among the apps, so that it goes where they go, and is written by
+    /// whoever may write them.
     pub fn bundled_apps_record(&self) -> PathBuf {
-        self.home().join("system/bundled-apps.json")
+        self.apps().join(".bundled-apps.json")
+    }
+
+    /// The shell's build in the current release.
+    pub fn shell(&self) -> PathBuf {
+        self.opt("app/shell")
+    }
+
+    pub fn runtime(&self) -> PathBuf {
+        self.opt("runtime")
+    }
+
+    /// The owner's settings: cost limits and their time zone.
+    pub fn settings(&self) -> PathBuf {
+        self.home().join("system/config.json")
     }
 
     pub fn logs(&self) -> PathBuf {
@@ -135,6 +150,10 @@ impl Layout {
         self.state("backup.lock")
     }
 
+    pub fn heartbeat_lock(&self) -> PathBuf {
+        self.state("heartbeat.lock")
+    }
+
     /// Files that ask a unit to run; a path unit watches them.
     pub fn request(&self, name: &str) -> PathBuf {
         self.state("requests").join(name)
@@ -164,7 +183,13 @@ impl Layout {
         self.state("sync")
     }
 
-    pub fn sockets(&self) -> PathBuf {
-        self.root.join("run/svc")
+    /// Of the gateway's user: `gateway.sock`.
+    pub fn gateway_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/gateway")
+    }
+
+    /// Of the owner's user: `shell.sock` and `code.sock`, which the gateway connects to.
+    pub fn owner_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/owner")
     }
 }

@@ -1,5 +1,6 @@
 //! The one HTTP client: deadlines, our resolver, rustls with ring, no redirects, no proxy from the environment.
 
+use std::path::Path;
 use std::time::Duration;
 
 use rustls::ClientConfig;
@@ -39,7 +40,19 @@ pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
 /// # Errors
 /// When reqwest refuses the configuration.
 pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
-    let mut builder = reqwest::Client::builder()
+    Ok(builder(deadlines, config).build()?)
+}
+
+/// A client all of whose requests go to a unix socket, whatever host they name.
+///
+/// # Errors
+/// When the extra roots cannot be read.
+pub fn over_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
+    Ok(builder(deadlines, tls::client_config()?).unix_socket(socket).build()?)
+}
+
+fn builder(deadlines: Deadlines, config: ClientConfig) -> reqwest::ClientBuilder {
+    let builder = reqwest::Client::builder()
         .tls_backend_preconfigured(config)
         .dns_resolver(resolve::shared())
         .connect_timeout(deadlines.connect)
@@ -47,8 +60,8 @@ pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<re
         .redirect(reqwest::redirect::Policy::none())
         .no_proxy()
         .user_agent(concat!("svc/", env!("CARGO_PKG_VERSION")));
-    if let Some(whole) = deadlines.whole {
-        builder = builder.timeout(whole);
+    match deadlines.whole {
+        Some(whole) => builder.timeout(whole),
+        None => builder,
     }
-    Ok(builder.build()?)
 }

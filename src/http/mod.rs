@@ -2,6 +2,7 @@
 
 pub mod client;
 pub mod fields;
+pub mod files;
 pub mod jwt;
 pub mod observe;
 pub mod openapi;

@@ -109,8 +109,13 @@ impl PlatformConfig {
         env.finish(built)
     }
 
+    /// The listener of the API alone.
+    pub fn api(env: &mut Env) -> Listen {
+        listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)))
+    }
+
     fn build(env: &mut Env) -> Option<Self> {
-        let api = listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)));
+        let api = Self::api(env);
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
         let routing = RouterConfig::read(env);
         let database = database(env);

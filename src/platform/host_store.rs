@@ -13,6 +13,7 @@ use url::Url;
 use super::db::machine_row::MachineRow;
 use crate::clock::rfc3339_ms;
 use crate::config::{Env, env_line};
+use crate::machine::name::Slot;
 use crate::store::config::{S3Config, StoreConfig};
 use crate::store::credentials::Temporary;
 use crate::store::key::SlotPrefix;
@@ -146,6 +147,17 @@ impl HostStore {
     /// Whether hosts hold credentials that reach every slot.
     pub fn gives_our_own(&self) -> bool {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
+    }
+
+    /// Asks for a session as a machine gets one, for a slot that nobody has; `None` where hosts get our own credentials.
+    ///
+    /// # Errors
+    /// [`StsError`].
+    pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
+        let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
+        let nobody = SlotPrefix::new(&"svc-doctor".parse().ok()?, &Slot::primary());
+        let policy = policy::of_slot(&assumer.partition, &s3.bucket, &nobody);
+        Some(assumer.sts.assume("svc-doctor", &policy, SHORTEST).await)
     }
 
     /// What a machine's host is told.

@@ -6,6 +6,7 @@ pub mod api;
 pub mod config;
 pub mod context;
 pub mod db;
+pub mod doctor;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;
@@ -14,6 +15,7 @@ pub mod keys;
 pub mod lifecycle;
 pub mod measure;
 pub mod operations;
+mod probe;
 pub mod rate_budget;
 pub mod rollouts;
 pub mod router;
@@ -21,6 +23,7 @@ pub mod tokens;
 pub mod userdata;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,15 +61,36 @@ const DRAIN: Duration = Duration::from_secs(25);
     version = applet::VERSION,
     about = "Control plane and router; configured by environment variables"
 )]
-struct Args {}
+struct Args {
+    /// File with settings, below the environment: what is in it is in no /proc/PID/environ
+    #[arg(long, value_name = "FILE", global = true)]
+    env_file: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Ask the platform that runs with these settings on this machine whether it is ready; exits 69 where it is not
+    Probe,
+}
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    let Args {} = match applet::parse(args) {
+    let args: Args = match applet::parse(args) {
         Ok(args) => args,
         Err(code) => return code,
     };
-    telemetry::init("svc-platform");
-    applet::block_on("svc-platform", async { serve(PlatformConfig::read(Env::from_process())?).await })
+    let env = || match &args.env_file {
+        Some(file) => Env::from_process().with_file(file),
+        None => Env::from_process(),
+    };
+    match args.command {
+        Some(Command::Probe) => applet::block_on("svc-platform", async { probe::run(env()).await }),
+        None => {
+            telemetry::init("svc-platform");
+            applet::block_on("svc-platform", async { serve(PlatformConfig::read(env())?).await })
+        }
+    }
 }
 
 async fn serve(config: PlatformConfig) -> Result<(), Failure> {

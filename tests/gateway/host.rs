@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -75,6 +75,13 @@ impl Machine {
 
     pub fn write(&self, below: &str, content: &str) -> Result<()> {
         Ok(svc::fsx::write_atomic(&self.path(below), content.as_bytes(), 0o644)?)
+    }
+
+    /// A socket of the owner's user, to which the gateway connects.
+    pub fn owner_socket(&self, name: &str) -> Result<UnixListener> {
+        let dir = self.path("run/svc/owner");
+        std::fs::create_dir_all(&dir)?;
+        Ok(UnixListener::bind(dir.join(name))?)
     }
 
     /// Puts an app's manifest into the owner's apps folder.
@@ -238,7 +245,7 @@ impl Host {
     }
 
     pub fn socket(&self) -> PathBuf {
-        self.machine.path("run/svc/gateway.sock")
+        self.machine.path("run/svc/gateway/gateway.sock")
     }
 
     pub fn terminate(&self) -> Result<()> {

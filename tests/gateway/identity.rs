@@ -110,10 +110,14 @@ async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_trusted_socket_opens_for_its_own_user_alone() -> Result<()> {
+async fn the_trusted_socket_opens_for_its_own_user_and_group_alone() -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let host = Machine::new(NOWHERE)?.start()?;
-    assert_eq!(std::fs::metadata(host.socket())?.permissions().mode() & 0o777, 0o600);
+    let mode =
+        |path: &std::path::Path| -> Result<u32> { Ok(std::fs::metadata(path)?.permissions().mode() & 0o777) };
+    let socket = host.socket();
+    let dir = socket.parent().expect("a directory of its own");
+    assert_eq!((mode(&socket)?, mode(dir)?), (0o660, 0o750));
     let another = format!("x-svc-proof: {}\n", {
         let mut claims = host.machine.claims(Route::Shell);
         claims.sub = "user_other".parse()?;

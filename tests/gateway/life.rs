@@ -1,7 +1,6 @@
 //! The gateway's start, end, and the services behind it.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixListener;
 
 use anyhow::Result;
 use reqwest::{Method, StatusCode};
@@ -95,7 +94,7 @@ async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<(
     for (name, route, path) in
         [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
     {
-        let listener = UnixListener::bind(host.machine.path(&format!("run/svc/{name}")))?;
+        let listener = host.machine.owner_socket(name)?;
         let serving = std::thread::spawn(move || -> std::io::Result<String> {
             let (mut stream, _) = listener.accept()?;
             let mut request = Vec::new();
@@ -120,7 +119,7 @@ async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<(
 async fn a_websocket_passes_through() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let host = Machine::new(NOWHERE)?.start()?;
-    let listener = UnixListener::bind(host.machine.path("run/svc/code.sock"))?;
+    let listener = host.machine.owner_socket("code.sock")?;
     let serving = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
         let (mut request, mut byte) = (Vec::new(), [0_u8; 1]);

@@ -168,6 +168,23 @@ async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Resu
     Ok(())
 }
 
+/// As on a machine, where root's directory has only a link to where the marker may be written.
+#[tokio::test]
+async fn the_marker_is_set_behind_its_link_and_a_link_alone_is_none() -> Result<()> {
+    let store = machine::store()?;
+    let new = Machine::new(&store, 2).await?;
+    let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
+    std::os::unix::fs::symlink(&target, &link)?;
+    restore(&new, &[])?.expect(70);
+    assert!(!new.marker(), "a link to nothing opens nothing");
+    new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    restore(&new, &[])?.expect(0);
+    assert_eq!(std::fs::read_link(&link)?, target, "the link stays");
+    assert!(new.marker() && std::fs::symlink_metadata(&target)?.is_file());
+    restore(&new, &[])?.expect(0);
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_database_in_use_wins_and_needs_no_store() -> Result<()> {
     let machine = Machine::bare(1)?;

@@ -6,7 +6,7 @@ mod backup;
 mod bundle;
 mod credentials;
 mod gate;
-mod machine;
+pub mod machine;
 mod meta;
 mod platform;
 mod register;

@@ -160,7 +160,11 @@ async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end(
     let told = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
     until("it says that it is at it", || told("\"updating\":true")).await?;
     let last = json!({ "version": "2.0.0", "outcome": "refused", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
-    svc::fsx::write_atomic(&machine.path("var/lib/svc/update/last.json"), last.to_string().as_bytes(), 0o644)?;
+    svc::fsx::write_atomic(
+        &machine.path("var/lib/svc/update/last.json"),
+        last.to_string().as_bytes(),
+        0o644,
+    )?;
     std::fs::remove_file(&journal)?;
     let before = platform.calls().len();
     until("more heartbeats", || platform.calls().len() >= before + 3).await?;

@@ -9,7 +9,7 @@ use kit::fetch;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// footprint, router or bridge
+    /// footprint, router, bridge or bundle
     #[arg(value_name = "AREA")]
     area: Area,
     /// How often each side is measured

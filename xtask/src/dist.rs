@@ -38,6 +38,7 @@ pub fn build() -> Result<PathBuf> {
     check(&svc)?;
     let sha256 = fetch::sha256(&svc)?;
     fs::write(dir.join("svc.sha256"), format!("{sha256}  svc\n"))?;
+    fs::write(dir.join("svc.cdx.json"), kit::deb::sbom::of(&cargo::root(), &svc)?)?;
     let mib = fs::metadata(&svc)?.len() as f64 / f64::from(1 << 20);
     println!("dist: {}, {mib:.1} MiB, statically linked, sha256 {sha256}", svc.display());
     Ok(svc)

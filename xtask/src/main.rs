@@ -1,12 +1,14 @@
 //! `cargo xtask`: the project's own commands. Argument parsing; what they do is in the kit, or is cargo's.
 
 mod bench;
+mod browser;
+mod bundle;
 mod cargo;
 mod ci;
 mod dist;
 mod test;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 
@@ -26,19 +28,10 @@ struct Args {
 enum Command {
     /// Fetch what demo and tests need and this machine lacks
     Setup,
-    /// Build a host bundle
-    Bundle {
-        /// The smallest one that boots: the binary and two test apps
-        #[arg(long, required = true)]
-        minimal: bool,
-        #[arg(long, value_name = "VERSION")]
-        image_version: String,
-        #[arg(long, value_name = "DIR")]
-        out: PathBuf,
-        /// The binary that the bundle carries; built when not given
-        #[arg(long, value_name = "PATH")]
-        svc: Option<PathBuf>,
-    },
+    /// Build a host bundle: archive, digest, and manifest with its signature
+    Bundle(bundle::Args),
+    /// Look at shell, apps and code-server in Chromium; screenshots in target/browser
+    Browser(browser::Args),
     /// Play the whole main job on real parts; writes target/demo/report.json
     Demo {
         /// Break one thing, backup|restore|pin|fence: the demo must then fail
@@ -59,6 +52,9 @@ enum Command {
         /// Where dev.json and the operator's credential go; another directory for another one beside the first
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
+        /// The machine's bundle, as `cargo xtask bundle --out DIR` left it; else the smallest one
+        #[arg(long, value_name = "DIR")]
+        bundle: Option<PathBuf>,
     },
     /// Play the main job on virtual machines, then what only a machine shows; writes target/lab
     Lab {
@@ -71,6 +67,15 @@ enum Command {
     },
     /// Build the one static executable, target/dist/svc, and check that it is one
     Dist,
+    /// Build the Debian packages and the bill of materials into target/deb
+    Deb {
+        /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
+        #[arg(long)]
+        check: bool,
+        /// The binary that they carry; else target/dist/svc, built when missing
+        #[arg(long, value_name = "PATH")]
+        svc: Option<PathBuf>,
+    },
     /// Measure the static executable beside its peers; writes target/bench/AREA.json
     Bench(bench::Args),
     /// Set up, build, and run all tests
@@ -91,13 +96,15 @@ enum Command {
 fn main() -> ExitCode {
     let end = match Args::parse().command {
         Command::Setup => setup().map(|()| ExitCode::SUCCESS),
-        Command::Bundle { image_version, out, svc, .. } => bundle(&image_version, &out, svc),
+        Command::Bundle(args) => bundle::run(args),
+        Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
-        Command::Dev { svc, dir } => dev(svc, dir),
+        Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
         Command::Lab { quick, svc } => lab(quick, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
+        Command::Deb { check, svc } => deb(check, svc),
         Command::Ci { .. } => ci::rest(),
     };
     end.unwrap_or_else(|error| {
@@ -114,10 +121,23 @@ fn setup() -> Result<()> {
     Ok(())
 }
 
-fn bundle(image_version: &str, out: &std::path::Path, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let bundle = kit::bundle::minimal(&svc_or_built(svc)?, image_version, out)?;
-    let archive = bundle.dir.join(kit::bundle::ARCHIVE);
-    println!("{}\n{} bytes, sha256 {}", archive.display(), bundle.size_bytes, bundle.sha256);
+fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+    let target = kit::fetch::target_dir();
+    let shipped = target.join("dist/svc");
+    let svc = match svc {
+        Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
+        None if shipped.exists() => shipped,
+        None => dist::build()?,
+    };
+    let options = kit::deb::Options::new(svc, cargo::root(), target.join("deb"));
+    if check {
+        let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
+        runtime.block_on(kit::deb::check::check(&options))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for package in kit::deb::build(&options)? {
+        println!("{}, sha256 {}", package.display(), kit::fetch::sha256(&package)?);
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -130,13 +150,13 @@ fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<
     Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>) -> Result<ExitCode> {
+fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Result<ExitCode> {
     let dir = dir.unwrap_or_else(kit::dev::default_dir);
     // Before the build: one that runs already keeps its binary.
     let claim = kit::dev::Claim::of(&dir)?;
     let svc = svc_or_built(svc)?;
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    runtime.block_on(kit::dev::run(claim, &svc))?;
+    runtime.block_on(kit::dev::run(claim, &svc, bundle))?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -3,6 +3,7 @@
 //! Here: what all commands share, and their names; the commands of one noun are in a file of their own.
 
 mod deploy;
+mod look;
 mod machine;
 mod noun;
 
@@ -13,6 +14,7 @@ use clap_complete::Shell;
 use url::Url;
 
 pub use self::deploy::{DeployCommand, Start};
+pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
 pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
 use crate::applet;
@@ -118,6 +120,19 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
         #[command(flatten)]
         wait: Wait,
     },
+    /// Find out what is wrong with this host or platform, and what to do about it
+    #[command(
+        after_help = "On a host run it as root. Nothing is changed, and no secret is printed. Exits 65 where \
+something is a problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
+    )]
+    Doctor(Doctor),
+    /// Verify a release on a running host before it is rolled out: shell, gateway, bridge, icons
+    #[command(
+        after_help = "On a host it comes by the gateway's trusted socket; from outside with the owner's session, \
+through the router. Exits 65 where something is a problem.\n\n\
+Example: svcctl verify-rollout --app-url https://app.example.com"
+    )]
+    VerifyRollout(VerifyRollout),
     /// Print a script that completes `svcctl` in a shell
     #[command(
         after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"

@@ -15,15 +15,16 @@ use url::Url;
 
 use super::api::Api;
 use super::args::{Args, BundleCommand, Command, Global};
-use super::bundle;
+use super::local::Local;
 use super::out::{Out, print};
 use super::show::{self, View};
+use super::{bundle, doctor, rollout};
 use crate::applet::Failure;
 use crate::config::Env;
 use crate::store::bucket::Bucket;
 use crate::store::config::StoreConfig;
 
-pub async fn run(args: Args) -> Result<(), Failure> {
+pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
     let out = Out { json: args.global.json };
     match args.command {
         Command::Completions { shell } => {
@@ -32,6 +33,8 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             print(&String::from_utf8_lossy(&script))
         }
         Command::Bundle(command) => published(command, &out).await,
+        Command::Doctor(asked) => doctor::run(&args.global, asked, local, &out).await,
+        Command::VerifyRollout(asked) => rollout::run(asked, local, &out).await,
         command => {
             let api = connect(&args.global)?;
             call(&api, command, &out).await
@@ -56,7 +59,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Backup(command) => backup::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Operation { operation, wait } => machine::operation(api, operation, wait, out).await,
-        Command::Bundle(_) | Command::Completions { .. } => {
+        Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
             unreachable!("these need no platform and were run before")
         }
     }
@@ -85,7 +88,7 @@ fn open_store() -> Result<Bucket, Failure> {
     Ok(env.finish(store)?.open()?)
 }
 
-fn connect(global: &Global) -> Result<Api, Failure> {
+pub(super) fn connect(global: &Global) -> Result<Api, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
@@ -98,30 +101,30 @@ fn connect(global: &Global) -> Result<Api, Failure> {
         );
     }
     let secret = match &global.secret_file {
-        Some(file) => secret_from(&mut env, file),
+        Some(file) => secret_from(&mut env, "--secret-file", file),
         None => env.required_secret("PLATFORM_SECRET"),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
     Ok(Api::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
-fn secret_from(env: &mut Env, file: &Path) -> Option<SecretString> {
+pub(super) fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {
     match std::fs::read_to_string(file) {
         Ok(text) if !text.trim().is_empty() => Some(SecretString::from(text.trim())),
         Ok(_) => {
-            env.mistake("--secret-file", "the file is empty");
+            env.mistake(flag, "the file is empty");
             None
         }
         Err(error) => {
-            env.mistake("--secret-file", format!("{}: {error}", file.display()));
+            env.mistake(flag, format!("{}: {error}", file.display()));
             None
         }
     }
 }
 
-fn is_private(base: &Url) -> bool {
+pub(super) fn is_private(base: &Url) -> bool {
     let here = match base.host() {
-        Some(url::Host::Domain(name)) => name == "localhost",
+        Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
         Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
         Some(url::Host::Ipv6(ip)) => ip.is_loopback(),
         None => false,

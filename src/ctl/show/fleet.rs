@@ -7,6 +7,7 @@ use serde::Deserialize;
 use super::human::span;
 use super::table::{self, Cell};
 use super::{Colour, View};
+use crate::diagnosis::Findings;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -42,6 +43,28 @@ pub struct Attention {
     pub handle: String,
     pub status: String,
     pub reasons: Vec<String>,
+}
+
+/// Machines that a report of findings shows by name; `svcctl fleet` has all.
+const MOST_NAMED: usize = 20;
+
+impl Fleet {
+    /// Who needs somebody, as findings.
+    pub fn findings(&self, findings: Findings) -> Findings {
+        let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
+            let next = machine.reasons.first().map_or("svcctl status HANDLE", |reason| advice(reason));
+            let reasons = machine.reasons.join(", ");
+            let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.status);
+            findings.warning(what, next.replace("HANDLE", &machine.handle))
+        });
+        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
+        let named = if more > 0 {
+            named.warning(format!("and {more} more machines need somebody"), "svcctl fleet")
+        } else {
+            named
+        };
+        named.or_ok(format!("{} machines, none needs anybody", self.totals.machines))
+    }
 }
 
 pub fn show(view: &View, fleet: &Fleet) -> String {

@@ -52,9 +52,8 @@ pub async fn update(State(gateway): State<Arc<Gateway>>, body: Body) -> Response
 
 async fn ask_for_update(gateway: &Gateway, body: Body) -> Result<Response, Problem> {
     let bytes = super::body::read(body, OWN_BODY).await?;
-    let map = match serde_json::from_slice::<Value>(&bytes) {
-        Ok(Value::Object(map)) => map,
-        _ => return Err(Problem::field("", "must be a JSON object")),
+    let Ok(Value::Object(map)) = serde_json::from_slice::<Value>(&bytes) else {
+        return Err(Problem::field("", "must be a JSON object"));
     };
     let mut fields = Fields::of_body(map);
     let version = fields.required("imageVersion");

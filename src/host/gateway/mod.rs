@@ -18,7 +18,6 @@ mod lifetime;
 mod measure;
 mod proxy;
 mod router;
-mod socket;
 mod state;
 
 use std::ffi::OsString;
@@ -40,6 +39,7 @@ use self::state::Gateway;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::host::config::begin_log;
 use crate::host::layout::Layout;
+use crate::host::{systemd, unix_socket};
 use crate::http::server::{self, Limits};
 use crate::metrics;
 
@@ -50,15 +50,30 @@ use crate::metrics;
     about = "The machine's HTTPS port: owner API, bridge, apps, and the way to shell and code server",
     after_help = "It is configured by the environment and /opt/svc/env/*.env below SVC_ROOT; see the README."
 )]
-struct Args {}
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Copy the release's default apps into the owner's, as the owner's user; what the owner changed stays
+    InstallApps,
+}
 
 /// The applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    if let Err(code) = applet::parse::<Args>(args) {
-        return code;
-    }
+    let args = match applet::parse::<Args>(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
     begin_log("svc-gateway", &Layout::from_process());
-    applet::block_on("svc-gateway", serve(Layout::from_process()))
+    match args.command {
+        None => applet::block_on("svc-gateway", serve(Layout::from_process())),
+        Some(Command::InstallApps) => {
+            applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
+        }
+    }
 }
 
 async fn serve(layout: Layout) -> Result<(), Failure> {
@@ -72,7 +87,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let tls = tls.context("the machine's TLS key").or_exit(Exit::Internal)?;
     let bound = TcpListener::bind(config.listen).await;
     let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
-    let trusted = socket::bind(&layout.sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
+    let trusted = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
+    let trusted = trusted.context("the unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.keep_up(stop.clone());
@@ -81,19 +97,19 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
-    tokio::spawn(lifetime::feed_watchdog(stop.clone()));
+    tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
-    let local = tokio::spawn(socket::serve(trusted, local, stop.clone()));
+    let local = tokio::spawn(unix_socket::serve(trusted, local, stop.clone()));
     let told = stop.clone();
     tokio::spawn(async move {
         told.cancelled().await;
-        lifetime::tell(&[NotifyState::Stopping]);
+        systemd::tell(&[NotifyState::Stopping]);
     });
 
     let address = server::local_addr(&public).or_exit(Exit::Internal)?;
     tracing::info!(%address, "listening");
     let status = format!("listening on {address}");
-    lifetime::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
     server::serve(public, Some(Arc::new(tls)), routes, Limits::default(), stop).await;
     // Requests are answered; what still runs belongs to nobody.

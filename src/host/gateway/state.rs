@@ -28,7 +28,7 @@ impl Gateway {
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
             changes: Arc::default(),
-            upstreams: Upstreams::new(&config.layout.sockets()),
+            upstreams: Upstreams::new(&config.layout.owner_sockets()),
             config,
         }))
     }

@@ -250,7 +250,7 @@ mod tests {
             Entry::new(id, "1".parse().unwrap(), Timestamp::UNIX_EPOCH, "r".to_owned(), outcome.clone());
         keep(&layout, &entry).unwrap();
         keep(&layout, &entry).unwrap();
-        assert_eq!(history(&layout).unwrap(), [entry.clone()]);
+        assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
         assert_eq!(crate::host::updated::last(&layout).unwrap(), Some(outcome));
         let mut text = fs::read(history_path(&layout)).unwrap();
         text.extend(b"{\"torn");

@@ -122,7 +122,7 @@ pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
         Format::Table => {
-            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, words(&entry.outcome)))
+            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, words(&entry.outcome)));
         }
     }
     Ok(())

@@ -16,8 +16,8 @@ use tokio::sync::mpsc;
 
 use super::names::Names;
 
-/// Chunks between download and unpacker.
-const QUEUE: usize = 8;
+/// Chunks between download and unpacker: each can be a few hundred KiB.
+const QUEUE: usize = 2;
 const LONGEST_PATH: usize = 1024;
 
 /// What an archive may unpack to at most.

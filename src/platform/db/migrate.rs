@@ -21,6 +21,12 @@ pub async fn run(config: &Config) -> anyhow::Result<()> {
     tokio::time::timeout(DEADLINE, migrate(config)).await.context("the migrations did not end in time")?
 }
 
+/// The number of this binary's newest migration.
+pub fn newest() -> u32 {
+    let all = embedded::migrations::runner();
+    all.get_migrations().iter().map(|one| one.version().unsigned_abs()).max().unwrap_or_default()
+}
+
 async fn migrate(config: &Config) -> anyhow::Result<()> {
     let mut config = config.clone();
     config.connect_timeout(Duration::from_secs(5)).application_name("svc-platform migrations");

@@ -14,22 +14,29 @@
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`lab`] | the main job on virtual machines, and what only a machine shows |
 //! | [`mod@bundle`] | host bundles, as they are published |
+//! | [`browser`] | the pages that people see, in Chromium |
 //! | [`dev`] | the story's parts, kept running for a developer |
+//! | [`deb`] | the Debian packages, and what dpkg does with them in a root of their own |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
+//! | [`checkers`] | programs that check what is written for a machine |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
 
 pub mod bench;
+pub mod browser;
 pub mod bundle;
 pub mod ca;
+pub mod checkers;
 pub mod child;
+pub mod deb;
 pub mod dev;
 pub mod fetch;
 pub mod idp;
 pub mod lab;
 pub mod moto;
 pub mod net;
+pub mod packages;
 pub mod pg;
 pub mod provider;
 pub mod s3;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::name::Slug;
+use crate::applet::{Exit, Failure, OrExit};
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
 
@@ -43,6 +44,32 @@ pub enum BundledError {
     File(#[from] FileError),
     #[error("write the record of bundled apps")]
     Record(#[from] serde_json::Error),
+}
+
+/// `svc-gateway install-apps`.
+///
+/// # Errors
+/// When files cannot be read or written.
+pub fn run(layout: &Layout) -> Result<(), Failure> {
+    install(layout).or_exit(Exit::Internal)?.iter().for_each(tell);
+    Ok(())
+}
+
+/// Says which app of the release was not copied.
+pub fn tell(kept: &Kept) {
+    match kept {
+        Kept::Changed(app) => {
+            tracing::info!(%app, "the owner's version stays; the release's is not copied");
+        }
+        Kept::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
+    }
+}
+
+/// Whether this process may write where the apps are, or, where they are not yet, make their folder.
+pub fn may_install(layout: &Layout) -> bool {
+    let apps = layout.apps();
+    let there = apps.ancestors().find(|dir| dir.exists());
+    there.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
 /// Brings the apps folder up to the release; blocks.
@@ -267,6 +294,7 @@ mod tests {
         place.own(".notes.4567.new/svc.json", "half");
         install(&place.layout).unwrap();
         assert_eq!(place.read("notes/svc.json").as_deref(), Some("1"));
-        assert_eq!(fs::read_dir(&apps).unwrap().count(), 1);
+        let left: Vec<_> = fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert!(left.len() == 2 && left.contains(&"notes".into()), "{left:?}");
     }
 }

@@ -9,8 +9,8 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use sha2::{Digest, Sha256};
 
-use super::pages::{self, content_type};
 use crate::host::gateway::state::Gateway;
+use crate::http::files::{self, content_type};
 use crate::http::segments::Segments;
 
 const LARGEST: u64 = 1024 * 1024;
@@ -33,13 +33,13 @@ pub async fn icon(
     };
     let (kind, image) = own.unwrap_or_else(|| ("image/svg+xml", Bytes::from(fallback(&slug))));
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&image)[..8]));
-    if pages::is_fresh(&headers, &tag) {
-        return pages::not_modified(&tag);
+    if files::is_fresh(&headers, &tag) {
+        return files::not_modified(&tag);
     }
     let mut response = image.into_response();
     let answer = response.headers_mut();
     answer.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    pages::tagged(answer, &tag);
+    files::tagged(answer, &tag);
     // An SVG is a document when it is opened by itself.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
     answer.insert(header::CONTENT_SECURITY_POLICY, policy);

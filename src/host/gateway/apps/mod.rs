@@ -15,6 +15,7 @@ mod registry;
 mod supervise;
 mod watch;
 
+pub use bundled::run as install_bundled;
 pub use column::{Column, ColumnType, Origin};
 pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
 #[cfg(test)]

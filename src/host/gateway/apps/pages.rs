@@ -11,12 +11,13 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{Extension, Request, State};
 use axum::response::{IntoResponse, Redirect, Response};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use tokio_util::io::ReaderStream;
 
 use super::manifest::Runtime;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::state::Gateway;
+use crate::http::files::{content_type, is_fresh, not_modified, percent_decode, tagged};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 
@@ -79,20 +80,6 @@ fn relative(path: &str) -> Option<PathBuf> {
     inside.then_some(path)
 }
 
-fn percent_decode(text: &str) -> Option<String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
-        if byte == b'%' {
-            let digit = |byte: Option<u8>| char::from(byte?).to_digit(16).and_then(|d| u8::try_from(d).ok());
-            bytes.push(digit(rest.next())? * 16 + digit(rest.next())?);
-        } else {
-            bytes.push(byte);
-        }
-    }
-    String::from_utf8(bytes).ok()
-}
-
 /// The file, or the app's first page for a path that only its own router knows. Links that lead out are not followed.
 fn look(root: &Path, path: &Path) -> Option<(PathBuf, Metadata)> {
     let root = root.canonicalize().ok()?;
@@ -147,60 +134,6 @@ fn is_document(kind: &str) -> bool {
     ["text/html", "image/svg+xml", "application/xml", "application/xhtml", "application/pdf"]
         .iter()
         .any(|document| kind.starts_with(document))
-}
-
-pub fn is_fresh(headers: &HeaderMap, tag: &str) -> bool {
-    let given = headers.get(header::IF_NONE_MATCH).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    given.split(',').map(|one| one.trim().trim_start_matches("W/")).any(|one| one == tag || one == "*")
-}
-
-pub fn not_modified(tag: &str) -> Response {
-    let mut response = StatusCode::NOT_MODIFIED.into_response();
-    tagged(response.headers_mut(), tag);
-    response
-}
-
-/// Kept by the browser, and asked about each time.
-pub fn tagged(headers: &mut HeaderMap, tag: &str) {
-    if let Ok(tag) = HeaderValue::from_str(tag) {
-        headers.insert(header::ETAG, tag);
-    }
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-}
-
-pub fn content_type(path: &Path) -> &'static str {
-    let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
-    match ending.as_str() {
-        "html" | "htm" => "text/html; charset=utf-8",
-        "xhtml" => "application/xhtml+xml",
-        "js" | "mjs" => "text/javascript; charset=utf-8",
-        "css" => "text/css; charset=utf-8",
-        "json" | "map" => "application/json",
-        "webmanifest" => "application/manifest+json",
-        "svg" => "image/svg+xml",
-        "png" => "image/png",
-        "jpg" | "jpeg" => "image/jpeg",
-        "gif" => "image/gif",
-        "webp" => "image/webp",
-        "avif" => "image/avif",
-        "ico" => "image/x-icon",
-        "woff" => "font/woff",
-        "woff2" => "font/woff2",
-        "ttf" => "font/ttf",
-        "otf" => "font/otf",
-        "txt" | "md" => "text/plain; charset=utf-8",
-        "csv" => "text/csv; charset=utf-8",
-        "xml" => "application/xml",
-        "pdf" => "application/pdf",
-        "wasm" => "application/wasm",
-        "mp3" => "audio/mpeg",
-        "ogg" => "audio/ogg",
-        "wav" => "audio/wav",
-        "mp4" => "video/mp4",
-        "webm" => "video/webm",
-        _ => "application/octet-stream",
-    }
 }
 
 #[cfg(test)]

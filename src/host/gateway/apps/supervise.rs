@@ -10,7 +10,7 @@ use secrecy::{ExposeSecret, SecretString};
 use tokio_postgres::Client;
 use tokio_util::sync::CancellationToken;
 
-use super::bundled::{self, Kept};
+use super::bundled;
 use super::folder::{self, AppFolder};
 use super::manifest::Manifest;
 use super::name::Slug;
@@ -18,8 +18,8 @@ use super::register::{self, RegisterError};
 use super::registry::{App, Known, Trouble};
 use super::watch::Watch;
 use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
-use crate::host::gateway::lifetime;
 use crate::host::gateway::state::Gateway;
+use crate::host::systemd;
 use crate::http::problem::chain;
 
 const RESCAN: Duration = Duration::from_secs(30);
@@ -63,15 +63,14 @@ pub async fn supervise(gateway: Arc<Gateway>, stop: CancellationToken) {
     }
 }
 
+/// Where a unit of the owner's user does it, the gateway may not write there, and need not.
 async fn install_bundled(gateway: &Gateway) {
     let layout = gateway.config.layout.clone();
-    match tokio::task::spawn_blocking(move || bundled::install(&layout)).await {
-        Ok(Ok(kept)) => kept.iter().for_each(|kept| match kept {
-            Kept::Changed(app) => {
-                tracing::info!(%app, "the owner's version stays; the release's is not copied");
-            }
-            Kept::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
-        }),
+    let installed = tokio::task::spawn_blocking(move || {
+        bundled::may_install(&layout).then(|| bundled::install(&layout)).transpose()
+    });
+    match installed.await {
+        Ok(Ok(kept)) => kept.iter().flatten().for_each(bundled::tell),
         Ok(Err(error)) => tracing::warn!(error = %chain(&error), "bundled apps not copied"),
         Err(error) => tracing::warn!(%error, "bundled apps not copied"),
     }
@@ -188,7 +187,7 @@ impl Supervisor {
             }
         }
         self.known.loaded = true;
-        lifetime::tell(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
+        systemd::tell(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
         Ok(())
     }
 

@@ -3,7 +3,9 @@
 //! What is measured is the static binary as it is shipped, with all on that a user has on: TLS, sessions, proofs,
 //! validation, the app's role. Absolute figures are the machine's; a target is a ratio within one run where it can be.
 
+mod archive;
 mod bridge;
+mod bundle;
 mod echo;
 mod figures;
 mod footprint;
@@ -31,16 +33,18 @@ pub enum Area {
     Footprint,
     Router,
     Bridge,
+    Bundle,
 }
 
 impl Area {
-    pub const ALL: [Self; 3] = [Self::Footprint, Self::Router, Self::Bridge];
+    pub const ALL: [Self; 4] = [Self::Footprint, Self::Router, Self::Bridge, Self::Bundle];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Footprint => "footprint",
             Self::Router => "router",
             Self::Bridge => "bridge",
+            Self::Bundle => "bundle",
         }
     }
 }
@@ -79,6 +83,7 @@ pub async fn run(area: Area, options: &Options) -> Result<Report> {
         Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
         Area::Router => (&router::ROWS, router::measure(options).await?),
         Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
+        Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
     };
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
     let rows = specs.iter().map(row).collect::<Result<_>>()?;

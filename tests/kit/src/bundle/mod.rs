@@ -3,9 +3,11 @@
 //! The same inputs give the same bytes: entries in order, no times, no owners, no number of cores. Content is streamed,
 //! whatever its size. What builds apps, shell and runtimes is not here.
 
+pub mod apps;
 mod gzip;
 mod manifest;
 mod release;
+pub mod runtime;
 mod tree;
 
 use std::fs::{self, File};
@@ -15,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use flate2::Compression;
+pub use flate2::Compression;
 use jiff::Timestamp;
 use sha2::{Digest, Sha256};
 
@@ -147,6 +149,15 @@ pub fn build(options: &Options) -> Result<Bundle> {
     Ok(Bundle { dir: out.clone(), sha256, size_bytes: written.size })
 }
 
+/// The image version of a bundle that was built into `dir`, as its manifest says.
+pub fn version_of(dir: &Path) -> Result<String> {
+    let path = dir.join(format!("{ARCHIVE}.json"));
+    let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+    let manifest: serde_json::Value = serde_json::from_slice(&text)?;
+    let version = manifest["imageVersion"].as_str().map(str::to_owned);
+    version.with_context(|| format!("no imageVersion in {}", path.display()))
+}
+
 fn gather(options: &Options, program: PathBuf) -> Result<Tree> {
     let mut tree = Tree::default();
     let mut components = Vec::new();
@@ -184,6 +195,12 @@ fn gather(options: &Options, program: PathBuf) -> Result<Tree> {
     }
     for runtime in &options.runtime {
         add(format!("runtime/{}", runtime.name), runtime)?;
+    }
+    for agent in &options.runtime {
+        let Some(name) = agent.name.strip_prefix("agents/") else { continue };
+        for command in runtime::commands(agent)? {
+            tree.link(format!("runtime/agents/bin/{command}"), format!("../{name}/bin/{command}"));
+        }
     }
     tree.directory("runtime");
     tree.directory("systemd");

@@ -12,53 +12,53 @@ use crate::story::stack::{HANDLE, Stack, USER};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Handbill {
-    pub(super) platform_url: String,
+pub(crate) struct Handbill {
+    pub(crate) platform_url: String,
     /// A request for the router carries one of these as its `Host`.
-    pub(super) app_host: String,
-    pub(super) code_host: String,
-    pub(super) router_url: String,
-    pub(super) operator_token: String,
-    pub(super) idp: IdentityProvider,
-    pub(super) s3: Store,
+    pub(crate) app_host: String,
+    pub(crate) code_host: String,
+    pub(crate) router_url: String,
+    pub(crate) operator_token: String,
+    pub(crate) idp: IdentityProvider,
+    pub(crate) s3: Store,
     /// The provider's API; its control stands beside it, at `/_sim`.
-    pub(super) provider_url: String,
-    pub(super) provider_token: String,
-    pub(super) platform_database_url: String,
-    pub(super) owner: Owner,
+    pub(crate) provider_url: String,
+    pub(crate) provider_token: String,
+    pub(crate) platform_database_url: String,
+    pub(crate) owner: Owner,
     /// Disks and logs.
-    pub(super) dir: String,
-    pub(super) pid: u32,
+    pub(crate) dir: String,
+    pub(crate) pid: u32,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct IdentityProvider {
-    pub(super) issuer: String,
+pub(crate) struct IdentityProvider {
+    pub(crate) issuer: String,
     /// With `?sub=<user>`, and `&ttl=<seconds>` for longer than five minutes, it answers a session JWT as plain text.
-    pub(super) mint_url: String,
+    pub(crate) mint_url: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Store {
-    pub(super) endpoint: String,
-    pub(super) access_key: String,
-    pub(super) secret_key: String,
-    pub(super) bucket: String,
+pub(crate) struct Store {
+    pub(crate) endpoint: String,
+    pub(crate) access_key: String,
+    pub(crate) secret_key: String,
+    pub(crate) bucket: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Owner {
-    pub(super) idp_user_id: String,
-    pub(super) handle: String,
-    pub(super) machine_id: String,
-    pub(super) database_url: String,
+pub(crate) struct Owner {
+    pub(crate) idp_user_id: String,
+    pub(crate) handle: String,
+    pub(crate) machine_id: String,
+    pub(crate) database_url: String,
 }
 
 impl Handbill {
-    pub(super) fn of(stack: &Stack, machine: &Machine) -> Result<Self> {
+    pub(crate) fn of(stack: &Stack, machine: &Machine) -> Result<Self> {
         let issuer = stack.issuer();
         Ok(Self {
             platform_url: stack.api.clone(),

@@ -4,7 +4,7 @@
 //! The invariants: one per directory at a time, and after its end, however it ends, nothing of it runs.
 
 mod guide;
-mod handbill;
+pub(crate) mod handbill;
 mod place;
 
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ const ROUTED: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// When it cannot start, or the platform ends by itself.
-pub async fn run(claim: Claim, svc: &Path) -> Result<()> {
+pub async fn run(claim: Claim, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = Stop::listen()?;
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
@@ -39,7 +39,7 @@ pub async fn run(claim: Claim, svc: &Path) -> Result<()> {
         () = stop.asked() => return Ok(()),
     };
     let end = tokio::select! {
-        end = keep(&mut stack, &claim, svc, started) => end,
+        end = keep(&mut stack, &claim, svc, bundle, started) => end,
         () = stop.asked() => Ok(()),
     };
     if end.is_err() {
@@ -51,23 +51,35 @@ pub async fn run(claim: Claim, svc: &Path) -> Result<()> {
     end
 }
 
-async fn keep(stack: &mut Stack, claim: &Claim, svc: &Path, started: Instant) -> Result<()> {
+async fn keep(
+    stack: &mut Stack,
+    claim: &Claim,
+    svc: &Path,
+    bundle: Option<&Path>,
+    started: Instant,
+) -> Result<()> {
     println!("dev: provisioning the machine of {USER}");
-    let machine = machine(stack).await?;
+    let machine = machine(stack, bundle).await?;
     let handbill = handbill::Handbill::of(stack, &machine)?;
     let files = claim.publish(&handbill, stack.operator_env(), svc)?;
     println!("{}", guide::text(stack, &handbill, &files, started.elapsed()));
     stack.platform_ended().await
 }
 
-/// The demo owner's machine, running, and reached through the router.
-async fn machine(stack: &Stack) -> Result<Machine> {
+/// The demo owner's machine, running, and reached through the router. Without a bundle it gets the smallest one.
+pub(crate) async fn machine(stack: &Stack, bundle: Option<&Path>) -> Result<Machine> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.good()?;
-    let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
-    let built = tokio::task::spawn_blocking(move || bundle::minimal(&svc, IMAGE_VERSION, &out)).await??;
-    let dir = built.dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.good()?;
-    let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
+    let (dir, version) = match bundle {
+        Some(dir) => (dir.to_owned(), bundle::version_of(dir)?),
+        None => {
+            let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
+            let build = move || bundle::minimal(&svc, IMAGE_VERSION, &out);
+            (tokio::task::spawn_blocking(build).await??.dir, IMAGE_VERSION.to_owned())
+        }
+    };
+    let dir = dir.display().to_string();
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.good()?;
+    let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
     let machine = Machine::read(&stack.svcctl(&args).await?.good()?.stdout)?;
     let owner = stack.owner();
     eventually("the owner reaches the machine", ROUTED, || async {

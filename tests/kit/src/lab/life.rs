@@ -1,5 +1,6 @@
 //! The story on machines. What does not look at a machine's disk is the demo's own.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -17,15 +18,18 @@ const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
-    let mib = publish_as(stack, IMAGE_VERSION).await?;
+    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc).await?;
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
 
 /// Builds and publishes a bundle with what a machine needs; its size in MiB.
-pub async fn publish_as(stack: &Stack, version: &str) -> Result<u64> {
-    let (svc, pg, dir) = (stack.svc.clone(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
-    let version_there = version.to_owned();
-    let build = move || bundle::build(&release::options(&svc, &pg, &version_there, &dir)?);
+pub async fn publish_as(stack: &Stack, version: &str, svc: &Path) -> Result<u64> {
+    let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
+    let (version_there, key) = (version.to_owned(), stack.signing_key.clone());
+    let build = move || {
+        let options = release::options(&svc, &pg, &version_there, &dir)?;
+        bundle::build(&bundle::Options { signing_key: Some(key), ..options })
+    };
     let built = tokio::task::spawn_blocking(build).await??;
     let dir = built.dir.display().to_string();
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?;

@@ -9,6 +9,7 @@ mod life;
 mod look;
 mod release;
 mod stages;
+mod updates;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -129,6 +130,9 @@ async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Resu
     report.step("rows", life::rows_are_back(stack)).await?;
     if whole {
         report.step("clock-jump", faults::clock_jump(stack, &second)).await?;
+        report.step("update", updates::update(stack, &second)).await?;
+        report.step("cut-in-update", updates::power_cut_in_update(stack, &second)).await?;
+        report.step("bad-update", updates::broken_update(stack, &second)).await?;
         report.step("cut-in-backup", faults::power_cut_in_backup(stack, &second)).await?;
         report.step("sound-again", look::sound(stack, &second)).await?;
     }

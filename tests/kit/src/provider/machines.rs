@@ -73,7 +73,7 @@ impl Machines {
     }
 }
 
-/// Half the memory that the type is sold with, and a quarter of its disk: a test machine has several at once.
+/// Half the memory that the type is sold with, and an eighth of its disk: a test machine has several at once.
 fn size(kind: &CatalogType) -> Size {
-    Size { cores: kind.cores.min(4), memory_mib: kind.memory_gb.min(8) * 512, disk_gib: kind.disk_gb / 4 }
+    Size { cores: kind.cores.min(4), memory_mib: kind.memory_gb.min(8) * 512, disk_gib: kind.disk_gb.min(160) / 8 }
 }

@@ -81,6 +81,7 @@ pub struct Stack {
     /// Whose public half hosts trust.
     pub signing_key: PathBuf,
     operator: Program,
+    platform_env: Vec<(String, String)>,
     /// The longest that a call of `svcctl` may take.
     patience: Duration,
     platform: Platform,
@@ -176,6 +177,7 @@ impl Stack {
             set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
             set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
         }
+        let platform_env = env.clone();
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
         let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
@@ -197,6 +199,7 @@ impl Stack {
             key,
             signing_key,
             operator,
+            platform_env,
             patience: Duration::from_secs(if machines { 900 } else { 230 }),
             platform,
             database,
@@ -207,6 +210,11 @@ impl Stack {
     /// `svcctl` as the operator calls it.
     pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
         self.operator.run("svcctl", args, self.patience).await
+    }
+
+    /// The platform's own settings.
+    pub fn platform_env(&self) -> &[(String, String)] {
+        &self.platform_env
     }
 
     /// The environment that `svcctl` has here.

@@ -7,9 +7,9 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::nginx::{Onward, Pem, Served};
-use super::packages::{Deb, Located, Program};
 use crate::bench::process::Running;
 use crate::net;
+use crate::packages::{Deb, Located, Program};
 
 const HAPROXY: Program = Program {
     path: "usr/sbin/haproxy",

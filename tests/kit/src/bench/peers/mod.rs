@@ -4,7 +4,6 @@
 pub mod haproxy;
 pub mod nginx;
 pub mod pgbench;
+pub mod pigz;
 pub mod postgrest;
 pub mod wrk;
-
-mod packages;

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::packages::{Deb, Located, Program};
 use crate::bench::process::Running;
 use crate::net;
+use crate::packages::{Deb, Located, Program};
 
 const NGINX: Program = Program {
     path: "usr/sbin/nginx",

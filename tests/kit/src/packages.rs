@@ -48,6 +48,10 @@ pub struct Located {
 }
 
 impl Located {
+    pub fn path(&self) -> &Path {
+        &self.program
+    }
+
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         let path = std::env::var_os("PATH").unwrap_or_else(|| OsString::from("/usr/bin:/bin"));

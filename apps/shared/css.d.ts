@@ -1,0 +1,2 @@
+// Styles are taken in for what they do.
+declare module "*.css";

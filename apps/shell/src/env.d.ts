@@ -1,0 +1,9 @@
+// What the build bakes in.
+
+interface ImportMetaEnv {
+  readonly NEXT_PUBLIC_IDP_PUBLISHABLE_KEY?: string;
+}
+
+interface ImportMeta {
+  readonly env: ImportMetaEnv;
+}

@@ -1,0 +1,123 @@
+//! `svcctl doctor`: whose checks are made, and what the platform's API tells besides.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::anyhow;
+
+use super::api::{Api, CallError};
+use super::args::{Doctor, Global, Subject};
+use super::command::connect;
+use super::local::Local;
+use super::out::{Out, print};
+use super::show::{self, View};
+use crate::applet::{Exit, Failure};
+use crate::diagnosis::{self, Check, Findings, Level, Report};
+
+/// Where the platform's package has its settings.
+const PLATFORM_ENV: &str = "/etc/svc/platform.env";
+const DEADLINE: Duration = Duration::from_secs(45);
+
+pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Result<(), Failure> {
+    let env_file = args.env_file.or_else(|| Some(PathBuf::from(PLATFORM_ENV)).filter(|file| file.exists()));
+    let subject = args.subject.unwrap_or_else(|| {
+        let configured = env_file.is_some() || std::env::var_os("PLATFORM_DATABASE_URL").is_some();
+        match configured {
+            _ if (local.is_host)() => Subject::Host,
+            true => Subject::Platform,
+            false => Subject::Api,
+        }
+    });
+    let report = match subject {
+        Subject::Host => (local.host)().await,
+        Subject::Platform => {
+            let examined = (local.platform)(env_file.as_deref()).await;
+            let mut findings = examined.findings;
+            match examined.operator {
+                Some((url, secret)) => {
+                    let api = Api::new(url, &secret, Duration::from_secs(global.timeout))?;
+                    findings.extend(asked(&api).await);
+                }
+                None => {
+                    let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
+                    for check in ["platform", "fleet"] {
+                        findings.extend(Findings::of(check).skipped(why).into_list());
+                    }
+                }
+            }
+            Report { subject: "platform".to_owned(), findings }
+        }
+        Subject::Api => {
+            let findings = asked(&connect(global)?).await;
+            Report { subject: "platform".to_owned(), findings }
+        }
+    };
+    tell(&report, Level::Problem, out)
+}
+
+/// Prints a report; its end is an error where something in it is as bad as `worst`.
+pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
+    if out.json {
+        print(&format!("{}\n", report.json()))?;
+    } else {
+        print(&show::report::show(&View::of_stdout(), report))?;
+    }
+    let failed =
+        report.count(Level::Problem) + if worst == Level::Skipped { report.count(Level::Skipped) } else { 0 };
+    if failed == 0 {
+        return Ok(());
+    }
+    Err(Failure::new(Exit::Refused, anyhow!("{}: {}", report.subject, report.tally())))
+}
+
+/// What the platform says of itself.
+async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
+    diagnosis::make(vec![
+        Check::new("platform", DEADLINE, ready(api)),
+        Check::new("fleet", DEADLINE, fleet(api)),
+    ])
+    .await
+}
+
+/// Its answer, where it is one of a platform.
+#[derive(serde::Deserialize)]
+struct Readiness {
+    database: String,
+    store: String,
+}
+
+async fn ready(api: &Api) -> Findings {
+    let findings = Findings::of("platform");
+    let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
+    match api.look(&["readyz"]).await {
+        Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
+            Ok(_) if status.is_success() => findings.ok("it runs, and reaches its database and its store"),
+            Ok(ready) => findings.problem(
+                format!("it runs and is not ready: database {}, store {}", ready.database, ready.store),
+                next,
+            ),
+            Err(_) => findings.problem(
+                format!("{status}, and no word of a platform"),
+                "PLATFORM_PUBLIC_URL or --platform-url must be the platform's API",
+            ),
+        },
+        Err(error) => findings.problem(without_advice(&error), next),
+    }
+}
+
+fn without_advice(error: &CallError) -> String {
+    let said = error.to_string();
+    said.split("\n  next:").next().unwrap_or_default().to_owned()
+}
+
+async fn fleet(api: &Api) -> Findings {
+    let findings = Findings::of("fleet");
+    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|answer| answer.read::<show::fleet::Fleet>());
+    match read {
+        Ok(fleet) => fleet.findings(findings),
+        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
+            findings.problem("the platform does not accept this secret", "PLATFORM_SECRET or --secret-file")
+        }
+        Err(error) => findings.skipped(without_advice(&error)),
+    }
+}

@@ -1,0 +1,115 @@
+//! The gateway's own routes: health, schemas of the bridge, icons, and the legacy route that is no more.
+
+use http::StatusCode;
+use serde_json::{Value, json};
+
+use super::site::Site;
+use crate::diagnosis::Findings;
+
+const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
+
+pub async fn health(site: &Site) -> Findings {
+    let findings = Findings::of("gateway-health");
+    let answer = match site.get(&site.url("/readyz"), "application/json").await {
+        Ok(answer) => answer,
+        Err(why) => return findings.problem(why, JOURNAL),
+    };
+    let body = answer.json().unwrap_or_default();
+    if answer.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
+        return findings.ok("ready, and its database answers");
+    }
+    let what = format!("/readyz: {}: database {}, apps {}", answer.status, body["database"], body["apps"]);
+    findings.problem(what, JOURNAL)
+}
+
+/// The owner sees the tables of every app; whatever app declares some must be among them.
+pub async fn schemas(site: &Site) -> Findings {
+    let findings = Findings::of("bridge-schemas");
+    let query = site.post(&site.url("/api/bridge/query"), &json!({"action": "schemas"})).await;
+    let apps = site.get(&site.url("/api/apps"), "application/json").await;
+    let (query, apps) = match (query, apps) {
+        (Ok(query), Ok(apps)) => (query, apps),
+        (Err(why), _) | (_, Err(why)) => return findings.problem(why, JOURNAL),
+    };
+    if !query.status.is_success() {
+        return findings.problem(format!("POST /api/bridge/query: {}", query.status), JOURNAL);
+    }
+    let listed = named(&query.json().unwrap_or_default()["data"], "app");
+    let apps = apps.json().unwrap_or_default();
+    let told = apps["apps"].as_array().cloned().unwrap_or_default();
+    let mut findings = findings;
+    for app in &told {
+        let slug = app["slug"].as_str().unwrap_or("?");
+        if app["status"] == "error" {
+            let why = app["error"].as_str().unwrap_or("it does not say why");
+            findings = findings.problem(format!("{slug}: {why}"), "its svc.json");
+        } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty())
+            && !listed.iter().any(|known| known == slug)
+        {
+            findings = findings.problem(format!("{slug} has tables that the bridge does not list"), JOURNAL);
+        }
+    }
+    if listed.is_empty() {
+        return findings
+            .problem("the bridge lists no app's schema", "are apps installed? /home/svc/home/apps");
+    }
+    findings.or_ok(format!("{} apps: {}", listed.len(), listed.join(", ")))
+}
+
+/// The names of `data`, whether it is a list of objects or an object by name.
+fn named(data: &Value, key: &str) -> Vec<String> {
+    match data {
+        Value::Array(all) => all
+            .iter()
+            .filter_map(|one| one[key].as_str().or_else(|| one["slug"].as_str()))
+            .map(str::to_owned)
+            .collect(),
+        Value::Object(all) => all.keys().cloned().collect(),
+        _ => Vec::new(),
+    }
+}
+
+pub async fn legacy_route(site: &Site) -> Findings {
+    let findings = Findings::of("legacy-route");
+    match site.get(&site.url("/api/canvas"), "application/json").await {
+        Ok(answer) if answer.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
+        Ok(answer) => findings.problem(
+            format!("/api/canvas answers {}", answer.status),
+            "an old gateway, or something in front of it that answers for it",
+        ),
+        Err(why) => findings.problem(why, JOURNAL),
+    }
+}
+
+/// An app that nobody has, then those that are there: each icon an image, the same bytes twice, never a 5xx.
+pub async fn icons(site: &Site) -> Findings {
+    let mut findings = Findings::of("icons");
+    let nobody = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
+    let mut paths = vec![nobody];
+    let apps = site.get(&site.url("/api/apps"), "application/json").await;
+    let apps = apps.ok().and_then(|answer| answer.json()).unwrap_or_default();
+    let known = apps["apps"].as_array().into_iter().flatten();
+    paths.extend(known.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
+    for path in &paths {
+        if let Err(why) = icon(site, path).await {
+            findings =
+                findings.problem(format!("{path}: {why}"), "the shell would ask again and again for it");
+        }
+    }
+    findings.or_ok(format!("{} icons and a missing one's fallback, each twice the same", paths.len() - 1))
+}
+
+async fn icon(site: &Site, path: &str) -> Result<(), String> {
+    let first = site.get(&site.url(path), "image/*").await?;
+    let again = site.get(&site.url(path), "image/*").await?;
+    if !first.status.is_success() {
+        return Err(format!("it answers {}", first.status));
+    }
+    if !first.kind.starts_with("image/") {
+        return Err(format!("it is {:?}, not an image", first.kind));
+    }
+    if first.body.is_empty() || first.body != again.body {
+        return Err("two requests give different bytes".to_owned());
+    }
+    Ok(())
+}

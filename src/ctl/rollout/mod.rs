@@ -1,0 +1,63 @@
+//! `svcctl verify-rollout`: what has to be seen of a release on a running host before others get it (specification,
+//! part 9), a line each.
+
+mod api;
+mod scan;
+mod shell;
+mod site;
+
+use std::time::Duration;
+
+use super::args::VerifyRollout;
+use super::command::{is_private, secret_from};
+use super::doctor;
+use super::local::Local;
+use super::out::Out;
+use crate::applet::Failure;
+use crate::config::Env;
+use crate::diagnosis::{self, Check, Findings, Level, Report};
+use site::Site;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Failure> {
+    let from_outside = args.app_url.is_some();
+    let worst = if args.strict { Level::Skipped } else { Level::Problem };
+    let site = site(args, local)?;
+    let mut findings = shell::check(&site, DEADLINE).await;
+    let checks = vec![
+        Check::new("gateway-health", DEADLINE, api::health(&site)),
+        Check::new("vps-database", DEADLINE, async move {
+            let findings = Findings::of("vps-database");
+            if from_outside {
+                return findings.skipped("which database it is can be seen on the host alone");
+            }
+            match (local.own_database)() {
+                Ok(what) => findings.ok(what),
+                Err(why) => findings.problem(why, "DATABASE_URL in /opt/svc/env/host.env"),
+            }
+        }),
+        Check::new("bridge-schemas", DEADLINE, api::schemas(&site)),
+        Check::new("legacy-route", DEADLINE, api::legacy_route(&site)),
+        Check::new("icons", DEADLINE, api::icons(&site)),
+    ];
+    findings.extend(diagnosis::make(checks).await);
+    doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)
+}
+
+fn site(args: VerifyRollout, local: Local) -> Result<Site, Failure> {
+    let Some(base) = args.app_url else {
+        let socket = args.socket.unwrap_or_else(local.gateway_socket);
+        return Ok(Site::by_socket(&socket)?);
+    };
+    let mut env = Env::from_process();
+    if !is_private(&base) {
+        env.mistake("--app-url", "must be https (plain http only to this machine): it carries the session");
+    }
+    let token = match &args.session_file {
+        Some(file) => secret_from(&mut env, "--session-file", file),
+        None => env.required_secret("SVC_SESSION_TOKEN"),
+    };
+    let token = env.finish(token)?;
+    Ok(Site::by_router(base, &token)?)
+}

@@ -1,0 +1,85 @@
+//! Reading built files without running them: what they refer to, and what must not be in them. Pure.
+
+/// Quoted strings that are longer are data, not names of files.
+const LONGEST_NAME: usize = 300;
+
+/// Names of scripts and styles in the quotes of HTML or JavaScript, as they are written.
+pub fn files(text: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    for quote in ['"', '\'', '`'] {
+        for part in text.split(quote) {
+            let name = part.split(['?', '#']).next().unwrap_or_default();
+            let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
+            let is_name = name.len() <= LONGEST_NAME
+                && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
+            if is_file && is_name && !found.contains(&name) {
+                found.push(name);
+            }
+        }
+    }
+    found
+}
+
+/// The host that a shell without a key would ask, and the one of examples.
+const KNOWN: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
+
+/// A host whose name says that it stands for another: built without the key of an identity provider, a shell would ask it.
+pub fn placeholder_host(text: &str) -> Option<&str> {
+    if let Some(known) = KNOWN.into_iter().find(|known| text.contains(known)) {
+        return Some(known);
+    }
+    for (at, _) in text.match_indices("placeholder") {
+        let before = text[..at].chars().next_back();
+        let in_url = text[..at].ends_with("//") || before == Some('@');
+        let quoted = matches!(before, Some('"' | '\'' | '`'));
+        let label = text[..at].rfind(|c: char| !is_host(c)).map_or(0, |end| end + 1);
+        // A label before it, as in `clerk.placeholder.dev`, belongs to the host.
+        let start = if before.is_some_and(is_host) { label } else { at };
+        let is_url = text[..start].ends_with("//");
+        let end = text[at..].find(|c: char| !is_host(c)).map_or(text.len(), |length| at + length);
+        let host = text[start..end].trim_end_matches('.');
+        let dots = host.matches('.').count();
+        if ((in_url || is_url) && dots >= 1) || (quoted && dots >= 2) {
+            return Some(host);
+        }
+    }
+    None
+}
+
+fn is_host(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '.' || c == '-'
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_found_in_pages_and_in_chunks() {
+        let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
+        assert_eq!(files(page), ["/assets/vendor-1.js", "/assets/main-2.js"]);
+        let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;
+        assert_eq!(files(chunk), ["./chunk-3.js", "assets/x.js", "assets/x.css", "./lazy.mjs"]);
+    }
+
+    #[test]
+    fn a_placeholder_host_is_found_and_the_word_alone_is_not() {
+        for text in [
+            r#"fetch("https://placeholder.idp.example/v1")"#,
+            r#"const host="placeholder.idp.accounts.dev";"#,
+            "//clerk.placeholder.dev/npm",
+            r#"const h="placeholder-idp.invalid";"#,
+        ] {
+            assert!(placeholder_host(text).is_some(), "{text}");
+        }
+        for text in [
+            r#"<input placeholder="Search">"#,
+            "e.placeholder.length>0",
+            r#"t("placeholder.search")"#,
+            "::placeholder{color:red}",
+            "https://idp.test/placeholder",
+        ] {
+            assert_eq!(placeholder_host(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The shell as it is served: its page and every script that a fresh load can come to, read and not run.
+
+use std::collections::{HashSet, VecDeque};
+use std::time::Duration;
+
+use url::Url;
+
+use super::scan;
+use super::site::Site;
+use crate::diagnosis::{Finding, Findings};
+
+const MOST_FILES: usize = 400;
+const MOST_BYTES: usize = 96 << 20;
+const LEGACY: &str = "/api/canvas";
+/// The shell's page says with it from where a canvas may be moved.
+const GESTURES: &str = "svc-canvas-gestures";
+const FROM_SURFACE: &str = "surface";
+const CHECKS: [&str; 3] = ["placeholder-host", "legacy-canvas", "canvas-gestures"];
+
+/// A file of the shell.
+struct Part {
+    url: Url,
+    text: String,
+}
+
+pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
+    let findings = Findings::of("shell");
+    let next = "systemctl status svc-shell; journalctl -u svc-shell -n 50 on the host";
+    let loaded = match tokio::time::timeout(deadline, load(site)).await {
+        Ok(loaded) => loaded,
+        Err(_) => Err(format!("not read within {} s", deadline.as_secs())),
+    };
+    let parts = match loaded {
+        Ok(parts) => parts,
+        Err(why) => {
+            let mut list = findings.problem(why, next).into_list();
+            for check in CHECKS {
+                list.extend(Findings::of(check).skipped("the shell could not be read").into_list());
+            }
+            return list;
+        }
+    };
+    let bytes: usize = parts.iter().map(|part| part.text.len()).sum();
+    let mut list =
+        findings.ok(format!("its page and {} files, {} KiB", parts.len() - 1, bytes >> 10)).into_list();
+    list.extend(placeholder(&parts).into_list());
+    list.extend(legacy(&parts).into_list());
+    list.extend(gestures(&parts).into_list());
+    list
+}
+
+/// The page, then all that it names, then all that those name.
+async fn load(site: &Site) -> Result<Vec<Part>, String> {
+    let front = site.get(site.base(), "text/html").await?;
+    if !front.status.is_success() || !front.kind.starts_with("text/html") {
+        return Err(format!("the page answers {} {}", front.status, front.kind));
+    }
+    let page = front.text().into_owned();
+    let mut seen: HashSet<Url> = HashSet::new();
+    let mut wanted: VecDeque<(Url, bool)> = VecDeque::new();
+    named(site.base(), site.base(), &page, true, &mut seen, &mut wanted);
+    if wanted.is_empty() {
+        return Err("the page names no script: it is no shell".to_owned());
+    }
+    let mut bytes = page.len();
+    let mut parts = vec![Part { url: site.base().clone(), text: page }];
+    while let Some((url, from_page)) = wanted.pop_front() {
+        if parts.len() >= MOST_FILES || bytes >= MOST_BYTES {
+            return Err(format!(
+                "more than {MOST_FILES} files or {} MiB: not all were read",
+                MOST_BYTES >> 20
+            ));
+        }
+        let answer = site.get(&url, "*/*").await?;
+        // A name in a script's quotes need not be a file; what the page itself names must be one.
+        let is_code = answer.kind.contains("javascript") || answer.kind.contains("css");
+        if !answer.status.is_success() || !is_code {
+            if from_page {
+                return Err(format!("{} answers {} {}", url.path(), answer.status, answer.kind));
+            }
+            continue;
+        }
+        let text = answer.text().into_owned();
+        bytes += text.len();
+        named(site.base(), &url, &text, false, &mut seen, &mut wanted);
+        parts.push(Part { url, text });
+    }
+    Ok(parts)
+}
+
+fn named(
+    base: &Url,
+    of: &Url,
+    text: &str,
+    from_page: bool,
+    seen: &mut HashSet<Url>,
+    wanted: &mut VecDeque<(Url, bool)>,
+) {
+    for name in scan::files(text) {
+        let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
+        // Vite names lazily loaded chunks from the site's root, without the slash.
+        let from = if relative { of } else { base };
+        if let Ok(url) = from.join(name)
+            && url.origin() == base.origin()
+            && seen.insert(url.clone())
+        {
+            wanted.push_back((url, from_page));
+        }
+    }
+}
+
+fn placeholder(parts: &[Part]) -> Findings {
+    let mut findings = Findings::of(CHECKS[0]);
+    for part in parts {
+        if let Some(host) = scan::placeholder_host(&part.text) {
+            findings = findings.problem(
+                format!("{} names {host}", part.url.path()),
+                "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY: build the bundle again with it",
+            );
+        }
+    }
+    findings.or_ok("neither page nor chunks name one")
+}
+
+fn legacy(parts: &[Part]) -> Findings {
+    let mut findings = Findings::of(CHECKS[1]);
+    for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
+        findings = findings.problem(
+            format!("{} calls {LEGACY}", part.url.path()),
+            "an old shell: build the bundle from the current sources",
+        );
+    }
+    findings.or_ok(format!("neither page nor chunks call {LEGACY}"))
+}
+
+fn gestures(parts: &[Part]) -> Findings {
+    let findings = Findings::of(CHECKS[2]);
+    match marker(&parts[0].text, GESTURES) {
+        Some(from) if from == FROM_SURFACE => findings.ok("pan and zoom begin on the canvas surface only"),
+        Some(from) => findings.problem(
+            format!("the shell says that pan and zoom begin on {from:?}"),
+            "they would take gestures from the windows of apps: build the bundle from the current sources",
+        ),
+        None => {
+            findings.skipped(format!("the page has no <meta name=\"{GESTURES}\">: only a browser can tell"))
+        }
+    }
+}
+
+/// The content of a `meta` of this name.
+fn marker<'a>(page: &'a str, name: &str) -> Option<&'a str> {
+    let tags = page.split('<').filter(|tag| tag.starts_with("meta"));
+    let attribute = |tag: &'a str, name: &str| {
+        let (_, rest) = tag.split_once(&format!("{name}=\""))?;
+        rest.split('"').next()
+    };
+    tags.filter(|tag| attribute(tag, "name") == Some(name)).find_map(|tag| attribute(tag, "content"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_marker_of_the_page_is_read_in_any_order() {
+        let page =
+            r#"<head><meta charset="utf-8"><meta content="surface" name="svc-canvas-gestures"></head>"#;
+        assert_eq!(marker(page, GESTURES), Some("surface"));
+        assert_eq!(marker("<p>svc-canvas-gestures</p>", GESTURES), None);
+    }
+
+    #[test]
+    fn names_are_resolved_as_a_browser_would() {
+        let base = Url::parse("https://app.test/").unwrap();
+        let chunk = base.join("/assets/main.js").unwrap();
+        let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());
+        let text = r#"import"./a.js";["assets/b.js","https://cdn.test/c.js"]"#;
+        named(&base, &chunk, text, false, &mut seen, &mut wanted);
+        let paths: Vec<_> = wanted.iter().map(|(url, _)| url.as_str()).collect();
+        assert_eq!(paths, ["https://app.test/assets/a.js", "https://app.test/assets/b.js"]);
+    }
+}

@@ -1,0 +1,121 @@
+//! A host as its owner sees it: by the gateway's trusted socket, or through the router with a session.
+
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use http::header::{self, HeaderValue};
+use http::{HeaderName, Method, StatusCode};
+use secrecy::{ExposeSecret, SecretString};
+use serde_json::Value;
+use url::Url;
+
+use crate::chain::chain;
+use crate::http::client::{self, Deadlines};
+
+const CALL: Deadlines = Deadlines {
+    connect: Duration::from_secs(5),
+    whole: Some(Duration::from_secs(20)),
+    idle: Duration::from_secs(10),
+};
+/// No file of a shell is larger.
+const LARGEST: usize = 32 << 20;
+
+pub struct Site {
+    client: reqwest::Client,
+    base: Url,
+    credential: Option<(HeaderName, HeaderValue)>,
+}
+
+/// An answer, read whole.
+pub struct Answer {
+    pub status: StatusCode,
+    pub kind: String,
+    pub body: Bytes,
+}
+
+impl Answer {
+    pub fn text(&self) -> std::borrow::Cow<'_, str> {
+        String::from_utf8_lossy(&self.body)
+    }
+
+    pub fn json(&self) -> Option<Value> {
+        serde_json::from_slice(&self.body).ok()
+    }
+}
+
+impl Site {
+    pub fn by_socket(socket: &Path) -> anyhow::Result<Self> {
+        let base = Url::parse("http://gateway/")?;
+        Ok(Self { client: client::over_socket(CALL, socket)?, base, credential: None })
+    }
+
+    /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
+    pub fn by_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
+        let token = token.expose_secret();
+        let (name, text) = if token.split('.').count() == 3 {
+            (header::AUTHORIZATION, format!("Bearer {token}"))
+        } else {
+            (header::COOKIE, format!("svc_session={token}"))
+        };
+        let mut value = HeaderValue::from_str(&text)?;
+        value.set_sensitive(true);
+        Ok(Self { client: client::build(CALL)?, base, credential: Some((name, value)) })
+    }
+
+    pub fn base(&self) -> &Url {
+        &self.base
+    }
+
+    /// A path of this site.
+    pub fn url(&self, path: &str) -> Url {
+        self.base.join(path).unwrap_or_else(|_| self.base.clone())
+    }
+
+    pub async fn get(&self, url: &Url, accept: &'static str) -> Result<Answer, String> {
+        self.ask(Method::GET, url, accept, None).await
+    }
+
+    pub async fn post(&self, url: &Url, body: &Value) -> Result<Answer, String> {
+        self.ask(Method::POST, url, "application/json", Some(body)).await
+    }
+
+    async fn ask(
+        &self,
+        method: Method,
+        url: &Url,
+        accept: &'static str,
+        body: Option<&Value>,
+    ) -> Result<Answer, String> {
+        // The credential is for this site alone.
+        if url.origin() != self.base.origin() {
+            return Err(format!("{url} is of another origin"));
+        }
+        let failed = |error: reqwest::Error| format!("{}: {}", url.path(), chain(&error.without_url()));
+        let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
+        if let Some((name, value)) = &self.credential {
+            request = request.header(name, value);
+        }
+        if method != Method::GET {
+            // As a page of this site would send it.
+            request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
+        }
+        if let Some(body) = body {
+            request = request.json(body);
+        }
+        let response = request.send().await.map_err(failed)?;
+        let status = response.status();
+        let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+        let kind = kind.unwrap_or_default().to_owned();
+        let mut body = Vec::new();
+        let mut parts = response.bytes_stream();
+        while let Some(part) = parts.next().await {
+            body.extend_from_slice(&part.map_err(failed)?);
+            if body.len() > LARGEST {
+                return Err(format!("{}: more than {} MiB", url.path(), LARGEST >> 20));
+            }
+        }
+        Ok(Answer { status, kind, body: body.into() })
+    }
+}

@@ -1,0 +1,34 @@
+//! A report of findings, as a person reads it.
+
+use super::{Colour, View};
+use crate::diagnosis::{Level, Report};
+
+fn colour(level: Level) -> Colour {
+    match level {
+        Level::Ok => Colour::Good,
+        Level::Warning => Colour::Moving,
+        Level::Problem => Colour::Bad,
+        Level::Skipped => Colour::Faint,
+    }
+}
+
+/// A line for each finding, below it what to do; last the totals.
+pub fn show(view: &View, report: &Report) -> String {
+    let names = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
+    let mut text = String::new();
+    for finding in &report.findings {
+        let word = format!("{:<7}", finding.level.as_str());
+        let indent = " ".repeat(7 + 2 + names + 2);
+        let what = finding.what.replace('\n', &format!("\n{indent}"));
+        text.push_str(&format!(
+            "{}  {:<names$}  {what}\n",
+            view.paint(Some(colour(finding.level)), &word),
+            finding.check
+        ));
+        if let Some(next) = &finding.next {
+            text.push_str(&format!("{indent}next: {next}\n"));
+        }
+    }
+    text.push_str(&format!("{}: {}\n", report.subject, report.tally()));
+    text
+}

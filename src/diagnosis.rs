@@ -1,0 +1,196 @@
+//! What a look at a running installation finds: a line each, with what to do.
+//!
+//! Knows nothing of what is looked at. Every check has a deadline, and one that could not be made says so under its own
+//! name: a report is never shorter because something did not answer. No finding holds a secret.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// How bad it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    Ok,
+    /// It works; somebody should look at it.
+    Warning,
+    /// It does not work, or will not when it is needed.
+    Problem,
+    /// Nobody knows: the check cannot be made here.
+    Skipped,
+}
+
+impl Level {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Problem => "problem",
+            Self::Skipped => "skipped",
+        }
+    }
+}
+
+/// One line of a report.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    pub check: &'static str,
+    pub level: Level,
+    pub what: String,
+    /// What to do about it; for nothing that is well.
+    pub next: Option<String>,
+}
+
+/// The findings of one check, under its name.
+#[derive(Debug)]
+pub struct Findings {
+    check: &'static str,
+    list: Vec<Finding>,
+}
+
+impl Findings {
+    pub fn of(check: &'static str) -> Self {
+        Self { check, list: Vec::new() }
+    }
+
+    fn with(mut self, level: Level, what: impl Into<String>, next: Option<String>) -> Self {
+        self.list.push(Finding { check: self.check, level, what: what.into(), next });
+        self
+    }
+
+    #[must_use]
+    pub fn ok(self, what: impl Into<String>) -> Self {
+        self.with(Level::Ok, what, None)
+    }
+
+    #[must_use]
+    pub fn warning(self, what: impl Into<String>, next: impl Into<String>) -> Self {
+        self.with(Level::Warning, what, Some(next.into()))
+    }
+
+    #[must_use]
+    pub fn problem(self, what: impl Into<String>, next: impl Into<String>) -> Self {
+        self.with(Level::Problem, what, Some(next.into()))
+    }
+
+    #[must_use]
+    pub fn skipped(self, why: impl Into<String>) -> Self {
+        self.with(Level::Skipped, why, None)
+    }
+
+    /// Says that all is well where nothing else was found.
+    #[must_use]
+    pub fn or_ok(self, what: impl Into<String>) -> Self {
+        if self.list.is_empty() { self.ok(what) } else { self }
+    }
+
+    pub fn into_list(self) -> Vec<Finding> {
+        self.list
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
+/// A check that is not made yet.
+pub struct Check<'a> {
+    name: &'static str,
+    deadline: Duration,
+    work: Pin<Box<dyn Future<Output = Findings> + Send + 'a>>,
+}
+
+impl<'a> Check<'a> {
+    pub fn new(
+        name: &'static str,
+        deadline: Duration,
+        work: impl Future<Output = Findings> + Send + 'a,
+    ) -> Self {
+        Self { name, deadline, work: Box::pin(work) }
+    }
+
+    async fn make(self) -> Findings {
+        let Self { name, deadline, work } = self;
+        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
+            let what = format!("no answer within {} s", deadline.as_secs());
+            Findings::of(name).problem(what, "look at what it waits for; then run this again")
+        })
+    }
+}
+
+/// Makes all checks at once; the findings stand in the checks' order.
+pub async fn make(checks: Vec<Check<'_>>) -> Vec<Finding> {
+    let made = join_all(checks.into_iter().map(Check::make)).await;
+    made.into_iter().flat_map(|findings| findings.list).collect()
+}
+
+/// All findings about one thing.
+#[derive(Debug)]
+pub struct Report {
+    pub subject: String,
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    pub fn count(&self, level: Level) -> usize {
+        self.findings.iter().filter(|finding| finding.level == level).count()
+    }
+
+    pub fn json(&self) -> Value {
+        json!({
+            "subject": self.subject,
+            "ok": self.count(Level::Problem) == 0,
+            "problems": self.count(Level::Problem),
+            "warnings": self.count(Level::Warning),
+            "skipped": self.count(Level::Skipped),
+            "findings": self.findings,
+        })
+    }
+
+    /// `1 problem, 2 warnings, 1 skipped`.
+    pub fn tally(&self) -> String {
+        let counted = |level: Level, one: &str, many: &str| {
+            let count = self.count(level);
+            (count > 0).then(|| format!("{count} {}", if count == 1 { one } else { many }))
+        };
+        let parts: Vec<_> = [
+            counted(Level::Problem, "problem", "problems"),
+            counted(Level::Warning, "warning", "warnings"),
+            counted(Level::Skipped, "skipped", "skipped"),
+            counted(Level::Ok, "ok", "ok"),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        parts.join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_check_that_does_not_end_is_a_problem_under_its_name_and_holds_up_no_other() {
+        let slow = Check::new("slow", Duration::from_secs(3), std::future::pending());
+        let quick = Check::new("quick", Duration::from_secs(3), async { Findings::of("quick").ok("well") });
+        let found = make(vec![slow, quick]).await;
+        let told: Vec<_> = found.iter().map(|finding| (finding.check, finding.level)).collect();
+        assert_eq!(told, [("slow", Level::Problem), ("quick", Level::Ok)]);
+        assert!(found[0].what.contains("3 s") && found[0].next.is_some(), "{found:?}");
+    }
+
+    #[test]
+    fn a_report_counts_what_it_holds() {
+        let findings = Findings::of("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
+        let report = Report { subject: "host".to_owned(), findings: findings.list };
+        assert_eq!(report.tally(), "1 problem, 1 warning, 1 skipped, 1 ok");
+        let json = report.json();
+        assert_eq!((&json["ok"], &json["findings"][2]["next"]), (&false.into(), &"do".into()));
+        assert!(Findings::of("a").or_ok("fine").list[0].level == Level::Ok);
+    }
+}

@@ -1,0 +1,86 @@
+//! Who can be reached from outside: the gateway and ssh, and nothing else.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::Path;
+
+use super::settings;
+use crate::diagnosis::Findings;
+use crate::host::layout::Layout;
+use crate::host::probe::DEFAULT_LISTEN;
+
+const LISTEN: &str = "0A";
+const SSH: u16 = 22;
+const POSTGRES: u16 = 5432;
+
+pub fn check(layout: &Layout) -> Findings {
+    let findings = Findings::of("ports");
+    if layout.root() != Path::new("/") {
+        return findings.skipped("this root shares its network with others");
+    }
+    let gateway = settings(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN).port();
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
+    match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
+        (Ok(v4), Ok(v6)) => judge(findings, &listening(&v4, &v6), gateway),
+        (Err(error), _) | (_, Err(error)) => findings.skipped(format!("/proc/net/tcp: {error}")),
+    }
+}
+
+fn judge(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
+    let mut findings = findings;
+    for (ip, port) in open.iter().filter(|(ip, _)| !ip.is_loopback()) {
+        let next = "ss -ltnp shows whose it is; nftables should close it, too";
+        if *port == POSTGRES {
+            let what = format!("the database listens on {ip}, not on loopback alone");
+            findings = findings.problem(what, "listen_addresses of svc-postgres must be 127.0.0.1");
+        } else if ![gateway, SSH].contains(port) {
+            findings = findings.warning(format!("something listens on {ip}:{port}"), next);
+        }
+    }
+    findings.or_ok(format!("from outside there are {gateway} and ssh alone"))
+}
+
+/// Listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)): addresses are words in the machine's byte order.
+fn listening(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
+    let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(socket).collect();
+    open.sort_unstable();
+    open.dedup();
+    open
+}
+
+fn socket(line: &str) -> Option<(IpAddr, u16)> {
+    let mut words = line.split_whitespace().skip(1);
+    let (local, state) = (words.next()?, words.nth(1)?);
+    if state != LISTEN {
+        return None;
+    }
+    let (address, port) = local.split_once(':')?;
+    let bytes = hex::decode(address).ok()?;
+    let in_order: Vec<u8> = bytes.chunks_exact(4).flat_map(|word| word.iter().rev().copied()).collect();
+    let ip = match <[u8; 4]>::try_from(in_order.as_slice()) {
+        Ok(v4) => IpAddr::from(Ipv4Addr::from(v4)),
+        Err(_) => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(in_order.as_slice()).ok()?)),
+    };
+    Some((ip, u16::from_str_radix(port, 16).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_listens_beyond_loopback_is_told() {
+        let v4 = "  sl  local_address rem_address   st tx_queue\n   0: 0100007F:1538 00000000:0000 0A 0\n   1: \
+                  00000000:01BB 00000000:0000 0A 0\n   2: 00000000:1538 00000000:0000 0A 0\n   3: 0200A8C0:D431 \
+                  0100A8C0:01BB 01 0\n";
+        let v6 = "   0: 00000000000000000000000000000000:0016 0:0 0A 0\n   1: \
+                  00000000000000000000000001000000:1F90 0:0 0A 0\n   2: 00000000000000000000000000000000:1F91 0:0 0A 0\n";
+        let open = listening(v4, v6);
+        assert!(open.contains(&(Ipv4Addr::LOCALHOST.into(), 5432)) && open.len() == 6, "{open:?}");
+        let told = format!("{:?}", judge(Findings::of("ports"), &open, 443));
+        assert!(told.contains("the database listens on 0.0.0.0"), "{told}");
+        assert!(told.contains("something listens on :::8081"), "{told}");
+        assert_eq!(told.matches("listens on").count(), 2, "{told}");
+        let well = judge(Findings::of("ports"), &listening("", ""), 443);
+        assert!(format!("{well:?}").contains("Ok"));
+    }
+}

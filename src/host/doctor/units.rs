@@ -1,0 +1,92 @@
+//! The services as systemd has them: which failed, which should run and do not.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use tokio::process::Command;
+
+use crate::diagnosis::Findings;
+use crate::host::layout::Layout;
+
+/// Those that run as long as the machine does.
+const SERVICES: [&str; 5] = [
+    "svc-postgres.service",
+    "svc-gateway.service",
+    "svc-shell.service",
+    "svc-code.service",
+    "svc-sync-agent.service",
+];
+const TIMERS: [&str; 2] = ["svc-db-backup.timer", "svc-heartbeat.timer"];
+
+/// The `systemctl` of this machine; `SVC_SYSTEMCTL` names another, for a root that no systemd runs.
+fn systemctl(layout: &Layout) -> Option<OsString> {
+    if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
+        return Some(named);
+    }
+    let runs = layout.root() == Path::new("/") && Path::new("/run/systemd/system").exists();
+    runs.then(|| "systemctl".into())
+}
+
+pub async fn check(layout: &Layout) -> Findings {
+    let findings = Findings::of("units");
+    let Some(systemctl) = systemctl(layout) else {
+        return findings.skipped("systemd does not run here");
+    };
+    let mut command = Command::new(systemctl);
+    command.args(["show", "--no-pager", "--property=Id,LoadState,ActiveState,Result", "--all", "svc-*"]);
+    command.args(SERVICES).args(TIMERS).kill_on_drop(true);
+    match command.output().await {
+        Ok(output) if output.status.success() => judge(findings, &String::from_utf8_lossy(&output.stdout)),
+        Ok(output) => {
+            findings.skipped(format!("systemctl: {}", String::from_utf8_lossy(&output.stderr).trim()))
+        }
+        Err(error) => findings.skipped(format!("systemctl: {error}")),
+    }
+}
+
+fn judge(findings: Findings, shown: &str) -> Findings {
+    let mut findings = findings;
+    let mut seen = std::collections::BTreeSet::new();
+    for block in shown.split("\n\n") {
+        let value = |name: &str| {
+            block.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('=')).unwrap_or_default()
+        };
+        let (id, state) = (value("Id"), value("ActiveState"));
+        if id.is_empty() || !seen.insert(id.to_owned()) {
+            continue;
+        }
+        let always = SERVICES.contains(&id) || TIMERS.contains(&id);
+        let next = format!("systemctl status {id}; journalctl -u {id} -n 50");
+        if always && value("LoadState") == "not-found" {
+            findings =
+                findings.problem(format!("{id} is not installed"), "svc-update boot installs the units");
+        } else if state == "failed" {
+            findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
+        } else if always && state != "active" {
+            findings = findings.problem(format!("{id} is {state}"), next);
+        }
+    }
+    findings.or_ok(format!("{} units, none failed", seen.len()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_unit_that_failed_or_does_not_run_is_named() {
+        let shown = "Id=svc-gateway.service\nLoadState=loaded\nActiveState=active\nResult=success\n\n\
+                     Id=svc-restore.service\nLoadState=loaded\nActiveState=failed\nResult=exit-code\n\n\
+                     Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
+                     Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
+        let told = format!("{:?}", judge(Findings::of("units"), shown));
+        for part in [
+            "svc-restore.service failed (exit-code)",
+            "svc-code.service is not installed",
+            "timer is inactive",
+        ] {
+            assert!(told.contains(part), "{part}: {told}");
+        }
+        assert!(!told.contains("svc-gateway.service"), "{told}");
+    }
+}

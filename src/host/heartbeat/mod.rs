@@ -1,0 +1,99 @@
+//! `svc-heartbeat`: the daily check of the machine's records. Rotation, retention, the measurement of storage.
+//!
+//! Here: the command line, the configuration, the order. Everything is decided by what lies there, so each run does what
+//! is left to do, and a run that was killed anywhere is simply run again. What fails does not keep the rest from being
+//! done.
+
+mod day;
+mod expire;
+mod names;
+mod rotate;
+mod storage;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use jiff::Timestamp;
+use jiff::civil::Date;
+
+use self::day::Calendar;
+use super::config::{self, DatabaseUrl, begin_log};
+use super::layout::Layout;
+use super::lock::{Lock, LockError};
+use super::pgconn::Server;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::failpoint;
+use crate::fsx::FileError;
+use crate::http::request_id;
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] =
+    &["heartbeat.begin", "heartbeat.rotated", "heartbeat.expired", "heartbeat.measured"];
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-heartbeat",
+    version = applet::VERSION,
+    about = "Rotates the machine's records, deletes those older than 30 days, and measures its storage",
+    after_help = "Days are those of costLimits.timeZone in the owner's system/config.json. It may run at any time and as often as wanted."
+)]
+struct Args {}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    if let Err(code) = applet::parse::<Args>(args) {
+        return code;
+    }
+    begin_log("svc-heartbeat", &Layout::from_process());
+    applet::block_on("svc-heartbeat", request_id::own(check(Layout::from_process())))
+}
+
+async fn check(layout: Layout) -> Result<(), Failure> {
+    let mut env = config::environment(&layout);
+    let database = DatabaseUrl::read(&mut env);
+    let server = Server::new(env.finish(database)?.config()?);
+    let _lock = Lock::take(&layout.heartbeat_lock()).map_err(|error| match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another check is under way")),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    })?;
+    failpoint::pass("heartbeat.begin").or_exit(Exit::Internal)?;
+    let logs = layout.logs();
+    std::fs::create_dir_all(&logs)
+        .map_err(FileError::at("create directory", &logs))
+        .or_exit(Exit::Internal)?;
+    let calendar = Calendar::read(&layout.settings());
+    let today = calendar.day(Timestamp::now());
+    let kept = keep(&layout, &calendar, today);
+    let measured = measure(&layout, &server, today).await;
+    kept.and(measured)
+}
+
+fn keep(layout: &Layout, calendar: &Calendar, today: Date) -> Result<(), Failure> {
+    let logs = layout.logs();
+    let rotated = [names::ACTIVITY, names::AUDIT].map(|record| {
+        let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
+        if let Some(name) = name {
+            tracing::info!(name, "rotated");
+        }
+        failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
+    });
+    let expired = expire::expire(&logs, today).or_exit(Exit::Internal);
+    let expired = expired.and_then(|names| {
+        if !names.is_empty() {
+            tracing::info!(?names, "deleted: older than 30 days");
+        }
+        failpoint::pass("heartbeat.expired").or_exit(Exit::Internal)
+    });
+    rotated.into_iter().chain([expired]).collect()
+}
+
+async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<(), Failure> {
+    if storage::is_measured(&storage::path(layout), today).or_exit(Exit::Internal)? {
+        return Ok(());
+    }
+    let line = storage::measure(layout, server, today).await.map_err(|error| {
+        let exit = if error.is_unavailable() { Exit::Unavailable } else { Exit::Internal };
+        Failure::new(exit, error)
+    })?;
+    tracing::info!(home = line.files.home_bytes, database = line.database_bytes, "measured");
+    failpoint::pass("heartbeat.measured").or_exit(Exit::Internal)
+}

@@ -1,0 +1,79 @@
+//! Names of dated records: `audit-2026-11-20.jsonl`; `audit-2026-11-20.2.jsonl` where the first name was taken.
+
+use jiff::civil::Date;
+
+/// A record that is kept by days.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    pub stem: &'static str,
+    pub extension: &'static str,
+}
+
+pub const ACTIVITY: Record = Record { stem: "activity", extension: "log" };
+pub const AUDIT: Record = Record { stem: "audit", extension: "jsonl" };
+/// Its writers name each day's file themselves.
+pub const INTERACTIONS: Record = Record { stem: "interactions", extension: "jsonl" };
+
+impl Record {
+    /// The file that is written now.
+    pub fn current(self) -> String {
+        format!("{}.{}", self.stem, self.extension)
+    }
+
+    /// The `n`th file of a day, from 1.
+    pub fn dated(self, day: Date, n: u32) -> String {
+        let Self { stem, extension } = self;
+        if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
+    }
+
+    /// The day in a name of this record's; `None` for any other name.
+    pub fn day(self, name: &str) -> Option<Date> {
+        let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
+        let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;
+        let (day, n) = middle.split_once('.').unwrap_or((middle, "2"));
+        let is_number = n.parse::<u32>().is_ok_and(|number| number > 1 && number.to_string() == n);
+        let day: Date = day.parse().ok().filter(|parsed: &Date| parsed.to_string() == day)?;
+        is_number.then_some(day)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_name_that_was_given_is_read_back(days in 0_i32..60_000, n in 1_u32..2000) {
+            let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
+            for record in [ACTIVITY, AUDIT, INTERACTIONS] {
+                prop_assert_eq!(record.day(&record.dated(day, n)), Some(day));
+            }
+            prop_assert_eq!(AUDIT.day(&ACTIVITY.dated(day, n)), None);
+        }
+
+        #[test]
+        fn no_name_panics(name in ".*") {
+            let _ = AUDIT.day(&name);
+        }
+    }
+
+    #[test]
+    fn other_names_have_no_day() {
+        for name in [
+            "audit.jsonl",
+            "audit-.jsonl",
+            "audit-2026-11-20.log",
+            "audit-2026-02-30.jsonl",
+            "audit-2026-11-20.jsonl.bak",
+            "audit-2026-11-20.1.jsonl",
+            "audit-2026-11-20.x.jsonl",
+            "audit-2026-11-20T10.jsonl",
+            "audit-20261120.jsonl",
+            "my-audit-2026-11-20.jsonl",
+            "usage.jsonl",
+        ] {
+            assert_eq!(AUDIT.day(name), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! `svc-shell`: the release's shell build on `shell.sock`.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use sd_notify::NotifyState;
+
+use super::site::{Site, router};
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::host::config::begin_log;
+use crate::host::layout::Layout;
+use crate::host::{systemd, unix_socket};
+use crate::http::server;
+
+pub const SOCKET: &str = "shell.sock";
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-shell",
+    version = applet::VERSION,
+    about = "Serves the release's shell to the gateway, on a unix socket",
+    after_help = "It serves /opt/svc/app/shell below SVC_ROOT on run/svc/owner/shell.sock."
+)]
+struct Args {}
+
+/// The applet.
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    if let Err(code) = applet::parse::<Args>(args) {
+        return code;
+    }
+    let layout = Layout::from_process();
+    begin_log("svc-shell", &layout);
+    applet::block_on("svc-shell", serve(layout))
+}
+
+async fn serve(layout: Layout) -> Result<(), Failure> {
+    let site = Site::read(&layout.shell()).or_exit(Exit::Config)?;
+    let bound = unix_socket::bind(&layout.owner_sockets(), SOCKET);
+    let listener = bound.context("the unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
+    let status = format!("serving {} files", site.len());
+    tracing::info!(files = site.len(), bytes = site.bytes(), "serving the shell");
+    systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    unix_socket::serve(listener, router(site), stop).await;
+    systemd::tell(&[NotifyState::Stopping]);
+    Ok(())
+}

@@ -1,0 +1,24 @@
+//! A service's life as systemd sees it: ready, alive, stopping. Outside systemd nobody listens and nothing happens.
+
+use sd_notify::NotifyState;
+use tokio_util::sync::CancellationToken;
+
+pub fn tell(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::debug!(%error, "systemd was not told");
+    }
+}
+
+/// Answers systemd's watchdog, where there is one, at half its time, while `is_well` says so.
+pub async fn feed_watchdog(stop: CancellationToken, is_well: impl AsyncFn() -> bool) {
+    let Some(each) = sd_notify::watchdog_enabled() else { return };
+    loop {
+        if is_well().await {
+            tell(&[NotifyState::Watchdog]);
+        }
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(each / 2) => {}
+        }
+    }
+}

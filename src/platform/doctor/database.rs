@@ -1,0 +1,60 @@
+//! The platform's database: reachable, of a known schema, its clock ours.
+
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+
+use crate::diagnosis::Findings;
+use crate::http::problem::chain;
+use crate::platform::config::PlatformConfig;
+use crate::platform::db::{self, migrate};
+
+/// Leases and deadlines go by the database's clock, tokens by ours.
+const MOST_OFF: i64 = 20;
+
+pub async fn check(config: &PlatformConfig) -> Findings {
+    let findings = Findings::of("database");
+    let next = "is it up? PLATFORM_DATABASE_URL; the database's own log";
+    let mut settings = config.database.clone();
+    settings.connect_timeout(Duration::from_secs(8)).application_name("svcctl doctor");
+    let start = Instant::now();
+    let client = match db::connect(&settings).await {
+        Ok((client, _)) => client,
+        Err(error) => return findings.problem(chain(&error), next),
+    };
+    let read = client.query_one("SELECT current_setting('server_version'), now()", &[]).await;
+    let (version, now): (String, Timestamp) = match read {
+        Ok(row) => (row.get(0), row.get(1)),
+        Err(error) => return findings.problem(chain(&error), next),
+    };
+    let waited = start.elapsed().as_millis();
+    let off = Timestamp::now().as_second() - now.as_second();
+    let findings = if off.abs() > MOST_OFF {
+        findings.problem(
+            format!("its clock differs from this machine's by {} s", off.abs()),
+            "timedatectl status, here and there",
+        )
+    } else {
+        findings
+    };
+    let newest = migrate::newest();
+    let applied = "SELECT max(version)::int FROM refinery_schema_history";
+    let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
+    match applied.ok().flatten().map(i32::unsigned_abs) {
+        None => findings.warning(
+            "it has no schema of ours yet",
+            "svc-platform makes it at its first start; is it the right database?",
+        ),
+        Some(applied) if applied > newest => findings.problem(
+            format!("its schema is of version {applied}, this binary knows {newest}"),
+            "a newer svc-platform has been here: install that one",
+        ),
+        Some(applied) if applied < newest => findings.warning(
+            format!("its schema is of version {applied}, this binary brings {newest}"),
+            "svc-platform migrates it at its next start",
+        ),
+        Some(applied) => {
+            findings.or_ok(format!("PostgreSQL {version}, schema {applied}, answers in {waited} ms"))
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! The identity provider's keys, without which nobody can sign in.
+
+use serde::Deserialize;
+
+use crate::chain::chain;
+use crate::diagnosis::Findings;
+use crate::http::client::{self, Deadlines};
+use crate::platform::config::PlatformConfig;
+
+#[derive(Deserialize)]
+struct KeySet {
+    keys: Vec<Key>,
+}
+
+#[derive(Deserialize)]
+struct Key {
+    kid: Option<String>,
+}
+
+pub async fn check(config: &PlatformConfig) -> Findings {
+    let findings = Findings::of("identity-provider");
+    let url = config.routing.idp.jwks_url.clone();
+    let next = "IDP_JWKS_URL (else <IDP_ISSUER>/.well-known/jwks.json); nobody new can sign in meanwhile";
+    match fetch(url.clone()).await {
+        Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
+            findings.ok(format!("{} has {} keys", url.host_str().unwrap_or_default(), set.keys.len()))
+        }
+        Ok(_) => findings.problem(format!("{url} has no key with an id"), next),
+        Err(why) => findings.problem(format!("its keys cannot be had: {why}"), next),
+    }
+}
+
+async fn fetch(url: url::Url) -> Result<KeySet, String> {
+    let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
+    let answer = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
+    if !answer.status().is_success() {
+        return Err(format!("it answered {}", answer.status()));
+    }
+    answer.json().await.map_err(|error| chain(&error.without_url()))
+}

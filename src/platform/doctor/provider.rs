@@ -1,0 +1,36 @@
+//! The cloud provider: whether the token is good, and the default type is offered.
+
+use crate::chain::chain;
+use crate::diagnosis::Findings;
+use crate::http::client::{self, Deadlines};
+use crate::platform::config::PlatformConfig;
+use crate::provider::Provider;
+use crate::provider::hetzner::Hetzner;
+
+pub async fn check(config: &PlatformConfig) -> Findings {
+    let findings = Findings::of("provider");
+    let next = "PROVIDER_API_TOKEN and PROVIDER_API_URL; the provider's status page";
+    let client = match client::build(Deadlines::CALL) {
+        Ok(client) => client,
+        Err(error) => return findings.problem(format!("{error:#}"), "SSL_CERT_FILE"),
+    };
+    let provider = match Hetzner::new(client, config.provider.api_url.clone(), &config.provider.token) {
+        Ok(provider) => provider,
+        Err(error) => return findings.problem(error.to_string(), next),
+    };
+    let wanted = &config.provisioning.server_type;
+    match provider.server_type(wanted).await {
+        Ok(Some(_)) => {}
+        Ok(None) => {
+            let what = format!("it offers no server type {wanted}");
+            return findings.problem(what, "PROVIDER_SERVER_TYPE must be a type of this provider");
+        }
+        Err(error) => return findings.problem(chain(&error), next),
+    }
+    match provider.find_by_label("svc-installation").await {
+        Ok(servers) => {
+            findings.ok(format!("it answers, offers {wanted}, and has {} servers of svc", servers.len()))
+        }
+        Err(error) => findings.problem(chain(&error), next),
+    }
+}

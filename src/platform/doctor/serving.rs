@@ -1,0 +1,103 @@
+//! What this machine has of the platform: the settings file, what is switched on, and the certificates.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use jiff::{SignedDuration, Timestamp};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+
+use crate::diagnosis::{Finding, Findings};
+use crate::http::tls::Identity;
+use crate::platform::config::{PlatformConfig, TlsFiles};
+
+const SOON: SignedDuration = SignedDuration::from_hours(14 * 24);
+
+pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
+    let findings = Findings::of("env-file");
+    let Some(file) = file else { return Vec::new() };
+    let shown = file.display();
+    let findings = match std::fs::metadata(file) {
+        Ok(meta) => match meta.permissions().mode() & 0o7777 {
+            mode if mode & 0o027 == 0 => findings.ok(format!("{shown} has mode {mode:04o}")),
+            mode => findings.problem(
+                format!("{shown} has mode {mode:04o}: it holds every secret of the platform"),
+                format!("chmod 0640 {shown}; chgrp svc-platform {shown}"),
+            ),
+        },
+        Err(error) => findings.problem(
+            format!("{shown}: {error}"),
+            "copy platform.env.example to it and fill it in; or run this as root",
+        ),
+    };
+    findings.into_list()
+}
+
+pub fn settings(config: &PlatformConfig) -> Findings {
+    let mut findings = Findings::of("configuration");
+    if !config.provisioning.enabled.is_on() {
+        findings = findings.warning(
+            "CUSTOMER_VPS_ENABLED is not true: provision is closed",
+            "set it where that is intended",
+        );
+    }
+    if !config.provisioning.billing_enforcement.is_on() {
+        findings = findings.warning(
+            "BILLING_ENFORCEMENT is off: anybody's slot is provisioned",
+            "leave it out, but for tests",
+        );
+    }
+    let open =
+        |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
+    if open(&config.api) {
+        findings = findings.warning(
+            format!("the API listens on {} without TLS: the secret travels in the clear", config.api.address),
+            "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy that has TLS",
+        );
+    }
+    if open(&config.router) {
+        findings = findings.warning(
+            format!("the router listens on {} without TLS", config.router.address),
+            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy that has TLS",
+        );
+    }
+    findings.or_ok(format!("complete; new machines get {}", config.provisioning.image_version))
+}
+
+pub fn certificates(config: &PlatformConfig) -> Findings {
+    let mut findings = Findings::of("tls");
+    for (name, listen) in [("PLATFORM", &config.api), ("ROUTER", &config.router)] {
+        if let Some(files) = &listen.tls {
+            findings = certificate(findings, name, files);
+        }
+    }
+    if findings.is_empty() { findings.skipped("no listener has a certificate of its own") } else { findings }
+}
+
+fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
+    let next = format!("{name}_TLS_CERT_FILE and {name}_TLS_KEY_FILE; svc-platform reads them at its start");
+    let usable = Identity::read(&files.cert, &files.key)
+        .map_err(anyhow::Error::from)
+        .and_then(|identity| identity.server_config());
+    if let Err(error) = usable {
+        return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
+    }
+    let Some(ends) = ends(&files.cert) else {
+        return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
+    };
+    let left = ends.duration_since(Timestamp::now());
+    let told = format!("{} ends at {:.0}", files.cert.display(), ends);
+    if left.is_negative() {
+        findings.problem(told, format!("renew it, then restart svc-platform: {next}"))
+    } else if left < SOON {
+        findings.warning(told, "renew it, then restart svc-platform")
+    } else {
+        findings.ok(told)
+    }
+}
+
+fn ends(path: &Path) -> Option<Timestamp> {
+    let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
+    let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
+    Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()
+}

@@ -1,0 +1,38 @@
+//! `svc-platform probe`: whether the platform of this machine is ready, for supervisors that have no HTTP client.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use anyhow::anyhow;
+
+use super::config::{Listen, PlatformConfig};
+use crate::applet::{Exit, Failure, OrExit};
+use crate::config::Env;
+use crate::http::client::{self, Deadlines};
+use crate::http::problem::chain;
+use crate::http::tls::{self, ChainCheck, Identity};
+
+pub async fn run(mut env: Env) -> Result<(), Failure> {
+    let listen = PlatformConfig::api(&mut env);
+    let listen = env.finish(Some(listen))?;
+    let (client, scheme) = client(&listen).or_exit(Exit::Config)?;
+    let ip = match listen.address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    let url = format!("{scheme}://{}/readyz", std::net::SocketAddr::new(ip, listen.address.port()));
+    let said = match client.get(&url).send().await {
+        Ok(answer) if answer.status().is_success() => return Ok(()),
+        Ok(answer) => format!("{} {}", answer.status(), answer.text().await.unwrap_or_default()),
+        Err(error) => chain(&error.without_url()),
+    };
+    Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {said}")))
+}
+
+/// With TLS the certificate names the public host, so it is known by its key.
+fn client(listen: &Listen) -> anyhow::Result<(reqwest::Client, &'static str)> {
+    let Some(files) = &listen.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
+    let pin = Identity::read(&files.cert, &files.key)?.pin()?;
+    let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
+    Ok((client::with_tls(Deadlines::CALL, config)?, "https"))
+}

@@ -1,0 +1,232 @@
+// Notes and tasks as a person uses them: by keyboard alone, in two tabs, with a connection that fails.
+
+import assert from "node:assert/strict";
+import { after, afterEach, before, test } from "node:test";
+import { app, browser, isAccessible, ready, shot, stayedHome, until, visitor } from "./support.mjs";
+
+let chrome;
+let visits = [];
+before(async () => {
+  await ready();
+  chrome = await browser();
+});
+after(() => chrome?.close());
+afterEach(async () => {
+  await Promise.all(visits.map(({ context }) => context.close()));
+  visits = [];
+});
+
+/** An app's page, inside the frame that the router puts around it. */
+async function open(slug, options = {}) {
+  const visit = await visitor(chrome, options);
+  visits.push(visit);
+  return { ...visit, ...(await opened(visit.page, slug)) };
+}
+
+async function opened(page, slug) {
+  await page.goto(`${app}/apps/${slug}/`);
+  const inside = page.frameLocator("#app");
+  await inside.getByText("Live", { exact: true }).waitFor();
+  const frame = page.frames().find((frame) => frame.url().includes(`/apps/${slug}/~`));
+  return { page, inside, frame };
+}
+
+/** As a person without a mouse gets into a page. */
+async function tabInto(page, frame, selector) {
+  for (let step = 0; step < 30; step += 1) {
+    if (await frame.evaluate((selector) => document.activeElement?.matches(selector), selector)) return;
+    await page.keyboard.press("Tab");
+  }
+  assert.fail(`${selector} is not reached by Tab`);
+}
+
+const saved = (inside) => inside.getByText("Saved", { exact: true }).waitFor();
+const unique = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
+
+test("a note is written, found in another tab at once, edited and deleted, by keyboard alone", async () => {
+  const { page, inside, frame, context, seen } = await open("notes");
+  const other = await opened(await context.newPage(), "notes");
+  const name = unique("Milk");
+  await page.bringToFront();
+  await tabInto(page, frame, "#new");
+  await page.keyboard.press("n");
+  await page.keyboard.type(name);
+  await page.keyboard.press("Enter");
+  await page.keyboard.type("two litres\nand bread");
+  await saved(inside);
+  const there = other.inside.getByRole("button", { name });
+  await there.waitFor();
+
+  // What is edited here is read there, without a look away.
+  await there.click();
+  await page.bringToFront();
+  await page.keyboard.type(", and butter");
+  await saved(inside);
+  await until("the edit in the other tab", async () =>
+    assert.match(await other.inside.getByLabel("Text").inputValue(), /butter$/));
+
+  await page.reload();
+  await inside.getByRole("button", { name }).waitFor();
+  const again = page.frames().find((frame) => frame.url().includes("/apps/notes/~"));
+  await tabInto(page, again, "#new");
+  await page.keyboard.press("/");
+  await page.keyboard.type(name);
+  await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Enter");
+  assert.equal(await inside.getByLabel("Text").inputValue(), "two litres\nand bread, and butter");
+  await page.keyboard.press("Escape");
+  await page.keyboard.press("Delete");
+  await inside.getByText("is deleted").waitFor();
+  await there.waitFor({ state: "detached" });
+  stayedHome(seen);
+  assert.deepEqual(seen.complaints, []);
+});
+
+test("a deleted note comes back by undo, and a pinned one stays on top", async () => {
+  const { page, inside } = await open("notes");
+  const [first, second] = [unique("First"), unique("Second")];
+  for (const title of [first, second]) {
+    await inside.getByRole("button", { name: "New" }).click();
+    await page.keyboard.type(title);
+    await saved(inside);
+  }
+  await inside.getByRole("button", { name: first }).click();
+  await inside.getByRole("button", { name: "Pin to the top" }).click();
+  await saved(inside);
+  const top = () => inside.getByRole("listitem").first().textContent();
+  await until("the pinned one on top", async () => assert.match(await top(), new RegExp(first)));
+  await inside.getByRole("button", { name: "Delete this note" }).click();
+  await inside.getByRole("button", { name: "Undo" }).click();
+  await until("the note again", async () => assert.match(await top(), new RegExp(first)));
+  await page.reload();
+  await inside.getByRole("button", { name: first }).waitFor();
+  await isAccessible(page.frames().find((frame) => frame.url().includes("/apps/notes/~")));
+});
+
+test("what cannot be saved stays, is said, and is saved once it can be", async () => {
+  const { page, inside } = await open("notes");
+  const name = unique("Unsaved");
+  await page.route("**/api/bridge/query", (route) => route.abort());
+  await inside.getByRole("button", { name: "New" }).click();
+  await page.keyboard.type(name);
+  await inside.getByText("Not saved yet: ").waitFor();
+  await shot(page, "notes-failed");
+  assert.equal(await inside.getByLabel("Title").inputValue(), name);
+  await page.unroute("**/api/bridge/query");
+  await inside.getByRole("button", { name: "Try again" }).click();
+  await saved(inside);
+  await page.reload();
+  await inside.getByRole("button", { name }).waitFor();
+});
+
+test("a note that two people change at once is kept in both versions", async () => {
+  const { page, inside, context } = await open("notes");
+  const other = await opened(await context.newPage(), "notes");
+  const name = unique("Shared");
+  await page.bringToFront();
+  await inside.getByRole("button", { name: "New" }).click();
+  await page.keyboard.type(name);
+  await page.keyboard.press("Enter");
+  await saved(inside);
+  await other.inside.getByRole("button", { name }).click();
+  // Each writes before it can know of the other.
+  await page.route("**/api/bridge/query", (route) => route.abort());
+  await inside.getByLabel("Text").fill("here");
+  await inside.getByText("Not saved yet: ").waitFor();
+  await other.inside.getByLabel("Text").fill("there");
+  await saved(other.inside);
+  await page.unroute("**/api/bridge/query");
+  await inside.getByRole("button", { name: "Try again" }).click();
+  await inside.getByText("Both versions are kept").waitFor();
+  await other.inside.getByRole("button", { name: `${name} (your version)` }).click();
+  assert.equal(await other.inside.getByLabel("Text").inputValue(), "here");
+  await other.inside.getByRole("button", { name: new RegExp(`^${name}(?! \\(your)`) }).click();
+  assert.equal(await other.inside.getByLabel("Text").inputValue(), "there");
+});
+
+test("a task is added, done, renamed and deleted by keyboard alone, and seen in another tab", async () => {
+  const { page, inside, frame, context, seen } = await open("tasks");
+  const other = await opened(await context.newPage(), "tasks");
+  const [name, renamed] = [unique("Call"), unique("Write to")];
+  await page.bringToFront();
+  await tabInto(page, frame, "#title");
+  await page.keyboard.type(name);
+  await page.keyboard.press("Enter");
+  const there = (title) => other.inside.getByRole("checkbox", { name: `Done: ${title}` });
+  await there(name).waitFor();
+
+  await page.keyboard.press("ArrowDown");
+  const focused = () => frame.evaluate(() => document.activeElement.getAttribute("aria-label"));
+  while ((await focused()) !== `Done: ${name}`) await page.keyboard.press("ArrowDown");
+  await page.keyboard.press("Enter");
+  await page.keyboard.type(renamed);
+  await page.keyboard.press("Enter");
+  await there(renamed).waitFor();
+  await page.keyboard.press("Space");
+  await other.inside.getByRole("radio", { name: "Done" }).check({ force: true });
+  await until("done there, too", async () => assert.ok(await there(renamed).isChecked()));
+
+  await page.reload();
+  await inside.getByText("Live", { exact: true }).waitFor();
+  await inside.getByRole("radio", { name: "Done" }).check({ force: true });
+  const task = inside.getByRole("checkbox", { name: `Done: ${renamed}` });
+  assert.ok(await task.isChecked());
+  await task.press("Delete");
+  await inside.getByText("is deleted").waitFor();
+  await there(renamed).waitFor({ state: "detached" });
+  stayedHome(seen);
+  assert.deepEqual(seen.complaints, []);
+});
+
+test("tasks that cannot be saved are marked, kept, and saved once they can be", async () => {
+  const { page, inside } = await open("tasks");
+  const name = unique("Offline");
+  await page.route("**/api/bridge/query", (route) => route.fulfill({ status: 503, contentType: "application/problem+json",
+    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is away."}' }));
+  await inside.getByLabel("New task").fill(name);
+  await page.keyboard.press("Enter");
+  await inside.getByText("Not saved yet: The database is away.").waitFor();
+  await inside.getByText("Not saved", { exact: true }).waitFor();
+  await page.unroute("**/api/bridge/query");
+  await inside.getByRole("button", { name: "Try again" }).click();
+  await inside.getByText("Not saved", { exact: true }).waitFor({ state: "hidden" });
+  await page.reload();
+  await inside.getByRole("checkbox", { name: `Done: ${name}` }).waitFor();
+});
+
+test("both read well, light and dark, wide and small", async () => {
+  for (const [slug, add] of [
+    ["notes", async (page, inside) => {
+      for (const [title, body] of [
+        ["Groceries", "Milk, bread, olives\n\nAsk about the cheese."],
+        ["Ideas for the garden", "Tomatoes along the wall. Lavender where it is dry."],
+        ["Reading list", "The Mezzanine\nInvisible Cities"],
+      ]) {
+        await inside.getByRole("button", { name: "New" }).click();
+        await inside.getByLabel("Title").fill(title);
+        await inside.getByLabel("Text").fill(body);
+        await saved(inside);
+      }
+    }],
+    ["tasks", async (page, inside) => {
+      for (const [title, due] of [["Send the invoice", "2020-01-31"], ["Book the train", "2031-05-04"], ["Water the plants", ""]]) {
+        await inside.getByLabel("New task").fill(title);
+        await inside.getByLabel("Due date").first().fill(due);
+        await inside.getByRole("button", { name: "Add" }).click();
+      }
+      await inside.getByRole("checkbox", { name: "Done: Water the plants" }).first().check();
+    }],
+  ]) {
+    for (const [look, options] of [
+      ["light", {}],
+      ["dark", { colorScheme: "dark" }],
+      ["small", { viewport: { width: 390, height: 760 } }],
+    ]) {
+      const { page, inside, frame } = await open(slug, options);
+      if (look === "light") await add(page, inside);
+      await until("its rows", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
+      await isAccessible(frame);
+      await shot(page, `${slug}-${look}`);
+    }
+  }
+});

@@ -1,0 +1,436 @@
+//! `svcctl doctor` against a host and a platform that run: each finding brought about, and nothing secret told.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kit::bundle;
+use kit::s3::{Fault, Rule};
+use kit::story::{Front, Stack};
+use serde_json::Value;
+use tokio::io::AsyncWriteExt;
+use tokio::process::Command;
+
+/// A report as programs read it.
+pub struct Report {
+    pub code: Option<i32>,
+    pub json: Value,
+    pub said: String,
+}
+
+impl Report {
+    fn levels(&self, check: &str) -> Vec<&str> {
+        self.of(check).filter_map(|finding| finding["level"].as_str()).collect()
+    }
+
+    pub fn of(&self, check: &str) -> impl Iterator<Item = &Value> {
+        let all = self.json["findings"].as_array().unwrap_or_else(|| panic!("{}", self.said));
+        all.iter().filter(move |finding| finding["check"] == check)
+    }
+
+    /// The check found something of this level that says `part` and, where it is bad, what to do.
+    #[track_caller]
+    pub fn has(&self, check: &str, level: &str, part: &str) {
+        let found = self.of(check).any(|finding| {
+            let what = finding["what"].as_str().unwrap_or_default();
+            let told = finding["next"].is_string() == matches!(level, "warning" | "problem");
+            finding["level"] == level && what.contains(part) && told
+        });
+        assert!(found, "no {level} of {check} with {part:?}: {}", self.said);
+        let expected = if self.json["problems"] == 0 { 0 } else { 65 };
+        assert_eq!(self.code, Some(expected), "{}", self.said);
+    }
+}
+
+pub async fn report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Report {
+    let mut command = Command::new(svc);
+    command.arg("svcctl").args(args).arg("--json").env_clear().envs(env.iter().cloned());
+    let output = command.kill_on_drop(true).output().await.unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
+    let json = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"));
+    Report { code: output.status.code(), json, said }
+}
+
+/// A stack with one machine that runs.
+pub struct Fleet {
+    pub stack: Stack,
+    pub machine: Value,
+    pub disk: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Fleet {
+    pub async fn up() -> Self {
+        let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
+        kit::child::remove_with_us(dir.path());
+        let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
+        let stack = Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0;
+        let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().good().unwrap();
+        good(&["slot", "set", "user_story", "--plan", "starter"]).await;
+        let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+        let out = built.dir.to_str().unwrap();
+        good(&["bundle", "publish", out, "--image-version", "story-1"]).await;
+        let run = good(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
+        let machine: Value = run.json().unwrap();
+        let server = format!("svc-{}", machine["machineId"].as_str().unwrap());
+        let disk = stack.provider.disk(&server).unwrap();
+        Self { stack, machine, disk, _dir: dir }
+    }
+
+    pub fn server(&self) -> String {
+        format!("svc-{}", self.machine["machineId"].as_str().unwrap())
+    }
+
+    /// As a person on the machine would have it.
+    pub fn host_env(&self) -> Vec<(String, String)> {
+        let listen = format!(
+            "{}:{}",
+            self.machine["publicIpv4"].as_str().unwrap(),
+            self.machine["httpsPort"].as_u64().unwrap()
+        );
+        [("SVC_ROOT", self.disk.display().to_string()), ("GATEWAY_LISTEN", listen)]
+            .map(|(name, value)| (name.to_owned(), value))
+            .to_vec()
+    }
+
+    async fn host(&self) -> Report {
+        let report = report(&self.stack.svc, &["doctor"], &self.host_env()).await;
+        assert_eq!(report.json["subject"], "host", "{}", report.said);
+        self.tells_no_secret(&report);
+        report
+    }
+
+    async fn platform(&self, changes: &[(&str, &str)], args: &[&str]) -> Report {
+        let mut env = self.stack.platform_env().to_vec();
+        env.retain(|(name, _)| !changes.iter().any(|(changed, _)| changed == name));
+        let changes = changes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        env.extend(changes.filter(|(_, value)| !value.is_empty()));
+        let args: Vec<&str> = ["doctor", "platform"].into_iter().chain(args.iter().copied()).collect();
+        let report = report(&self.stack.svc, &args, &env).await;
+        self.tells_no_secret(&report);
+        report
+    }
+
+    /// Neither what hosts hold nor what the platform holds is in what was printed.
+    #[track_caller]
+    fn tells_no_secret(&self, report: &Report) {
+        let mut secrets = vec![self.stack.secret.clone(), self.stack.key.clone()];
+        secrets.push(self.stack.database_password().to_owned());
+        secrets.push(self.stack.store.secret_key().to_owned());
+        for file in ["host.env", "r2.env", "boot.env"] {
+            let text = fs::read_to_string(self.env_file(file)).unwrap_or_default();
+            for line in text.lines() {
+                let Some((name, value)) = line.split_once('=') else { continue };
+                if ["TOKEN", "SECRET", "DATABASE_URL"].iter().any(|part| name.contains(part)) {
+                    secrets.push(value.trim_matches('"').to_owned());
+                }
+            }
+        }
+        for secret in secrets.iter().filter(|secret| secret.len() > 7) {
+            assert!(!report.said.contains(secret), "a secret is told: {}", report.said);
+        }
+    }
+
+    fn env_file(&self, name: &str) -> PathBuf {
+        self.disk.join("opt/svc/env").join(name)
+    }
+
+    /// Changes a file for the time of one look.
+    async fn host_with(&self, path: &str, content: impl FnOnce(&str) -> Option<String>) -> Report {
+        let path = self.disk.join(path);
+        let before = fs::read_to_string(&path).ok();
+        let mode = fs::metadata(&path).map(|meta| meta.permissions()).ok();
+        match content(before.as_deref().unwrap_or_default()) {
+            Some(text) => fs::write(&path, text).unwrap(),
+            None => fs::remove_file(&path).unwrap(),
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).ok();
+        let report = self.host().await;
+        match before {
+            Some(text) => fs::write(&path, text).unwrap(),
+            None => fs::remove_file(&path).unwrap(),
+        }
+        if let Some(mode) = mode {
+            fs::set_permissions(&path, mode).unwrap();
+        }
+        report
+    }
+}
+
+fn without(text: &str, name: &str) -> String {
+    let kept = text.lines().filter(|line| !line.starts_with(&format!("{name}=")));
+    kept.fold(String::new(), |text, line| text + line + "\n")
+}
+
+fn with(text: &str, name: &str, value: &str) -> String {
+    without(text, name) + &svc::config::env_line(name, value)
+}
+
+/// A server that answers everything well, at another time of day.
+async fn at_another_time(date: &'static str) -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            // Read first: an answer before its request is none.
+            tokio::io::AsyncReadExt::read(&mut stream, &mut [0; 4096]).await.ok();
+            let answer =
+                format!("HTTP/1.1 200 OK\r\ndate: {date}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+            stream.write_all(answer.as_bytes()).await.ok();
+        }
+    });
+    url
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
+    let fleet = Fleet::up().await;
+    let host = "opt/svc/env/host.env";
+    let well = fleet.host().await;
+    assert_eq!((well.code, &well.json["ok"]), (Some(0), &true.into()), "{}", well.said);
+    for check in [
+        "configuration",
+        "env-files",
+        "secrets",
+        "gate",
+        "release",
+        "database",
+        "gateway",
+        "tls-key",
+        "platform",
+        "clock",
+        "store",
+    ] {
+        assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
+    }
+    well.has("backup", "warning", "none on this machine yet");
+    well.has("units", "skipped", "systemd does not run here");
+    well.has("ports", "skipped", "shares its network");
+
+    // A person reads it, too.
+    let mut command = Command::new(&fleet.stack.svc);
+    let output =
+        command.args(["svcctl", "doctor"]).env_clear().envs(fleet.host_env()).output().await.unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("ok       database") && said.contains("host: "), "{said}");
+
+    fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o644)).unwrap();
+    fleet.host().await.has("env-files", "problem", "mode 0644");
+    fs::set_permissions(fleet.disk.join(host), fs::Permissions::from_mode(0o600)).unwrap();
+    let users = "svc-gateway:x:64999:64999::/:/usr/sbin/nologin\nroot:x:0:0::/root:/bin/sh\n";
+    fs::create_dir_all(fleet.disk.join("etc")).unwrap();
+    let owned = fleet.host_with("etc/passwd", |_| Some(users.to_owned())).await;
+    owned.has("env-files", "problem", "not to svc-gateway");
+
+    let wrong = fleet.host_with(host, |text| Some(without(text, "SVC_EPOCH"))).await;
+    wrong.has("configuration", "problem", "SVC_EPOCH");
+    let elsewhere = "postgres://svc:a-password-of-theirs@192.0.2.7/svc?connect_timeout=1";
+    let moved = fleet.host_with(host, |text| Some(with(text, "DATABASE_URL", elsewhere))).await;
+    moved.has("database", "problem", "on 192.0.2.7, not on this machine");
+    assert!(!moved.said.contains("a-password-of-theirs"), "{}", moved.said);
+
+    let dead =
+        fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
+    dead.has("platform", "problem", "cannot be reached");
+    dead.has("clock", "skipped", "cannot be reached");
+    let past = at_another_time("Thu, 01 Jan 2026 00:00:00 GMT").await;
+    let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
+    late.has("clock", "problem", "ahead of the platform's");
+    let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
+    replaced.has("platform", "problem", "taken this one's place");
+
+    let other = svc::http::tls::self_signed(&["other.test".to_owned()]).unwrap();
+    let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
+    let own = fs::read_to_string(fleet.disk.join("var/lib/svc/tls/cert.pem")).unwrap();
+    fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
+    let strange = fleet.host_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
+    strange.has("tls-key", "problem", "differs from the registered one");
+    // What runs still has the old key, so it is not the gateway that this machine's files describe.
+    strange.has("gateway", "problem", "not ready");
+    fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), own).unwrap();
+    let unknown = fleet.host_with("var/lib/svc/register.json", |_| None).await;
+    unknown.has("tls-key", "problem", "has not registered");
+
+    let shut = fleet.host_with("opt/svc/restore-complete", |_| None).await;
+    shut.has("gate", "problem", "shut");
+    let current = fleet.disk.join("opt/svc/current");
+    let target = fs::read_link(&current).unwrap();
+    fs::remove_file(&current).unwrap();
+    fleet.host().await.has("release", "problem", "names no release");
+    std::os::unix::fs::symlink(target, &current).unwrap();
+
+    well.has("update", "ok", "none on this machine yet");
+    let known = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
+    let quarantined = fleet.host_with("var/lib/svc/update/releases.json", |_| Some(known.to_owned())).await;
+    quarantined.has("update", "warning", "release story-2 is quarantined: the gateway was not ready");
+    let outcome = |how: &str| {
+        format!(
+            r#"{{"version":"story-2","outcome":"{how}","stage":"health","error":"not ready","at":"2026-01-01T00:00:00.000Z"}}"#
+        )
+    };
+    let last = "var/lib/svc/update/last.json";
+    let rolled_back = fleet.host_with(last, |_| Some(outcome("rolled_back"))).await;
+    rolled_back.has("update", "warning", "ended rolled_back at health: not ready");
+    fleet.host_with(last, |_| Some(outcome("failed"))).await.has("update", "problem", "ended failed");
+
+    let static_ones =
+        fleet.host_with("opt/svc/env/r2.env", |text| Some(without(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
+    static_ones.has("store", "warning", "every slot");
+    let ended = "2026-01-01T00:00:00.000Z";
+    let expired = fleet
+        .host_with("opt/svc/env/r2.env", |text| Some(with(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
+        .await;
+    expired.has("store", "problem", "ran out");
+    fleet.stack.store.fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
+    fleet.stack.store.fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
+    fleet.host().await.has("store", "problem", "");
+    fleet.stack.store.heal();
+    fleet.stack.store.down();
+    fleet.host().await.has("store", "problem", "");
+    fleet.stack.store.up().unwrap();
+
+    let backup = |status: &str, key: &str| {
+        format!(
+            r#"{{"timestamp":"2026-01-01T00:00:00.000Z","status":"{status}","stage":"done","key":"{key}","error":"the store refused"}}"#
+        )
+    };
+    let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
+    let last = "var/lib/svc/last-backup.json";
+    fleet.host_with(last, |_| Some(backup("success", old))).await.has("backup", "problem", "min old");
+    fleet.host_with(last, |_| Some(backup("error", ""))).await.has("backup", "problem", "the store refused");
+    let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
+    run.good().unwrap();
+    fleet.host().await.has("backup", "ok", "0 min old");
+
+    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
+    fleet.host().await.has("gateway", "problem", "not ready");
+    let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
+    let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
+    let file = fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid");
+    let ended = async || {
+        anyhow::ensure!(!file.exists(), "it runs");
+        anyhow::Ok(())
+    };
+    kit::story::eventually("the database ends", Duration::from_secs(20), ended).await.unwrap();
+    let stopped = fleet.host().await;
+    stopped.has("database", "problem", "connect to the database");
+    assert_eq!(
+        stopped.levels("release"),
+        ["ok"],
+        "what does not hang together is not blamed: {}",
+        stopped.said
+    );
+    fleet.stack.down().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
+    let fleet = Fleet::up().await;
+    let well = fleet.platform(&[], &[]).await;
+    assert_eq!(well.code, Some(0), "{}", well.said);
+    for check in [
+        "configuration",
+        "database",
+        "store",
+        "host-credentials",
+        "provider",
+        "identity-provider",
+        "platform",
+        "fleet",
+    ] {
+        assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
+    }
+    well.has("tls", "skipped", "no listener");
+    assert!(fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(), "a probe was left");
+
+    let dead = "http://127.0.0.1:9";
+    let database = "postgres://u:a-password-of-theirs@127.0.0.1:9/platform";
+    let many = fleet
+        .platform(
+            &[
+                ("PLATFORM_DATABASE_URL", database),
+                ("PROVIDER_API_TOKEN", "another-token"),
+                ("IDP_JWKS_URL", dead),
+                ("STS_ENDPOINT", dead),
+                ("CUSTOMER_VPS_IMAGE_VERSION", "never-published"),
+                ("CUSTOMER_VPS_ENABLED", "false"),
+                ("PLATFORM_PUBLIC_URL", dead),
+                ("PLATFORM_LISTEN", "0.0.0.0:8080"),
+            ],
+            &[],
+        )
+        .await;
+    assert!(!many.said.contains("a-password-of-theirs"), "{}", many.said);
+    many.has("database", "problem", "");
+    many.has("provider", "problem", "");
+    many.has("identity-provider", "problem", "cannot be had");
+    many.has("host-credentials", "problem", "STS");
+    many.has("bundle", "problem", "not published");
+    many.has("configuration", "warning", "provision is closed");
+    many.has("configuration", "warning", "in the clear");
+    many.has("platform", "problem", "cannot be reached");
+    many.has("fleet", "skipped", "cannot be reached");
+    assert_eq!(many.levels("store"), ["ok"], "{}", many.said);
+
+    let own = [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret")];
+    let own = fleet.platform(&own, &[]).await;
+    own.has("host-credentials", "warning", "static");
+    own.has("fleet", "problem", "does not accept this secret");
+    let wrong = fleet.platform(&[("PLATFORM_KEY", ""), ("APP_HOST", "")], &[]).await;
+    wrong.has("configuration", "problem", "PLATFORM_KEY");
+    wrong.has("configuration", "problem", "APP_HOST");
+    wrong.has("database", "skipped", "the configuration is wrong");
+
+    // The same by a file of settings, which must not be everybody's to read.
+    let file = fleet.stack.dir.join("platform.env");
+    let lines = fleet.stack.platform_env().iter().map(|(name, value)| svc::config::env_line(name, value));
+    fs::write(&file, lines.collect::<String>()).unwrap();
+    for (mode, level) in [(0o644, "problem"), (0o640, "ok")] {
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+        let args = ["doctor", "platform", "--env-file", file.to_str().unwrap()];
+        let read = report(&fleet.stack.svc, &args, &[]).await;
+        read.has("env-file", level, &format!("mode 0{mode:o}"));
+        assert_eq!(read.levels("database"), ["ok"], "{}", read.said);
+    }
+
+    let (cert, key) = expired();
+    let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
+    fs::write(&cert_file, cert).unwrap();
+    fs::write(&key_file, key).unwrap();
+    let files = [
+        ("ROUTER_TLS_CERT_FILE", cert_file.to_str().unwrap()),
+        ("ROUTER_TLS_KEY_FILE", key_file.to_str().unwrap()),
+    ];
+    fleet.platform(&files, &[]).await.has("tls", "problem", "ends at 2020-01-02");
+
+    // A store that does not honour the condition of a put: it says no, and has done it all the same.
+    fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
+    fleet.platform(&[], &[]).await.has("store", "problem", "");
+    fleet.stack.store.heal();
+    fleet.stack.store.down();
+    let down = fleet.platform(&[], &[]).await;
+    down.has("store", "problem", "");
+    down.has("platform", "problem", "store failing");
+    fleet.stack.store.up().unwrap();
+
+    let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
+    fleet.stack.svcctl(&failed).await.unwrap().good().unwrap();
+    let attention = fleet.platform(&[], &[]).await;
+    attention.has("fleet", "warning", "ada (primary) is failed");
+    let asked = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
+    asked.has("fleet", "warning", "ada (primary) is failed");
+    asked.has("platform", "ok", "runs");
+    fleet.stack.down().await;
+}
+
+fn expired() -> (String, String) {
+    let mut params = rcgen::CertificateParams::new(vec!["app.test".to_owned()]).unwrap();
+    params.not_before = rcgen::date_time_ymd(2020, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2020, 1, 2);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let cert = params.self_signed(&key).unwrap();
+    (cert.pem(), key.serialize_pem())
+}

@@ -1,0 +1,128 @@
+//! `svcctl verify-rollout` against a host that runs, from the host itself and through the router.
+
+use std::fs;
+use std::path::PathBuf;
+
+use super::doctor::{Fleet, Report, report};
+
+/// The shell of the machine's release, as a build leaves it.
+struct Shell<'a> {
+    fleet: &'a Fleet,
+    dir: PathBuf,
+}
+
+impl Shell<'_> {
+    /// A good one, but for the files that are given.
+    async fn serve(&self, instead: &[(&str, &str)]) {
+        fs::remove_dir_all(&self.dir).ok();
+        fs::create_dir_all(self.dir.join("assets")).unwrap();
+        let page = "<!doctype html><meta name=\"svc-canvas-gestures\" content=\"surface\">\
+                    <link rel=stylesheet href=\"/assets/main.css\"><script type=module src=\"/assets/main.js\"></script>";
+        let good = [
+            ("index.html", page),
+            ("assets/main.css", "input::placeholder{color:gray}"),
+            ("assets/main.js", "import\"./vendor.js\";const lazy=[\"assets/lazy.js\"];fetch(\"/api/apps\")"),
+            ("assets/vendor.js", "export const a=\"https://idp.test\";"),
+            ("assets/lazy.js", "export const b=1;"),
+        ];
+        for (path, text) in good.iter().chain(instead) {
+            fs::write(self.dir.join(path), text).unwrap();
+        }
+        let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
+        // It reads its files at its start. Where it does not run, there is nothing to stop.
+        provider.stop_service(&server, "svc-shell").await.ok();
+        let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
+        assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
+    }
+}
+
+impl Fleet {
+    async fn verify_here(&self, args: &[&str]) -> Report {
+        let args: Vec<&str> = ["verify-rollout"].into_iter().chain(args.iter().copied()).collect();
+        report(&self.stack.svc, &args, &self.host_env()).await
+    }
+
+    async fn verify_outside(&self, token: &str) -> Report {
+        let env = [("SVC_SESSION_TOKEN".to_owned(), token.to_owned())];
+        let port = self.stack.router_url();
+        let port = port.rsplit(':').next().unwrap();
+        let url = format!("http://{}:{port}", self.stack.front.app_host());
+        report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_is_verified_on_the_host_and_from_outside() {
+    let fleet = Fleet::up().await;
+    let without = fleet.verify_here(&[]).await;
+    without.has("shell", "problem", "503");
+    for check in ["placeholder-host", "legacy-canvas", "canvas-gestures"] {
+        without.has(check, "skipped", "could not be read");
+    }
+    let shell = Shell { fleet: &fleet, dir: fleet.disk.join("opt/svc/app/shell") };
+    shell.serve(&[]).await;
+    let checks = [
+        "shell",
+        "placeholder-host",
+        "legacy-canvas",
+        "canvas-gestures",
+        "gateway-health",
+        "bridge-schemas",
+        "legacy-route",
+        "icons",
+    ];
+    let here = fleet.verify_here(&["--strict"]).await;
+    let outside = fleet.verify_outside(&fleet.stack.owner()).await;
+    for check in checks {
+        here.has(check, "ok", "");
+        outside.has(check, "ok", "");
+    }
+    here.has("vps-database", "ok", "this machine's own");
+    here.has("shell", "ok", "4 files");
+    here.has("bridge-schemas", "ok", "notes");
+    outside.has("vps-database", "skipped", "on the host alone");
+    assert_eq!((here.code, outside.code), (Some(0), Some(0)));
+
+    shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder-idp.invalid").await;
+    shell.serve(&[("assets/vendor.js", "fetch(`/api/canvas?fresh=1`)")]).await;
+    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js calls /api/canvas").await;
+    let script = "<script src=\"/assets/main.js\"></script>";
+    let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
+    shell.serve(&[("index.html", &windows)]).await;
+    here_and_outside(&fleet, "canvas-gestures", "window").await;
+    shell.serve(&[("index.html", script)]).await;
+    let unmarked = fleet.verify_here(&[]).await;
+    unmarked.has("canvas-gestures", "skipped", "only a browser can tell");
+    assert_eq!(unmarked.code, Some(0));
+    assert_eq!(fleet.verify_here(&["--strict"]).await.code, Some(65), "strict: not checked is not verified");
+    shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
+    here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
+    shell.serve(&[]).await;
+
+    let stranger = fleet.verify_outside(&fleet.stack.session("user_other")).await;
+    stranger.has("shell", "problem", "503");
+    let forged = fleet.verify_outside("not.a.token").await;
+    forged.has("gateway-health", "problem", "401");
+
+    fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
+    let stopped = fleet.verify_here(&[]).await;
+    stopped.has("gateway-health", "problem", "");
+    stopped.has("icons", "problem", "");
+    fleet.stack.down().await;
+}
+
+async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {
+    fleet.verify_here(&[]).await.has(check, "problem", part);
+    fleet.verify_outside(&fleet.stack.owner()).await.has(check, "problem", part);
+}
+
+#[tokio::test]
+async fn a_session_goes_to_nobody_in_the_clear_and_is_no_argument() {
+    let env = [("SVC_SESSION_TOKEN", "a.b.c")];
+    let output = super::svcctl(&["verify-rollout", "--app-url", "http://app.example.com"], &env).await;
+    assert_eq!(output.status.code(), Some(78), "{}", super::stderr(&output));
+    let output = super::svcctl(&["verify-rollout", "--app-url", "https://app.example.com"], &[]).await;
+    assert_eq!(output.status.code(), Some(78));
+    assert!(super::stderr(&output).contains("SVC_SESSION_TOKEN"), "{}", super::stderr(&output));
+}

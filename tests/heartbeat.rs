@@ -1,0 +1,115 @@
+//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and a
+//! kill anywhere is made up by the next run.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::SystemTime;
+
+use anyhow::Result;
+use jiff::{Timestamp, ToSpan};
+
+use crate::vault::machine::{Machine, store};
+
+const LOGS: &str = "home/svc/home/system/logs";
+
+/// Records that were last written so many days ago.
+fn written(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
+    let at = Timestamp::now().checked_sub((24 * days_ago).hours())?;
+    let path = machine.path(LOGS).join(name);
+    fs::create_dir_all(machine.path(LOGS))?;
+    let text =
+        if name.ends_with(".log") { format!("{at} up\n") } else { format!("{{\"timestamp\":\"{at}\"}}\n") };
+    fs::write(&path, text)?;
+    File::options().append(true).open(&path)?.set_modified(SystemTime::from(at))?;
+    Ok(())
+}
+
+fn day(days_ago: i32) -> Result<String> {
+    let day = Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).date();
+    Ok(day.checked_sub(days_ago.days())?.to_string())
+}
+
+fn files(dir: &Path) -> Result<BTreeMap<String, String>> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        files.insert(name, fs::read_to_string(&path)?);
+    }
+    Ok(files)
+}
+
+fn with_old_records(machine: &Machine) -> Result<()> {
+    written(machine, "activity.log", 2)?;
+    written(machine, "audit.jsonl", 1)?;
+    for old in ["activity-2020-01-01.log", "audit-2020-01-01.jsonl", "interactions-2020-01-01.jsonl"] {
+        written(machine, old, 40)?;
+    }
+    written(machine, &format!("interactions-{}.jsonl", day(30)?), 30)
+}
+
+/// What a day's check must leave, whatever happened on the way.
+fn holds(machine: &Machine) -> Result<()> {
+    let files = files(&machine.path(LOGS))?;
+    let (two, one, thirty) = (day(2)?, day(1)?, day(30)?);
+    let names: Vec<&str> = files.keys().map(String::as_str).collect();
+    let expected = [
+        format!("activity-{two}.log"),
+        format!("audit-{one}.jsonl"),
+        format!("interactions-{thirty}.jsonl"),
+        "storage.jsonl".to_owned(),
+    ];
+    assert_eq!(names, expected);
+    assert_eq!(files["storage.jsonl"].lines().count(), 1, "one line a day");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
+    fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    holds(&machine)?;
+    let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
+    assert_eq!((&line["version"], &line["date"]), (&1.into(), &day(0)?.into()));
+    let bytes = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert!((300_000..400_000).contains(&bytes("appsBytes")), "{line}");
+    assert!(bytes("homeBytes") > bytes("appsBytes") && bytes("logsBytes") > 0, "{line}");
+    assert!(bytes("databaseBytes") > 1 << 20, "{line}");
+    let before = files(&machine.path(LOGS))?;
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    assert_eq!(files(&machine.path(LOGS))?, before);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_kill_anywhere_is_made_up_by_the_next_run() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    for point in svc::host::heartbeat::POINTS {
+        fs::remove_dir_all(machine.path(LOGS)).ok();
+        with_old_records(&machine)?;
+        let kill = format!("{point}=return(kill)");
+        machine.run_with(&["svc-heartbeat"], &[("FAILPOINTS", &kill)])?.expect_killed();
+        machine.run(&["svc-heartbeat"])?.expect(0);
+        holds(&machine)?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_a_database_records_are_kept_in_order_and_the_measurement_comes_later() -> Result<()> {
+    let mut machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    machine.postgres.take();
+    machine.run(&["svc-heartbeat"])?.expect(69);
+    let files = files(&machine.path(LOGS))?;
+    assert!(files.contains_key(&format!("activity-{}.log", day(2)?)), "{files:?}");
+    assert!(
+        !files.contains_key("storage.jsonl") && !files.contains_key("audit-2020-01-01.jsonl"),
+        "{files:?}"
+    );
+    Ok(())
+}

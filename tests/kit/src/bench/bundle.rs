@@ -1,0 +1,225 @@
+//! A release's way onto a machine: `svc-update boot` downloads, hashes and unpacks in one pass; beside it the tools that
+//! one would use from a shell, which read the archive from memory. All write to a tmpfs: disks are too unlike.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+use tempfile::TempDir;
+
+use super::archive;
+use super::figures::{OURS, Spec, Tally, Target};
+use super::peers::pigz;
+use super::{Options, said};
+use crate::child::{self, AtExit};
+
+const WALL: &str = "download, hash, unpack";
+const CPU: &str = "processor time";
+const MEMORY: &str = "most memory";
+const TWO_STEP: &str = "sha256sum -c && tar -xzf";
+const ONE_PASS: &str = "tee | sha256sum | pigz | tar";
+
+pub const ROWS: [Spec; 5] = [
+    Spec { name: WALL, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
+    Spec { name: WALL, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
+    Spec { name: CPU, unit: "s", against: Some(TWO_STEP), target: Target::None },
+    Spec { name: CPU, unit: "s", against: Some(ONE_PASS), target: Target::None },
+    Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(16.0) },
+];
+
+const MEMORY_DIR: &str = "/dev/shm";
+/// The archive, what is unpacked of it twice over, and air.
+const ROOM: u64 = 2 << 30;
+const DEADLINE: Duration = Duration::from_secs(120);
+
+pub async fn measure(options: &Options) -> Result<Tally> {
+    let (svc, rounds, out) = (options.svc.clone(), options.rounds, options.out.clone());
+    tokio::task::spawn_blocking(move || rounds_of(&svc, rounds, &out)).await?
+}
+
+/// Who unpacks, and how, into which directory.
+type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
+
+fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
+    let (kept, digest) = archive::made(&out.join("archive"))?;
+    let dir = in_memory()?;
+    let archive = dir.path().join("bundle.tar.gz");
+    fs::copy(&kept, &archive)?;
+    fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
+    let packed = fs::metadata(&archive)?.len() / 1_000_000;
+    println!("  {packed} MB, {} MB in {} files", archive::BYTES / 1_000_000, archive::FILES);
+    let address = serve(fs::read(&archive)?)?;
+    let pigz = pigz::fetched()?.command();
+    let mut tally = Tally::default();
+    for round in 0..rounds {
+        said(round, rounds);
+        let sides: [Side<'_>; 3] = [
+            (OURS, &|root| ours(svc, root, address, &digest)),
+            (TWO_STEP, &|into| {
+                shell(
+                    dir.path(),
+                    into,
+                    "sha256sum --quiet -c bundle.tar.gz.sha256 && tar -xzf bundle.tar.gz -C \"$0\"",
+                )
+            }),
+            (ONE_PASS, &|into| {
+                let mut command = shell(
+                    dir.path(),
+                    into,
+                    "set -o pipefail; tee >(sha256sum >\"$0/.sum\") <bundle.tar.gz | \"$UNPACKER\" -dc | tar -x -C \"$0\"",
+                );
+                command.env("UNPACKER", pigz.get_program());
+                command.envs(pigz.get_envs().filter_map(|(name, value)| Some((name, value?))));
+                command
+            }),
+        ];
+        // Whoever comes first in a round finds the processor's caches as the last one left them: they take turns.
+        for at in 0..sides.len() {
+            let (name, command) = sides[(at + round as usize) % sides.len()];
+            let into = tempfile::tempdir_in(dir.path())?;
+            let ran = run(command(into.path()))?;
+            unpacked(into.path(), name == OURS)?;
+            tally.add(WALL, name, ran.wall.as_secs_f64());
+            tally.add(CPU, name, ran.cpu.as_secs_f64());
+            if name == OURS {
+                tally.add(MEMORY, OURS, ran.most_mib);
+            }
+        }
+    }
+    Ok(tally)
+}
+
+fn in_memory() -> Result<TempDir> {
+    let stats = statfs(MEMORY_DIR).with_context(|| format!("look at {MEMORY_DIR}"))?;
+    ensure!(stats.filesystem_type() == TMPFS_MAGIC, "{MEMORY_DIR} is no tmpfs");
+    let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
+    ensure!(free > ROOM, "{MEMORY_DIR} has {} MiB free, {} are needed", free >> 20, ROOM >> 20);
+    let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in(MEMORY_DIR)?;
+    child::remove_with_us(dir.path());
+    Ok(dir)
+}
+
+fn ours(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
+    let mut command = Command::new(svc);
+    command.args(["svc-update", "boot"]).env_clear();
+    let url = format!("http://{source}/svc-host-bundle.tar.gz");
+    for (name, value) in [
+        ("SVC_ROOT", &*root.display().to_string()),
+        ("SVC_HOST_BUNDLE_URL", &url),
+        ("SVC_BUNDLE_SHA256", digest),
+        ("SVC_IMAGE_VERSION", archive::VERSION),
+        ("SVC_MACHINE_ID", "019a0000-0000-7000-8000-000000000001"),
+        ("PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"),
+        ("UPGRADE_TOKEN", "of-nobody"),
+    ] {
+        command.env(name, value);
+    }
+    command
+}
+
+fn shell(dir: &Path, into: &Path, script: &str) -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-c", script]).arg(into).current_dir(dir);
+    command
+}
+
+/// That it was done at all: as many files, as many bytes.
+fn unpacked(dir: &Path, is_ours: bool) -> Result<()> {
+    let release = if is_ours { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
+    let (mut files, mut bytes, mut dirs) = (0, 0, vec![release]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
+            let entry = entry?;
+            let meta = entry.metadata()?;
+            if meta.is_dir() {
+                dirs.push(entry.path());
+            } else if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+                files += 1;
+                bytes += meta.len();
+            }
+        }
+    }
+    ensure!(files == archive::FILES && bytes > archive::BYTES, "{files} files, {bytes} bytes were unpacked");
+    Ok(())
+}
+
+struct Ran {
+    wall: Duration,
+    cpu: Duration,
+    most_mib: f64,
+}
+
+fn run(mut command: Command) -> Result<Ran> {
+    let log = tempfile::NamedTempFile::new()?;
+    command.stdin(Stdio::null()).stdout(log.reopen()?).stderr(log.reopen()?);
+    let before = of_children()?;
+    let began = Instant::now();
+    let mut process = command.spawn()?;
+    child::end_with_us(process.id(), AtExit::Kill);
+    let (status, mut most) = (format!("/proc/{}/status", process.id()), 0);
+    let ended = loop {
+        if let Some(ended) = process.try_wait()? {
+            break ended;
+        }
+        // The kernel keeps the most that there ever was; the last look sees it.
+        most = fs::read_to_string(&status).ok().as_deref().and_then(high_water).unwrap_or(most);
+        if began.elapsed() > DEADLINE {
+            process.kill()?;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let wall = began.elapsed();
+    child::ended(process.id());
+    ensure!(ended.success(), "{ended}: {}", fs::read_to_string(log.path())?);
+    Ok(Ran { wall, cpu: of_children()?.saturating_sub(before), most_mib: most as f64 / 1024.0 })
+}
+
+fn high_water(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// The processor time of all children of this process that have ended, and of theirs.
+fn of_children() -> Result<Duration> {
+    let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_CHILDREN)?;
+    let of = |time: nix::sys::time::TimeVal| {
+        Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs())
+    };
+    Ok(of(usage.user_time()) + of(usage.system_time()))
+}
+
+/// Gives `content` to everybody who asks, as the platform's tunnel would: it costs next to nothing here.
+fn serve(content: Vec<u8>) -> Result<SocketAddr> {
+    let listener = TcpListener::bind(("127.0.0.1", 0))?;
+    let (address, content) = (listener.local_addr()?, Arc::new(content));
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let content = Arc::clone(&content);
+            // A client that goes away is its own affair.
+            std::thread::spawn(move || answer(stream, &content).ok());
+        }
+    });
+    Ok(address)
+}
+
+fn answer(mut stream: TcpStream, content: &[u8]) -> Result<()> {
+    let mut asked = Vec::new();
+    while !asked.windows(4).any(|end| end == b"\r\n\r\n") {
+        let mut piece = [0; 1024];
+        let read = stream.read(&mut piece)?;
+        ensure!(read > 0, "no request");
+        asked.extend_from_slice(&piece[..read]);
+    }
+    let length = content.len();
+    let head = format!(
+        "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\netag: \"bench\"\r\nconnection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes())?;
+    Ok(stream.write_all(content)?)
+}

@@ -1,0 +1,259 @@
+//! What a bundle's `runtime/` is made of: directories, or packages that npm fetches once into `target/tools`.
+//!
+//! A package is named with its exact version; npm checks each download against the registry's digest. Its own install
+//! scripts run, because native parts are built by them, with the bundle's Node.js where it has one.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, bail, ensure};
+
+use super::Part;
+use super::apps::version_in;
+use crate::{child, fetch};
+
+const INSTALL: Duration = Duration::from_secs(1800);
+/// Built first: it runs the install scripts of the others.
+const NODE: &str = "node";
+/// What node-gyp leaves of a build beside its result, with paths of this machine in it.
+const BUILD_LEFTOVERS: [&str; 5] =
+    ["Makefile", "binding.Makefile", "config.gypi", "gyp-mac-tool", "obj.target"];
+
+/// One `--runtime NAME=DIR` or `--runtime NAME=npm:PACKAGE@VERSION`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    name: String,
+    from: From,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum From {
+    Directory(PathBuf),
+    Npm { package: String, version: String },
+}
+
+impl FromStr for Source {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (name, from) = text.split_once('=').context("must be NAME=DIR or NAME=npm:PACKAGE@VERSION")?;
+        let is_word = |part: &str| {
+            !part.is_empty()
+                && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        };
+        let parts: Vec<&str> = name.split('/').collect();
+        let is_name = parts.iter().all(|part| is_word(part))
+            && (parts.len() == 1 || (parts.len() == 2 && parts[0] == "agents"));
+        ensure!(is_name, "{name:?} is no name for a runtime: such as node, or agents/claude");
+        let from = match from.strip_prefix("npm:") {
+            None => From::Directory(PathBuf::from(from)),
+            Some(package) => {
+                let (package, version) =
+                    package.rsplit_once('@').context("npm:PACKAGE@VERSION, with a version")?;
+                let exact =
+                    version.split('.').count() >= 3 && version.starts_with(|c: char| c.is_ascii_digit());
+                ensure!(exact && !package.is_empty(), "{version:?} is no exact version");
+                From::Npm { package: package.to_owned(), version: version.to_owned() }
+            }
+        };
+        Ok(Self { name: name.to_owned(), from })
+    }
+}
+
+/// Brings all of them to disk.
+pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
+    let mut sorted: Vec<&Source> = sources.iter().collect();
+    sorted.sort_by_key(|source| (source.name != NODE, &source.name));
+    let mut parts: Vec<Part> = Vec::new();
+    for source in sorted {
+        ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is named twice", source.name);
+        let node = parts.iter().find(|part| part.name == NODE);
+        let part = match &source.from {
+            From::Directory(dir) => directory(&source.name, dir)?,
+            From::Npm { package, version } => npm(&source.name, package, version, node)?,
+        };
+        parts.push(part);
+    }
+    Ok(parts)
+}
+
+fn directory(name: &str, dir: &Path) -> Result<Part> {
+    ensure!(dir.is_dir(), "runtime {name}: {} is no directory", dir.display());
+    let told = fs::read_to_string(dir.join("VERSION")).ok().map(|text| text.trim().to_owned());
+    let version = version_in(&dir.join("package.json"))?.or(told).unwrap_or_else(|| "unknown".to_owned());
+    Ok(Part { name: name.to_owned(), version, dir: dir.to_owned() })
+}
+
+/// The tree as npm makes it, with `bin/` for its commands; a package that needs no other stands by itself.
+fn npm(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
+    let built_by = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
+    let place = format!("npm-{}-{version}{built_by}", package.trim_start_matches('@').replace('/', "-"));
+    let depth = name.split('/').count();
+    let dir = fetch::once(&fetch::target_dir(), &place, |dir| {
+        install(dir, package, version, node)?;
+        prune(dir)?;
+        launchers(dir, package, depth)
+    })?;
+    let own = dir.join("node_modules").join(package);
+    let is_alone = !dir.join("bin").exists()
+        && fs::read_dir(dir.join("node_modules"))?.flatten().filter(|entry| !is_hidden(entry)).count() == 1
+        && !package.contains('/');
+    let dir = if is_alone { own } else { dir };
+    Ok(Part { name: name.to_owned(), version: version.to_owned(), dir })
+}
+
+fn is_hidden(entry: &fs::DirEntry) -> bool {
+    entry.file_name().to_string_lossy().starts_with('.')
+}
+
+fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Result<()> {
+    let mut npm = Command::new("npm");
+    npm.args(["install", "--no-audit", "--no-fund", "--omit=dev", "--loglevel=error", "--prefix"]).arg(dir);
+    npm.arg(format!("{package}@{version}")).current_dir(dir);
+    if let Some(node) = node {
+        let mut path = std::ffi::OsString::from(node.dir.join("bin"));
+        path.push(":");
+        path.push(std::env::var_os("PATH").unwrap_or_default());
+        npm.env("PATH", path);
+        if node.dir.join("include/node").is_dir() {
+            npm.env("npm_config_nodedir", &node.dir);
+        }
+    }
+    child::run(npm, INSTALL).with_context(|| format!("install {package}@{version} with npm"))?;
+    fs::remove_file(dir.join("package-lock.json")).ok();
+    Ok(())
+}
+
+/// Takes away what a host would refuse, and what names this machine: links to nowhere, leftovers of native builds.
+fn prune(dir: &Path) -> Result<()> {
+    let is_build = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
+    let is_release = dir.file_name().is_some_and(|name| name == "Release");
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_leftover = (is_build || is_release)
+            && (BUILD_LEFTOVERS.contains(&name.as_str()) || name.ends_with(".mk") || name == ".deps");
+        if kind.is_symlink() {
+            if !path.exists() {
+                fs::remove_file(&path)?;
+            }
+        } else if is_leftover && kind.is_dir() {
+            fs::remove_dir_all(&path)?;
+        } else if is_leftover {
+            fs::remove_file(&path)?;
+        } else if kind.is_dir() {
+            prune(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// `bin/<command>` for each command of the package, run by the release's Node.js where there is one.
+fn launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
+    let manifest = dir.join("node_modules").join(package).join("package.json");
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;
+    let commands: Vec<String> = match &json["bin"] {
+        serde_json::Value::Object(commands) => commands.keys().cloned().collect(),
+        serde_json::Value::String(_) => vec![package.rsplit('/').next().unwrap_or(package).to_owned()],
+        _ => Vec::new(),
+    };
+    let commands = commands.iter().filter(|name| dir.join("node_modules/.bin").join(name).exists());
+    for command in commands.filter(|name| *name != NODE) {
+        let up = "../".repeat(depth + 1);
+        let script = format!(
+            "#!/bin/sh\n\
+             here=$(dirname -- \"$(readlink -f -- \"$0\")\")\n\
+             PATH=$here/{up}node/bin:$PATH exec \"$here/../node_modules/.bin/{command}\" \"$@\"\n"
+        );
+        let path = dir.join("bin").join(command);
+        fs::create_dir_all(dir.join("bin"))?;
+        fs::write(&path, script)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+/// The commands of a part, where it has launchers of ours.
+pub(super) fn commands(part: &Part) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {
+        let Ok(name) = entry?.file_name().into_string() else { bail!("a command's name is not UTF-8") };
+        found.push(name);
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_a_directory_or_an_exact_package() {
+        let parse = |text: &str| text.parse::<Source>();
+        assert_eq!(parse("node=/opt/node").unwrap().from, From::Directory("/opt/node".into()));
+        assert_eq!(
+            parse("agents/claude=npm:@a/claude-code@2.1.0").unwrap(),
+            Source {
+                name: "agents/claude".to_owned(),
+                from: From::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
+            }
+        );
+        for bad in [
+            "node",
+            "=x",
+            "../x=/y",
+            "a/b=/y",
+            "agents/=x",
+            "Node=/y",
+            "node=npm:x",
+            "node=npm:x@latest",
+            "node=npm:x@^1.0.0",
+            "node=npm:@x/y",
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn leftovers_of_native_builds_and_links_to_nowhere_go_and_the_rest_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str| {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "x").unwrap();
+        };
+        for path in [
+            "a/build/Makefile",
+            "a/build/x.target.mk",
+            "a/build/Release/obj.target/x.o",
+            "a/build/config.gypi",
+        ] {
+            write(path);
+        }
+        for path in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile"] {
+            write(path);
+        }
+        std::os::unix::fs::symlink("gone", dir.path().join("a/link")).unwrap();
+        std::os::unix::fs::symlink("build", dir.path().join("a/kept")).unwrap();
+        prune(dir.path()).unwrap();
+        let has = |path: &str| dir.path().join(path).symlink_metadata().is_ok();
+        for gone in [
+            "a/build/Makefile",
+            "a/build/x.target.mk",
+            "a/build/Release/obj.target",
+            "a/build/config.gypi",
+            "a/link",
+        ] {
+            assert!(!has(gone), "{gone}");
+        }
+        for kept in ["a/build/Release/x.node", "b/build/index.js", "b/config.gypi", "b/Makefile", "a/kept"] {
+            assert!(has(kept), "{kept}");
+        }
+    }
+}

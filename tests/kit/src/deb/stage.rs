@@ -1,0 +1,216 @@
+//! A package as a directory: what `packaging/` mirrors, the binary, and what the binary says of itself.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use flate2::{Compression, GzBuilder};
+
+use super::{Options, architecture};
+use crate::child;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const MAINTAINER: &str = "svc developers <svc@localhost.invalid>";
+const PROGRAM: &str = "usr/lib/svc/svc";
+/// Where each shell looks for a program's completions.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "usr/share/bash-completion/completions/svcctl"),
+    ("zsh", "usr/share/zsh/vendor-completions/_svcctl"),
+    ("fish", "usr/share/fish/vendor_completions.d/svcctl.fish"),
+];
+
+pub fn fill(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+    let side = name.strip_prefix("svc-").unwrap_or(name);
+    copy(&options.source.join("packaging").join(side), stage)?;
+    let program = stage.join(PROGRAM);
+    make_parent(&program)?;
+    fs::copy(&options.svc, &program).with_context(|| format!("copy {}", options.svc.display()))?;
+    mode(&program, 0o755)?;
+    make_parent(&stage.join("usr/bin/svcctl"))?;
+    symlink("../lib/svc/svc", stage.join("usr/bin/svcctl"))?;
+    if name == "svc-host" {
+        units(&options.source.join("systemd"), stage)?;
+    }
+    described(&program, name, stage)?;
+    documents(stage, options, name, bill, epoch)?;
+    compress_pages(&stage.join("usr/share/man"))?;
+    control(stage, &options.version)?;
+    settle(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?))
+}
+
+/// The host's units, users and directories: the same that a bundle carries.
+fn units(from: &Path, stage: &Path) -> Result<()> {
+    for (folder, place) in [
+        ("system", "usr/lib/systemd/system"),
+        ("sysusers.d", "usr/lib/sysusers.d"),
+        ("tmpfiles.d", "usr/lib/tmpfiles.d"),
+    ] {
+        copy(&from.join(folder), &stage.join(place))?;
+    }
+    Ok(())
+}
+
+/// Manual pages of the applets that this side has, and completions.
+fn described(program: &Path, name: &str, stage: &Path) -> Result<()> {
+    let pages = tempfile::tempdir()?;
+    let mut list = Command::new(program);
+    list.arg("--list").env_clear();
+    for applet in child::run(list, DEADLINE)?.lines() {
+        let of_platform = applet == "svc-platform";
+        if applet != "svcctl" && of_platform != (name == "svc-platform") {
+            continue;
+        }
+        let mut write = Command::new(program);
+        write.args([applet, "--write-man"]).arg(pages.path()).env_clear();
+        child::run(write, DEADLINE).with_context(|| format!("the manual pages of {applet}"))?;
+    }
+    for entry in fs::read_dir(pages.path())? {
+        let page = entry?.path();
+        let section = page.extension().and_then(|section| section.to_str()).context("a section")?;
+        let place = stage.join(format!("usr/share/man/man{section}"));
+        fs::create_dir_all(&place)?;
+        fs::copy(&page, place.join(page.file_name().context("a name")?))?;
+    }
+    for (shell, place) in COMPLETIONS {
+        let mut print = Command::new(program);
+        print.args(["svcctl", "completions", shell]).env_clear();
+        let script = child::run(print, DEADLINE)?;
+        let place = stage.join(place);
+        make_parent(&place)?;
+        fs::write(place, script)?;
+    }
+    Ok(())
+}
+
+fn documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+    let dir = stage.join("usr/share/doc").join(name);
+    fs::create_dir_all(&dir)?;
+    fs::write(dir.join("svc.cdx.json"), bill)?;
+    let copyright = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\
+                     Upstream-Name: svc\n\nFiles: *\nCopyright: 2026 the svc developers\nLicense: Apache-2.0\n \
+                     On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \
+                     What is linked in, with its licences, is in svc.cdx.json.\n";
+    fs::write(dir.join("copyright"), copyright)?;
+    let changes = fs::read(options.source.join("CHANGELOG.md")).context("CHANGELOG.md")?;
+    gzip(&changes, &dir.join("CHANGELOG.md.gz"))?;
+    let version = &options.version;
+    let entry = format!(
+        "{name} ({version}) stable; urgency=medium\n\n  * See CHANGELOG.md.\n\n -- {MAINTAINER}  {}\n",
+        date(epoch)?
+    );
+    gzip(entry.as_bytes(), &dir.join("changelog.gz"))
+}
+
+/// As Debian's changelogs have it (RFC 5322).
+fn date(epoch: &str) -> Result<String> {
+    let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?)?;
+    Ok(jiff::fmt::rfc2822::to_string(&at.to_zoned(jiff::tz::TimeZone::UTC))?)
+}
+
+fn compress_pages(dir: &Path) -> Result<()> {
+    for page in files(dir)? {
+        if page.extension().is_some_and(|ending| ending == "gz") {
+            continue;
+        }
+        let text = fs::read(&page)?;
+        gzip(&text, &page.with_added_extension("gz"))?;
+        fs::remove_file(page)?;
+    }
+    Ok(())
+}
+
+/// Without a name and a time in it.
+fn gzip(content: &[u8], to: &Path) -> Result<()> {
+    let mut packed = GzBuilder::new().write(fs::File::create(to)?, Compression::best());
+    packed.write_all(content)?;
+    packed.finish()?;
+    Ok(())
+}
+
+fn control(stage: &Path, version: &str) -> Result<()> {
+    let size: u64 =
+        files(stage)?.iter().filter_map(|path| path.symlink_metadata().ok()).map(|meta| meta.len()).sum();
+    let path = stage.join("DEBIAN/control");
+    let text = fs::read_to_string(&path).context("DEBIAN/control")?;
+    let text = text
+        .replace("@VERSION@", version)
+        .replace("@ARCH@", &architecture()?)
+        .replace("@SIZE@", &size.div_ceil(1024).to_string());
+    ensure!(!text.contains('@') || text.matches('@').count() == 1, "a place of DEBIAN/control is left open");
+    fs::write(path, text)?;
+    Ok(())
+}
+
+/// Modes that do not depend on who builds, and one date for all.
+fn settle(stage: &Path, date: Duration) -> Result<()> {
+    let at = SystemTime::UNIX_EPOCH + date;
+    for path in files(stage)? {
+        let meta = path.symlink_metadata()?;
+        if meta.is_symlink() {
+            continue;
+        }
+        let shown = path.strip_prefix(stage)?;
+        let is_script = shown.parent() == Some(Path::new("DEBIAN")) && fs::read(&path)?.starts_with(b"#!");
+        let wanted = match shown {
+            _ if is_script || shown == Path::new(PROGRAM) => 0o755,
+            shown if shown.starts_with("etc/svc") => 0o640,
+            _ => 0o644,
+        };
+        mode(&path, wanted)?;
+        fs::File::options().append(true).open(&path)?.set_modified(at)?;
+    }
+    for dir in directories(stage)? {
+        mode(&dir, if dir.ends_with("etc/svc") { 0o750 } else { 0o755 })?;
+        fs::File::open(&dir)?.set_modified(at)?;
+    }
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    for path in files(from).with_context(|| format!("read {}", from.display()))? {
+        let place = to.join(path.strip_prefix(from)?);
+        make_parent(&place)?;
+        fs::copy(&path, &place)?;
+    }
+    Ok(())
+}
+
+/// All files and links below `dir`, in order.
+fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    Ok(walk(dir)?.into_iter().filter(|path| path.is_symlink() || !path.is_dir()).collect())
+}
+
+/// All directories of `dir`, itself too; what is inside before what it is in.
+fn directories(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut found: Vec<_> =
+        walk(dir)?.into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect();
+    found.reverse();
+    found.push(dir.to_owned());
+    Ok(found)
+}
+
+fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut entries: Vec<PathBuf> =
+        fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
+    entries.sort();
+    let mut found = Vec::new();
+    for path in entries {
+        found.push(path.clone());
+        if path.is_dir() && !path.is_symlink() {
+            found.extend(walk(&path)?);
+        }
+    }
+    Ok(found)
+}
+
+fn make_parent(path: &Path) -> Result<()> {
+    Ok(fs::create_dir_all(path.parent().context("a path with a parent")?)?)
+}
+
+fn mode(path: &Path, mode: u32) -> Result<()> {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).with_context(|| path.display().to_string())
+}

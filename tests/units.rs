@@ -1,0 +1,310 @@
+//! Units, users, directories and network rules of a machine, by systemd's and the kernel's own word: correct, and as
+//! little exposed as is written here.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use kit::checkers;
+
+/// What `systemd-analyze security` may say at most, in tenths of its scale of ten.
+const LIMITS: [(&str, u32); 12] = [
+    // Rust programs of ours.
+    ("svc-apps", 20),
+    ("svc-db-backup", 20),
+    ("svc-db-backup-request", 20),
+    ("svc-gateway", 20),
+    ("svc-heartbeat", 20),
+    ("svc-register", 20),
+    ("svc-restore", 20),
+    ("svc-shell", 20),
+    ("svc-sync-agent", 20),
+    // Root's own: it replaces units and the release.
+    ("svc-update", 30),
+    // The owner's terminals, agents and JavaScript: compilers of all kinds, sandboxes of their own.
+    ("svc-code", 35),
+    // podman makes a container, and with it everything that the others may not: what is limited is in the container.
+    ("svc-postgres", 100),
+];
+
+/// Programs that a machine's units name and that are not part of systemd.
+const PROGRAMS: [&str; 2] = ["usr/bin/podman", "bin/sh"];
+
+fn tree() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd")
+}
+
+struct Unit {
+    name: String,
+    text: String,
+}
+
+impl Unit {
+    fn values(&self, key: &str) -> Vec<&str> {
+        let lines = self.text.lines().filter_map(|line| line.split_once('='));
+        lines.filter(|(name, _)| *name == key).map(|(_, value)| value).collect()
+    }
+
+    fn words(&self, key: &str) -> Vec<&str> {
+        self.values(key).iter().flat_map(|value| value.split_whitespace()).collect()
+    }
+
+    fn is_service(&self) -> bool {
+        self.name.ends_with(".service")
+    }
+
+    fn is_oneshot(&self) -> bool {
+        self.values("Type") == ["oneshot"]
+    }
+}
+
+fn units() -> Vec<Unit> {
+    let mut units: Vec<Unit> = fs::read_dir(tree().join("system"))
+        .unwrap()
+        .map(|entry| {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            Unit { name, text: fs::read_to_string(path).unwrap() }
+        })
+        .collect();
+    units.sort_by(|one, other| one.name.cmp(&other.name));
+    units
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// A root with these units, the system's own, and a program wherever one of ours is named.
+fn root(units: &[Unit]) -> tempfile::TempDir {
+    let root = tempfile::tempdir().unwrap();
+    let own = root.path().join("etc/systemd/system");
+    let system = root.path().join("usr/lib/systemd/system");
+    for dir in [&own, &system] {
+        fs::create_dir_all(dir).unwrap();
+    }
+    for entry in fs::read_dir("/usr/lib/systemd/system").unwrap() {
+        let path = entry.unwrap().path();
+        // Drop-in directories and links to nothing are of no use here.
+        if path.is_file() {
+            fs::copy(&path, system.join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    let mut programs: Vec<String> = PROGRAMS.map(str::to_owned).to_vec();
+    for unit in units {
+        fs::write(own.join(&unit.name), &unit.text).unwrap();
+        let run = unit.values("ExecStart").into_iter().filter_map(|line| line.split_whitespace().next());
+        programs.extend(run.map(|program| program.trim_start_matches('/').to_owned()));
+    }
+    for program in programs {
+        let path = root.path().join(program);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    root
+}
+
+fn verified(units: &[Unit]) -> String {
+    let root = root(units);
+    let mut analyze = checkers::installed("systemd-analyze", "systemd").unwrap();
+    analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
+    let output = analyze.args(units.iter().map(|unit| &unit.name)).output().unwrap();
+    let words = said(&output);
+    assert!(output.status.success() || !words.is_empty(), "systemd-analyze: {}", output.status);
+    words
+}
+
+#[test]
+fn systemd_has_nothing_to_say_about_the_units() {
+    assert_eq!(verified(&units()), "");
+    let first = include_str!("../cloud-init/svc-first-boot.service");
+    assert_eq!(verified(&[Unit { name: "svc-first-boot.service".into(), text: first.into() }]), "");
+    for wrong in [
+        "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
+        "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
+    ] {
+        let words = verified(&[Unit { name: "svc-wrong.service".into(), text: wrong.into() }]);
+        assert!(words.contains("svc-wrong.service"), "{words}");
+    }
+}
+
+/// In tenths.
+fn exposure(unit: &Path) -> u32 {
+    let mut analyze = checkers::installed("systemd-analyze", "systemd").unwrap();
+    let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
+    let words = said(&output);
+    let (_, after) = words.split_once("Overall exposure level for ").unwrap_or_else(|| panic!("{words}"));
+    let number = after.split_once(": ").unwrap().1.split_whitespace().next().unwrap();
+    number.replace('.', "").parse().unwrap()
+}
+
+#[test]
+fn no_service_is_more_exposed_than_its_limit() {
+    let limits = BTreeMap::from(LIMITS);
+    let services: Vec<Unit> = units().into_iter().filter(Unit::is_service).collect();
+    assert_eq!(services.len(), limits.len(), "each service has a limit, and each limit a service");
+    for service in services {
+        let limit = limits[service.name.trim_end_matches(".service")];
+        let found = exposure(&tree().join("system").join(&service.name));
+        println!("{}: {found} of {limit}", service.name);
+        assert!(found <= limit, "{} has {found}, its limit is {limit}", service.name);
+    }
+}
+
+#[test]
+fn the_target_has_every_unit_that_nothing_else_starts() {
+    let units = units();
+    let target = units.iter().find(|unit| unit.name == "svc.target").unwrap();
+    let wanted = target.words("Wants");
+    let triggered: Vec<String> = units
+        .iter()
+        .filter_map(|unit| {
+            let (name, kind) = unit.name.rsplit_once('.').unwrap();
+            ["timer", "path"].contains(&kind).then(|| format!("{name}.service"))
+        })
+        .collect();
+    for unit in units.iter().filter(|unit| unit.name != "svc.target") {
+        let is_triggered = triggered.contains(&unit.name);
+        assert_eq!(wanted.contains(&unit.name.as_str()), !is_triggered, "{}", unit.name);
+        assert_eq!(unit.words("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
+    }
+}
+
+#[test]
+fn what_an_owner_needs_is_started_again_for_as_long_as_it_takes() {
+    for unit in units().iter().filter(|unit| unit.is_service() && !unit.is_oneshot()) {
+        assert!(["on-failure", "always"].contains(&unit.values("Restart")[0]), "{}", unit.name);
+        assert_eq!(unit.values("StartLimitIntervalSec"), ["0"], "{}", unit.name);
+        assert!(!unit.values("RestartSec").is_empty(), "{}", unit.name);
+        if unit.name != "svc-postgres.service" {
+            assert!(unit.words("RestartPreventExitStatus").contains(&"78"), "{}", unit.name);
+        }
+    }
+}
+
+#[test]
+fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
+    let gated = [
+        "svc-gateway.service",
+        "svc-shell.service",
+        "svc-code.service",
+        "svc-sync-agent.service",
+        "svc-register.service",
+        "svc-db-backup.service",
+        "svc-db-backup.timer",
+        "svc-db-backup-request.service",
+    ];
+    let units = units();
+    for name in gated {
+        let unit = units.iter().find(|unit| unit.name == name).unwrap();
+        assert!(unit.values("ConditionPathExists").contains(&"/opt/svc/restore-complete"), "{name}");
+    }
+}
+
+#[test]
+fn every_service_is_bounded_and_no_secret_is_in_an_environment() {
+    for unit in units().iter().filter(|unit| unit.is_service()) {
+        for key in ["MemoryMax", "TasksMax", "OOMScoreAdjust"] {
+            let count = unit.values(key).len();
+            assert!(count == 1 || (key == "OOMScoreAdjust" && unit.is_oneshot()), "{}: {key}", unit.name);
+        }
+        assert!(unit.values("EnvironmentFile").is_empty(), "{}", unit.name);
+        if !unit.is_oneshot() {
+            assert!(!unit.values("TimeoutStopSec").is_empty(), "{}", unit.name);
+        }
+    }
+    let score = |name: &str| -> i32 {
+        let units = units();
+        let unit = units.iter().find(|unit| unit.name == name).unwrap();
+        unit.values("OOMScoreAdjust")[0].parse().unwrap()
+    };
+    for kept in ["svc-gateway.service", "svc-postgres.service", "svc-sync-agent.service"] {
+        assert!(score(kept) < 0 && score("svc-code.service") > 0, "{kept} outlives the owner's programs");
+    }
+}
+
+fn is_root() -> bool {
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
+        println!("SKIPPED: only root can make users' files");
+    }
+    is_root
+}
+
+#[test]
+fn users_and_directories_are_made_and_made_again() {
+    if !is_root() {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    for dir in ["etc/skel", "opt/svc/env", "var/lib", "home", "run"] {
+        fs::create_dir_all(root.path().join(dir)).unwrap();
+    }
+    for name in ["host", "r2", "boot", "update", "postgres"] {
+        fs::write(root.path().join(format!("opt/svc/env/{name}.env")), "").unwrap();
+    }
+    for _ in 0..2 {
+        for (program, args, file) in [
+            ("systemd-sysusers", vec![], "sysusers.d/svc.conf"),
+            ("systemd-tmpfiles", vec!["--create"], "tmpfiles.d/svc.conf"),
+        ] {
+            let mut command = checkers::installed(program, "systemd").unwrap();
+            command.arg("--root").arg(root.path()).args(args).arg(tree().join(file));
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{program}: {}", said(&output));
+        }
+    }
+    let (gateway, svc) = (940, 1940);
+    for (path, mode, uid, gid) in [
+        ("opt/svc", 0o755, 0, 0),
+        ("opt/svc/env", 0o750, 0, gateway),
+        ("opt/svc/env/host.env", 0o600, gateway, gateway),
+        ("opt/svc/env/r2.env", 0o600, gateway, gateway),
+        ("opt/svc/env/boot.env", 0o600, gateway, gateway),
+        ("opt/svc/env/update.env", 0o600, 0, 0),
+        ("opt/svc/env/postgres.env", 0o600, 0, 0),
+        ("var/lib/svc", 0o1771, 0, gateway),
+        ("var/lib/svc/update", 0o755, 0, 0),
+        ("var/lib/svc/tls", 0o700, gateway, gateway),
+        ("run/svc/gateway", 0o2750, gateway, svc),
+        ("run/svc/owner", 0o2770, svc, gateway),
+        ("home/svc/home", 0o1770, 0, svc),
+        ("home/svc/home/apps", 0o755, svc, svc),
+        ("home/svc/home/system/logs", 0o2750, gateway, svc),
+    ] {
+        let meta = fs::metadata(root.path().join(path)).unwrap();
+        assert_eq!((meta.mode() & 0o7777, meta.uid(), meta.gid()), (mode, uid, gid), "{path}");
+    }
+    let marker = root.path().join("opt/svc/restore-complete");
+    assert_eq!(fs::read_link(&marker).unwrap(), Path::new("/var/lib/svc/restore-complete"));
+}
+
+/// In a network of its own, where the metadata address is there and answers.
+#[test]
+fn the_metadata_address_is_closed_to_all_but_root() {
+    if !is_root() {
+        return;
+    }
+    checkers::installed("nft", "nftables").unwrap();
+    checkers::installed("ip", "iproute2").unwrap();
+    let script = r#"
+        set -e
+        ip link set lo up; ip addr add 169.254.169.254/32 dev lo; ip addr add 10.0.0.1/32 dev lo
+        nft -f "$RULES"; nft -f "$RULES"
+        python3 -m http.server --bind 169.254.169.254 80 >/dev/null 2>&1 & metadata=$!
+        python3 -m http.server --bind 127.0.0.1 80 >/dev/null 2>&1 & other=$!
+        trap 'kill $metadata $other' EXIT
+        ask() { curl --silent --output /dev/null --max-time 5 --retry 20 --retry-delay 0 --retry-max-time 10 --retry-connrefused "$1"; }
+        ask http://169.254.169.254/ && ask http://127.0.0.1/ && echo up
+        as() { setpriv --reuid 1940 --clear-groups curl --silent --output /dev/null --max-time 5 --interface 10.0.0.1 "$1" && echo 0 || echo $?; }
+        echo "metadata $(as http://169.254.169.254/) other $(as http://127.0.0.1/)"
+    "#;
+    let mut command = Command::new("unshare");
+    command.args(["--net", "sh", "-c", script]);
+    command.env("RULES", concat!(env!("CARGO_MANIFEST_DIR"), "/cloud-init/nftables.conf"));
+    let output = command.output().unwrap();
+    assert_eq!(said(&output), "up\nmetadata 7 other 0\n", "curl's 7 is a refused connection");
+}

@@ -1,0 +1,74 @@
+//! `cargo xtask bundle`: a host bundle from this tree, ready for `svcctl bundle publish`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+use kit::bundle::{self, ARCHIVE, Compression, Options, apps, runtime};
+use kit::fetch::target_dir;
+
+use crate::{dist, svc_or_built};
+
+#[derive(Parser)]
+pub struct Args {
+    /// The release's name, under which the bundle is published
+    #[arg(long, value_name = "VERSION")]
+    image_version: String,
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// The binary that the bundle carries; else the static one of `cargo xtask dist`
+    #[arg(long, value_name = "PATH")]
+    svc: Option<PathBuf>,
+    /// Signs the manifest: Ed25519, PKCS#8 PEM, as `openssl genpkey -algorithm ed25519` makes it
+    #[arg(long, value_name = "FILE")]
+    signing_key: Option<PathBuf>,
+    /// The oldest release that can be updated to this one
+    #[arg(long, value_name = "VERSION")]
+    min_version: Option<String>,
+    /// How long the signed manifest holds, from the commit's date on
+    #[arg(long, value_name = "DAYS", default_value_t = bundle::VALID_DAYS)]
+    valid_days: u32,
+    /// NAME=DIR or NAME=npm:PACKAGE@VERSION, as runtime/NAME: node, code-server, postgres, agents/NAME; repeatable
+    #[arg(long = "runtime", value_name = "SOURCE")]
+    runtimes: Vec<runtime::Source>,
+    /// Without the shell, which takes NEXT_PUBLIC_IDP_PUBLISHABLE_KEY
+    #[arg(long)]
+    no_shell: bool,
+    /// The smallest one that boots: the binary as the tests build it, and two test apps
+    #[arg(long, conflicts_with_all = ["no_shell", "runtimes"])]
+    minimal: bool,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let minimal = args.minimal;
+    let key = std::env::var(apps::KEY).unwrap_or_default();
+    let key = (!args.no_shell && !minimal).then_some(key.as_str());
+    let mut options = Options::new(&PathBuf::new(), &args.image_version, &args.out)?;
+    options.signing_key = args.signing_key;
+    options.min_version = args.min_version;
+    options.valid_days = args.valid_days;
+    if !minimal {
+        options.level = Compression::new(6);
+        // What can be refused is refused before anything long begins.
+        apps::build(&mut options, &target_dir().join("apps"), key)?;
+        options.runtime = runtime::gather(&args.runtimes)?;
+    }
+    options.svc = match args.svc {
+        Some(svc) => svc_or_built(Some(svc))?,
+        None if minimal => svc_or_built(None)?,
+        None => static_executable()?,
+    };
+    let built = bundle::build(&options)?;
+    println!("{}\n{} bytes, sha256 {}", built.dir.join(ARCHIVE).display(), built.size_bytes, built.sha256);
+    if options.signing_key.is_none() {
+        println!("its manifest is not signed (--signing-key): hosts that demand a signature will refuse it");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The one of the last `cargo xtask dist`; made, where there is none.
+fn static_executable() -> Result<PathBuf> {
+    let there = target_dir().join("dist/svc");
+    if there.is_file() { Ok(there) } else { dist::build() }
+}
