@@ -132,6 +132,7 @@ impl Parts {
             health: None,
             last_update: None,
             last_backup: None,
+            last_update: None,
             proof_kids: Vec::new(),
             replaced_by: None,
             retired_at: None,

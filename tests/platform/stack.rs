@@ -353,7 +353,10 @@ impl Guest {
             serde_json::from_str(server.user_data.strip_prefix("#cloud-config\n").expect("cloud-config"))
                 .expect("JSON");
         let mut found = std::collections::BTreeMap::new();
-        for file in config["write_files"].as_array().expect("files") {
+        let files = config["write_files"].as_array().expect("files");
+        for file in
+            files.iter().filter(|file| file["path"].as_str().is_some_and(|path| path.ends_with(".env")))
+        {
             assert_eq!(file["permissions"], "0600");
             found.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
         }

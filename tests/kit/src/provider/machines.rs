@@ -75,5 +75,9 @@ impl Machines {
 
 /// Half the memory that the type is sold with, and an eighth of its disk: a test machine has several at once.
 fn size(kind: &CatalogType) -> Size {
-    Size { cores: kind.cores.min(4), memory_mib: kind.memory_gb.min(8) * 512, disk_gib: kind.disk_gb.min(160) / 8 }
+    Size {
+        cores: kind.cores.min(4),
+        memory_mib: kind.memory_gb.min(8) * 512,
+        disk_gib: kind.disk_gb.min(160) / 8,
+    }
 }

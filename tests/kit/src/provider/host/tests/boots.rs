@@ -9,7 +9,14 @@ async fn the_units_start_in_order_with_their_environment_and_nothing_else() -> R
     stage.boot("a").await?;
     assert_eq!(
         stage.order("a")?,
-        ["svc-update boot", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"]
+        [
+            "svc-update boot",
+            "svc-restore",
+            "svc-apps install-apps",
+            "svc-gateway",
+            "svc-register",
+            "svc-sync-agent"
+        ]
     );
     let stages = fs::read_to_string(stage.file("a", "stages")?)?;
     assert_eq!(stages, "database\nbundle\nrestore\ngateway\nregister\n");
@@ -49,7 +56,11 @@ async fn a_failed_unit_stops_the_boot_and_is_reported_with_its_words() -> Result
     for (unit, stage_name, ran) in [
         ("svc-update", "bundle", &["svc-update boot"][..]),
         ("svc-restore", "restore", &["svc-update boot", "svc-restore"]),
-        ("svc-register", "register", &["svc-update boot", "svc-restore", "svc-gateway", "svc-register"]),
+        (
+            "svc-register",
+            "register",
+            &["svc-update boot", "svc-restore", "svc-apps install-apps", "svc-gateway", "svc-register"],
+        ),
     ] {
         let stage = Stage::set(&format!("{{\"{unit}\": [70, 0]}}")).await?;
         let (failed_at, message) = stage.fail("a").await?;

@@ -75,7 +75,7 @@ async fn a_killed_server_leaves_no_process_and_starts_again_with_its_data() -> R
     assert_eq!(stage.simulator.server_by_name("a").map(|server| server.status), Some(Power::Off));
     let pids: Vec<i32> =
         stage.calls("a")?.iter().flat_map(|call| [Some(call.pid), call.child]).flatten().collect();
-    assert_eq!(pids.len(), 7);
+    assert_eq!(pids.len(), 8);
     until("the processes are gone", || pids.iter().all(|pid| !is_running(*pid))).await?;
     assert!(query(&url, "SELECT 1").await.is_err(), "the database survived");
 

@@ -10,6 +10,9 @@ name = os.path.basename(sys.argv[0])
 args = sys.argv[1:]
 if name == "svc":
     name, args = args[0], args[1:]
+if args == ["install-apps"]:
+    # Another unit's, of the same program.
+    name = "svc-apps"
 root = os.environ["SVC_ROOT"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
