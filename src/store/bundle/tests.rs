@@ -1,3 +1,5 @@
+//! Manifests as OpenSSL signs them, and every way in which one is refused.
+
 use proptest::prelude::*;
 
 use super::*;
