@@ -113,7 +113,16 @@ impl Fields {
 
     pub fn time(&mut self, name: &str) -> Option<Timestamp> {
         let text: String = self.optional(name)?;
-        let time = text.parse().ok().filter(|_| is_rfc3339(&text));
+        self.parsed_time(name, &text)
+    }
+
+    pub fn required_time(&mut self, name: &str) -> Option<Timestamp> {
+        let text: String = self.required(name)?;
+        self.parsed_time(name, &text)
+    }
+
+    fn parsed_time(&mut self, name: &str, text: &str) -> Option<Timestamp> {
+        let time = text.parse().ok().filter(|_| is_rfc3339(text));
         if time.is_none() {
             self.wrong(name, "must be a time as RFC 3339 writes it, such as 2026-01-02T03:04:05.678Z");
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::body::Body;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::StreamExt;
+use http::{HeaderMap, header};
 
 use crate::http::problem::{Code, Problem};
 
@@ -17,6 +18,17 @@ const HEARING: Duration = Duration::from_secs(5);
 
 pub fn too_large(most: usize) -> Problem {
     Problem::new(Code::RequestTooLarge, format!("A request has at most {most} bytes."))
+}
+
+/// # Errors
+/// Where the body is said to be anything else.
+pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
+    let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let essence = given.split(';').next().unwrap_or_default().trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    Err(Problem::new(Code::UnsupportedMediaType, "Send the request as application/json."))
 }
 
 /// # Errors

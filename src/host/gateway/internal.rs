@@ -7,7 +7,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
-use http::{Method, StatusCode};
+use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
@@ -43,14 +43,15 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
 
 /// `POST /_svc/internal/update`: asks for a release soon. The request names it and nothing else: whether it is taken is
 /// decided by the updater, which is root and trusts nobody here.
-pub async fn update(State(gateway): State<Arc<Gateway>>, body: Body) -> Response {
-    match ask_for_update(&gateway, body).await {
+pub async fn update(State(gateway): State<Arc<Gateway>>, headers: HeaderMap, body: Body) -> Response {
+    match ask_for_update(&gateway, &headers, body).await {
         Ok(response) => response,
         Err(problem) => problem.into_response(),
     }
 }
 
-async fn ask_for_update(gateway: &Gateway, body: Body) -> Result<Response, Problem> {
+async fn ask_for_update(gateway: &Gateway, headers: &HeaderMap, body: Body) -> Result<Response, Problem> {
+    super::body::require_json(headers)?;
     let bytes = super::body::read(body, OWN_BODY).await?;
     let Ok(Value::Object(map)) = serde_json::from_slice::<Value>(&bytes) else {
         return Err(Problem::field("", "must be a JSON object"));

@@ -232,7 +232,7 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
     }
     let stage: Option<String> = inner.required("stage");
     let error: Option<String> = inner.optional("error");
-    let at: Option<Timestamp> = inner.required("at");
+    let at = inner.required_time("at");
     fields.close(inner);
     let mut told = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
     if let Some(error) = error {

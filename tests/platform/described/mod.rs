@@ -281,9 +281,10 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
     let mut all: Vec<&Operation> = operations().collect();
     all.sort_by_key(|operation| match operation.id {
         // Only one rollout is open at a time: the first is aborted before.
-        "reportBootFailure" | "resize" | "deploy" => 1,
-        "recover" | "fail" => 2,
-        "delete" => 3,
+        "deploy" => 1,
+        "reportBootFailure" | "resize" => 2,
+        "recover" | "fail" => 3,
+        "delete" => 4,
         _ => 0,
     });
     for operation in all {

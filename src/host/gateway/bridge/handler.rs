@@ -6,7 +6,7 @@ use axum::body::Body;
 use axum::extract::{Extension, Request as HttpRequest, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode, header};
+use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
 use super::answer::{self, Answer};
@@ -50,7 +50,7 @@ async fn answer(
     body: Body,
     named: &mut &'static str,
 ) -> Result<Response, Problem> {
-    require_json(headers)?;
+    body::require_json(headers)?;
     let body = body::read(body, QUERY_BODY).await?;
     let Request { app, action } = Request::parse(&body)?;
     *named = action.name();
@@ -93,15 +93,6 @@ fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {
     let table = app.tables.get(&*call.table);
     let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
     plan::plan(&app.schema, table, &call.operation).map_err(|wrong| Problem::invalid(&wrong))
-}
-
-fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
-    let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let essence = given.split(';').next().unwrap_or_default().trim();
-    if essence.eq_ignore_ascii_case("application/json") {
-        return Ok(());
-    }
-    Err(Problem::new(Code::UnsupportedMediaType, "Send the request as application/json."))
 }
 
 /// An app speaks for itself alone.

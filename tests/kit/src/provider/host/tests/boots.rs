@@ -31,7 +31,7 @@ async fn the_units_start_in_order_with_their_environment_and_nothing_else() -> R
         let is_service = call.unit == "svc-gateway" || call.unit == "svc-sync-agent";
         assert_eq!(value("NOTIFY_SOCKET").is_some(), is_service, "{}", call.unit);
         // LC_CTYPE is the interpreter's own doing.
-        let known = "SVC_ROOT GATEWAY_LISTEN SVC_PG_BIN_DIR PATH RUST_LOG RUST_BACKTRACE FAILPOINTS STANDIN NOTIFY_SOCKET LC_CTYPE";
+        let known = "SVC_ROOT GATEWAY_LISTEN SVC_PG_BIN_DIR SVC_SYSTEMCTL PATH RUST_LOG RUST_BACKTRACE FAILPOINTS STANDIN NOTIFY_SOCKET LC_CTYPE";
         let strange: Vec<_> =
             call.env.keys().filter(|key| !known.split(' ').any(|name| name == *key)).collect();
         assert!(strange.is_empty(), "{strange:?}");

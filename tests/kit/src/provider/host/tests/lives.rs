@@ -84,7 +84,10 @@ async fn a_killed_server_leaves_no_process_and_starts_again_with_its_data() -> R
     fs::remove_file(stage.file("a", "calls.jsonl")?)?;
     assert_eq!(stage.api.act(id, "poweron", json!({})).await?, "success");
     stage.simulator.booted("a", LONG).await?;
-    assert_eq!(stage.order("a")?, ["svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"]);
+    assert_eq!(
+        stage.order("a")?,
+        ["svc-restore", "svc-apps install-apps", "svc-gateway", "svc-register", "svc-sync-agent"]
+    );
     assert!(fs::read_to_string(&env)?.contains("MINE=1"), "user-data was written again");
     assert_eq!(database_url(&stage, "a")?, url);
     assert_eq!(query(&url, "SELECT n FROM kept").await?, "7");
@@ -97,7 +100,7 @@ async fn a_shutdown_ends_the_services_in_order_and_a_reboot_brings_them_back() -
     let id = stage.boot("a").await?;
     assert_eq!(stage.api.act(id, "reboot", json!({})).await?, "success");
     stage.simulator.booted("a", LONG).await?;
-    assert_eq!(stage.order("a")?.len(), 5 + 4);
+    assert_eq!(stage.order("a")?.len(), 6 + 5);
 
     assert_eq!(stage.api.act(id, "shutdown", json!({})).await?, "success");
     stage.simulator.wait_for_power("a", Power::Off).await?;
