@@ -3,17 +3,18 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use svc::host::{backup, register, restore, update};
+use svc::host::{backup, heartbeat, register, restore, update};
 use svc::platform::operations::{OperationKind, points};
 
 /// Enumerations of the host's applets, each with the test that kills at every one of its points.
-fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 6] {
+fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 7] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (restore::POINTS, "svc::host::restore::POINTS", "tests/vault/gate.rs"),
         (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
         (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
+        (heartbeat::POINTS, "svc::host::heartbeat::POINTS", "tests/heartbeat.rs"),
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
     ]
 }
