@@ -169,9 +169,9 @@ impl Fields {
         number
     }
 
-    /// Whether it was given at all.
+    /// Whether it was given; `null` is not.
     pub fn has(&self, name: &str) -> bool {
-        self.left.contains_key(name)
+        self.left.get(name).is_some_and(|value| !value.is_null())
     }
 
     pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {

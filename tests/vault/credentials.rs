@@ -208,8 +208,9 @@ async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
-    store.set_session_life(Some(Duration::from_secs(2)));
-    store.fault(Rule::new(Fault::Delay(Duration::from_millis(1200))).query("partNumber").always());
+    // Longer than any one request takes here, and shorter than the backup.
+    store.set_session_life(Some(Duration::from_secs(4)));
+    store.fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert!(platform.asked() >= 2, "{}", platform.asked());
