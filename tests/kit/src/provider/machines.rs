@@ -73,7 +73,7 @@ impl Machines {
     }
 }
 
-/// Half the memory that the type is sold with, and an eighth of its disk: a test machine has several at once.
+/// Half the memory that the type is sold with, and a fifth of its disk: a test machine has several at once.
 fn size(kind: &CatalogType) -> Size {
     Size {
         cores: kind.cores.min(4),
