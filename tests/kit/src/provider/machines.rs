@@ -78,6 +78,6 @@ fn size(kind: &CatalogType) -> Size {
     Size {
         cores: kind.cores.min(4),
         memory_mib: kind.memory_gb.min(8) * 512,
-        disk_gib: kind.disk_gb.min(160) / 8,
+        disk_gib: kind.disk_gb.min(160) / 5,
     }
 }
