@@ -1,14 +1,11 @@
 // All notes, saved a moment after they were written. No text is lost: what cannot be saved stays on the page and is
 // tried again; what changed here and elsewhere is kept as two notes.
 
-import { ask, BridgeError, type Change, follow, newId } from "../../shared/bridge";
+import { ask, type BridgeError, type Change, follow, newId } from "../../shared/bridge";
+import { allRows, asBridgeError, changedIds, Patience, rowsOf } from "../../shared/rows";
 import { type Content, contentOf, isEmpty, Note, type NoteRow, order, same } from "./note";
 
 const SAVE_AFTER_MS = 500;
-const FIRST_PAUSE_MS = 5_000;
-const LONGEST_PAUSE_MS = 60_000;
-const PAGE = 500;
-const MOST = 5_000;
 
 export interface View {
   /** Something of these notes is another now; `null`: of any. */
@@ -20,11 +17,11 @@ export interface View {
 }
 
 const table = "notes";
+const READING = { table, newestBy: "updated_at", page: 500, most: 5_000 } as const;
 
 export class Store {
   private readonly notes = new Map<string, Note>();
-  private again = 0;
-  private patience = FIRST_PAUSE_MS;
+  private readonly patience = new Patience(() => this.retry());
   isLoaded = false;
 
   constructor(private readonly view: View) {
@@ -97,19 +94,7 @@ export class Store {
 
   async load(): Promise<void> {
     try {
-      const rows: NoteRow[] = [];
-      let after: string | null = null;
-      do {
-        const page: { data: NoteRow[]; nextCursor: string | null } = await ask({
-          action: "find",
-          table,
-          orderBy: [{ column: "updated_at", direction: "desc" }],
-          limit: PAGE,
-          ...(after ? { after } : {}),
-        });
-        rows.push(...page.data);
-        after = page.nextCursor;
-      } while (after && rows.length < MOST);
+      const rows = await allRows<NoteRow>(READING);
       const there = new Set(rows.map((row) => row.id));
       for (const note of this.notes.values()) {
         if (!there.has(note.id) && note.saved !== null) this.lost(note);
@@ -123,14 +108,11 @@ export class Store {
   }
 
   private async obey(changes: Change[]): Promise<void> {
-    const ours = changes.filter((change) => change.table === table);
-    if (ours.some((change) => change.ids === null)) return this.load();
-    const ids = [...new Set(ours.flatMap((change) => change.ids ?? []))];
+    const ids = changedIds(table, changes);
+    if (ids === null) return this.load();
     if (ids.length === 0) return;
     try {
-      const filter = { id: { in: ids } };
-      const found = await ask<{ data: NoteRow[] }>({ action: "find", table, filter, limit: 1000 });
-      const rows = new Map(found.data.map((row) => [row.id, row]));
+      const rows = await rowsOf<NoteRow>(table, ids);
       for (const id of ids) {
         const row = rows.get(id);
         const note = this.notes.get(id);
@@ -195,7 +177,7 @@ export class Store {
       if (row === null) {
         this.divide(note);
       } else {
-        this.patience = FIRST_PAUSE_MS;
+        this.patience.worked();
         note.saved = contentOf(row);
         note.updatedAt = row.updated_at;
         if (!this.notes.has(note.id)) await this.removeRow(note);
@@ -211,12 +193,9 @@ export class Store {
 
   /** Tried again by itself, ever more seldom, unless the person does it before. */
   private fell(note: Note | null, error: unknown): void {
-    const why = asBridge(error);
+    const why = asBridgeError(error);
     this.view.failed(note, why);
-    if (why.why !== "later") return;
-    clearTimeout(this.again);
-    this.patience = Math.min(LONGEST_PAUSE_MS, this.patience * 2);
-    this.again = window.setTimeout(() => this.retry(), this.patience * (0.75 + Math.random() / 2));
+    this.patience.failed(why);
   }
 
   /** Somebody else wrote into this note, too: theirs stays under its id, ours becomes a note of its own. */
@@ -260,8 +239,4 @@ async function update(note: Note, content: Content, keepalive: boolean, tries = 
   if (!isAsBefore || tries === 1) return null;
   note.updatedAt = there.updated_at;
   return update(note, content, keepalive, tries - 1);
-}
-
-function asBridge(error: unknown): BridgeError {
-  return error instanceof BridgeError ? error : new BridgeError("refused", String(error));
 }

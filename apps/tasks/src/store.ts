@@ -1,6 +1,7 @@
 // All tasks, with what was done here shown at once. What did not reach the bridge stays, is marked, and is tried again.
 
 import { ask, BridgeError, type Change, follow, newId, type Row } from "../../shared/bridge";
+import { allRows, asBridgeError, changedIds, Patience, rowsOf } from "../../shared/rows";
 
 export interface Content {
   title: string;
@@ -30,15 +31,13 @@ export interface View {
 }
 
 const table = "tasks";
-const FIRST_PAUSE_MS = 5_000;
-const LONGEST_PAUSE_MS = 60_000;
+/** Rows asked for, or deleted, at once. */
 const PAGE = 1000;
-const MOST = 10_000;
+const READING = { table, newestBy: "created_at", page: PAGE, most: 10_000 } as const;
 
 export class Store {
   private readonly tasks = new Map<string, Task>();
-  private again = 0;
-  private patience = FIRST_PAUSE_MS;
+  private readonly patience = new Patience(() => this.retry());
   isLoaded = false;
 
   constructor(private readonly view: View) {
@@ -103,19 +102,7 @@ export class Store {
 
   async load(): Promise<void> {
     try {
-      const rows: TaskRow[] = [];
-      let after: string | null = null;
-      do {
-        const page: { data: TaskRow[]; nextCursor: string | null } = await ask({
-          action: "find",
-          table,
-          orderBy: [{ column: "created_at", direction: "desc" }],
-          limit: PAGE,
-          ...(after ? { after } : {}),
-        });
-        rows.push(...page.data);
-        after = page.nextCursor;
-      } while (after && rows.length < MOST);
+      const rows = await allRows<TaskRow>(READING);
       const there = new Set(rows.map((row) => row.id));
       for (const task of this.tasks.values()) {
         if (!there.has(task.id) && !isWaiting(task)) this.tasks.delete(task.id);
@@ -129,14 +116,11 @@ export class Store {
   }
 
   private async obey(changes: Change[]): Promise<void> {
-    const ours = changes.filter((change) => change.table === table);
-    if (ours.some((change) => change.ids === null)) return this.load();
-    const ids = [...new Set(ours.flatMap((change) => change.ids ?? []))];
+    const ids = changedIds(table, changes);
+    if (ids === null) return this.load();
     if (ids.length === 0) return;
     try {
-      const filter = { id: { in: ids } };
-      const found = await ask<{ data: TaskRow[] }>({ action: "find", table, filter, limit: PAGE });
-      const rows = new Map(found.data.map((row) => [row.id, row]));
+      const rows = await rowsOf<TaskRow>(table, ids);
       for (const id of ids) {
         const row = rows.get(id);
         const task = this.tasks.get(id);
@@ -145,6 +129,8 @@ export class Store {
       }
       this.view.changed();
     } catch (error) {
+      // What is shown may be old: all of it is read again.
+      this.isLoaded = false;
       this.fell(error);
     }
   }
@@ -166,7 +152,7 @@ export class Store {
       if (task.isNew) await put(task);
       else await update(task, sent);
       task.isNew = false;
-      this.patience = FIRST_PAUSE_MS;
+      this.patience.worked();
       for (const key of Object.keys(sent) as (keyof Content)[]) {
         if (task.pending[key] === sent[key]) delete task.pending[key];
       }
@@ -184,12 +170,9 @@ export class Store {
 
   /** Tried again by itself, ever more seldom, unless the person does it before. */
   private fell(error: unknown): void {
-    const why = asBridge(error);
+    const why = asBridgeError(error);
     this.view.failed(why);
-    if (why.why !== "later") return;
-    clearTimeout(this.again);
-    this.patience = Math.min(LONGEST_PAUSE_MS, this.patience * 2);
-    this.again = window.setTimeout(() => this.retry(), this.patience * (0.75 + Math.random() / 2));
+    this.patience.failed(why);
   }
 
   private async removeRows(tasks: Task[]): Promise<void> {
@@ -228,8 +211,4 @@ async function update(task: Task, part: Partial<Content>): Promise<void> {
     if (!(error instanceof BridgeError) || error.status !== 404) throw error;
     await put(task);
   }
-}
-
-function asBridge(error: unknown): BridgeError {
-  return error instanceof BridgeError ? error : new BridgeError("refused", String(error));
 }

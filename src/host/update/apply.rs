@@ -85,8 +85,8 @@ pub async fn run(layout: Layout, wanted: Wanted) -> Result<(), Failure> {
     let open = Journal::read(&machine.layout).map_err(unreadable)?;
     let mut ended = match open {
         Some(open) => {
-            let id = open.request_id.clone();
-            tracing::warn!(from = %open.from, to = %open.to, "an update that was cut off is finished");
+            let id = open.plan.request_id.clone();
+            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "an update that was cut off is finished");
             Some(request_id::under(id, machine.finish(open)).await?)
         }
         None => None,

@@ -43,11 +43,10 @@ pub struct Allowances {
     pub quarantined: bool,
 }
 
+/// What an update is to do, and what it found when it began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Journal {
-    version: u32,
-    pub id: Uuid,
+pub struct Plan {
     pub aim: Aim,
     pub from: ImageVersion,
     pub to: ImageVersion,
@@ -56,44 +55,26 @@ pub struct Journal {
     pub running: Vec<String>,
     /// Whether the gateway was ready then. Where it was not, being alive is enough.
     pub was_ready: bool,
+    pub request_id: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Journal {
+    version: u32,
+    pub id: Uuid,
+    #[serde(flatten)]
+    pub plan: Plan,
     #[serde(with = "crate::clock::wire")]
     pub started_at: Timestamp,
-    pub request_id: String,
     /// Of the state that it is in.
     attempts: u32,
     pub state: State,
 }
 
-/// How an update begins.
-pub struct Opening {
-    pub aim: Aim,
-    pub from: ImageVersion,
-    pub to: ImageVersion,
-    pub allow: Allowances,
-    pub running: Vec<String>,
-    pub was_ready: bool,
-    pub request_id: String,
-}
-
 impl Journal {
-    pub fn open(opening: Opening, now: Timestamp) -> Self {
-        let Opening { aim, from, to, allow, running, was_ready, request_id } = opening;
-        let (version, id, attempts, state) = (FORMAT, Uuid::now_v7(), 0, State::Preparing);
-        let started_at = now;
-        Self {
-            version,
-            id,
-            aim,
-            from,
-            to,
-            allow,
-            running,
-            was_ready,
-            started_at,
-            request_id,
-            attempts,
-            state,
-        }
+    pub fn open(plan: Plan, started_at: Timestamp) -> Self {
+        Self { version: FORMAT, id: Uuid::now_v7(), plan, started_at, attempts: 0, state: State::Preparing }
     }
 
     /// The update that is open, if one is.

@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use super::bring::{self, BringError, Expected};
 use super::download::{DownloadError, Source};
 use super::health::{self, Door, GATEWAY, OTHERS};
-use super::journal::{Aim, Allowances, Journal, Opening};
+use super::journal::{Aim, Allowances, Journal, Plan};
 use super::memory::{self, Entry, MemoryError};
 use super::place;
 use super::rules::{self, Candidate};
@@ -82,8 +82,8 @@ impl<S: Services> Machine<S> {
             None => false,
         };
         let request_id = request_id::current();
-        let opening = Opening { aim, from, to, allow, running, was_ready, request_id };
-        Journal::open(opening, Timestamp::now())
+        let plan = Plan { aim, from, to, allow, running, was_ready, request_id };
+        Journal::open(plan, Timestamp::now())
     }
 
     /// Takes an update to its end.
@@ -96,7 +96,7 @@ impl<S: Services> Machine<S> {
             journal.save(&self.layout)?;
             if let State::Ended { end, stage, error } = &journal.state {
                 let outcome = Outcome {
-                    version: journal.to.clone(),
+                    version: journal.plan.to.clone(),
                     outcome: *end,
                     stage: stage.as_str().to_owned(),
                     error: error.clone(),
@@ -105,7 +105,7 @@ impl<S: Services> Machine<S> {
                 self.close(&journal, &outcome)?;
                 return Ok(outcome);
             }
-            tracing::info!(from = %journal.from, to = %journal.to, state = ?journal.state, "update");
+            tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
             let event = if again { self.step(&journal).await } else { Event::GivenUp };
             if let Event::Refused(why) | Event::Failed(why) = &event {
                 tracing::error!(
@@ -122,7 +122,7 @@ impl<S: Services> Machine<S> {
         let end = match &journal.state {
             State::Preparing => self.prepare(journal).await,
             State::Switching => self.switch(journal),
-            State::Activating => self.activate(journal, &journal.to).await,
+            State::Activating => self.activate(journal, &journal.plan.to).await,
             State::Reverting { why } => self.revert(journal, why),
             State::Restoring { .. } => self.restore(journal).await,
             State::Ended { .. } => Ok(()),
@@ -136,15 +136,15 @@ impl<S: Services> Machine<S> {
 
     async fn prepare(&self, journal: &Journal) -> Result<(), Stop> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
-        rules::here(&self.layout, &journal.to, journal.allow).map_err(refused(Stage::Preflight))?;
-        if journal.aim == Aim::Apply {
-            let verified = self.manifest(&journal.to).await?;
+        rules::here(&self.layout, &journal.plan.to, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+        if journal.plan.aim == Aim::Apply {
+            let verified = self.manifest(&journal.plan.to).await?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
-            let candidate = Candidate::new(&self.layout, &journal.from, verified.manifest());
-            rules::of_release(&candidate, journal.allow).map_err(refused(Stage::Preflight))?;
-            self.bring(&journal.to, &verified).await?;
+            let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
+            rules::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+            self.bring(&journal.plan.to, &verified).await?;
         }
-        trial::run(&self.layout.release(&journal.to)).await.map_err(refused(Stage::Trial))?;
+        trial::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
     }
 
@@ -188,7 +188,7 @@ impl<S: Services> Machine<S> {
 
     fn switch(&self, journal: &Journal) -> Result<(), Stop> {
         failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
-        place::switch(&self.layout, &journal.to).map_err(failed(Stage::Switch))
+        place::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
     /// Units, then services, then a look whether they are well.
@@ -198,7 +198,7 @@ impl<S: Services> Machine<S> {
         self.services.reload().await.map_err(failed(Stage::Units))?;
         failpoint::pass("update.reloaded").map_err(failed(Stage::Units))?;
         let names: Vec<String> =
-            [GATEWAY.to_owned()].into_iter().chain(journal.running.iter().cloned()).collect();
+            [GATEWAY.to_owned()].into_iter().chain(journal.plan.running.iter().cloned()).collect();
         for name in &names {
             // What its end means, the look at all of them says.
             if let Err(error) = self.services.restart(name).await {
@@ -213,7 +213,7 @@ impl<S: Services> Machine<S> {
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
         let unwell = |error: String| Stop::Failed(Trouble { stage: Stage::Health, error });
-        let door = match (self.gateway(), journal.was_ready) {
+        let door = match (self.gateway(), journal.plan.was_ready) {
             (None, _) => Door::Closed,
             (Some(gateway), true) => Door::Ready(gateway),
             (Some(gateway), false) => Door::Alive(gateway),
@@ -224,19 +224,19 @@ impl<S: Services> Machine<S> {
 
     fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
         failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
-        let put_away = memory::quarantine(&self.layout, &journal.to, Timestamp::now(), &why.error);
+        let put_away = memory::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
         // Going back matters more than remembering why.
         if let Err(error) = put_away {
             tracing::error!(error = %chain(&error), "the release could not be put away");
         }
         failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
-        place::switch(&self.layout, &journal.from).map_err(failed(Stage::Rollback))?;
+        place::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
     }
 
     async fn restore(&self, journal: &Journal) -> Result<(), Stop> {
         failpoint::pass("update.restoring").map_err(failed(Stage::Rollback))?;
-        self.activate(journal, &journal.from).await
+        self.activate(journal, &journal.plan.from).await
     }
 
     /// The last state's step: what is to stay is written, then the journal goes.
@@ -248,9 +248,9 @@ impl<S: Services> Machine<S> {
         }
         let entry = Entry::new(
             journal.id,
-            journal.from.clone(),
+            journal.plan.from.clone(),
             journal.started_at,
-            journal.request_id.clone(),
+            journal.plan.request_id.clone(),
             outcome.clone(),
         );
         memory::keep(&self.layout, &entry)?;
@@ -260,7 +260,7 @@ impl<S: Services> Machine<S> {
             }
             tracing::warn!(error = %chain(&error), "old releases could not be removed");
         }
-        request::done(&self.layout, &journal.to)?;
+        request::done(&self.layout, &journal.plan.to)?;
         failpoint::pass("update.request_done")?;
         fsx::remove_if_there(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
@@ -269,12 +269,12 @@ impl<S: Services> Machine<S> {
     }
 
     fn succeeded(&self, journal: &Journal) -> Result<(), UpdateError> {
-        memory::forgive(&self.layout, &journal.to)?;
-        match journal.aim {
-            Aim::Apply => memory::remember_previous(&self.layout, &journal.from)?,
+        memory::forgive(&self.layout, &journal.plan.to)?;
+        match journal.plan.aim {
+            Aim::Apply => memory::remember_previous(&self.layout, &journal.plan.from)?,
             Aim::Rollback => {
                 let why = "an operator went back from it";
-                memory::quarantine(&self.layout, &journal.from, Timestamp::now(), why)?;
+                memory::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
             }
         }
         Ok(())

@@ -92,7 +92,7 @@ fn print_table(status: &Status) {
         println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!("\nunder way: from {} to {}, {:?}", update.from, update.to, update.state);
+        println!("\nunder way: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
     }
     if let Some(last) = &status.last {
         println!("\nlast update: {}", words(last));
