@@ -31,6 +31,15 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
+    /// Signatures carry the time, and a store takes them a few minutes off at the most. It passes when the clock is set.
+    #[error(
+        "the object store refused {key} because of this machine's clock, which is some minutes off; see `timedatectl status`"
+    )]
+    Clock {
+        key: String,
+        #[source]
+        source: Box<Error>,
+    },
     /// Final: another machine of the slot has this one's place, and its access.
     #[error("this machine has been replaced: it may not use the object store any more ({key})")]
     Withdrawn { key: String },
@@ -49,6 +58,7 @@ impl StoreError {
             return Self::Withdrawn { key };
         }
         match error {
+            error if is_of_the_clock(&error) => Self::Clock { key, source: Box::new(error) },
             Error::NotFound { .. } => Self::NotFound { key },
             Error::Precondition { .. } | Error::AlreadyExists { .. } => Self::Precondition { key },
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
@@ -65,6 +75,7 @@ impl StoreError {
             Self::Precondition { .. } => "precondition",
             Self::Corrupt { .. } => "corrupt",
             Self::Denied { .. } => "denied",
+            Self::Clock { .. } => "clock",
             Self::Withdrawn { .. } => "withdrawn",
             Self::Unavailable { .. } => "unavailable",
         }
@@ -76,8 +87,16 @@ impl StoreError {
 
     /// Worth trying again later without a change on our side.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Unavailable { .. })
+        matches!(self, Self::Unavailable { .. } | Self::Clock { .. })
     }
+}
+
+/// Known by what the store says alone: there is no status of its own for it.
+fn is_of_the_clock(error: &Error) -> bool {
+    let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
+        return false;
+    };
+    source.to_string().contains("RequestTimeTooSkewed")
 }
 
 /// The version of an object that was read; a later write can demand that it is still there.

@@ -61,6 +61,9 @@ enum Command {
         /// Provision, register, bridge, backup, reboot and recover alone
         #[arg(long)]
         quick: bool,
+        /// These acts alone, on a machine that is provisioned first: `--only update,bad-update`
+        #[arg(long, value_name = "ACT", value_delimiter = ',', conflicts_with = "quick")]
+        only: Vec<String>,
         /// The binary to play with; `cargo xtask dist`'s when not given
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
@@ -100,7 +103,7 @@ fn main() -> ExitCode {
         Command::Browser(args) => browser::run(args),
         Command::Demo { breakage, svc, keep } => demo(breakage, svc, keep),
         Command::Dev { svc, dir, bundle } => dev(svc, dir, bundle.as_deref()),
-        Command::Lab { quick, svc } => lab(quick, svc),
+        Command::Lab { quick, only, svc } => lab(quick, only, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
@@ -160,14 +163,18 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
     Ok(ExitCode::SUCCESS)
 }
 
-fn lab(quick: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
+fn lab(quick: bool, only: Vec<String>, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
         None => dist::build()?,
     };
-    let length = if quick { kit::lab::Length::Quick } else { kit::lab::Length::Whole };
+    let acts = match (quick, only.is_empty()) {
+        (true, _) => kit::lab::Acts::Quick,
+        (false, true) => kit::lab::Acts::Whole,
+        (false, false) => kit::lab::Acts::Only(only),
+    };
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, length }))?;
+    let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, acts }))?;
     Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

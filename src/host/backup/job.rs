@@ -100,7 +100,9 @@ impl BackupError {
             | Self::Dump(DumpError::Upload(UploadError::Store(StoreError::Withdrawn { .. }))) => {
                 Exit::Permission
             }
-            Self::Store(StoreError::Unavailable { .. } | StoreError::Denied { .. })
+            Self::Store(
+                StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. },
+            )
             | Self::Pointer(_)
             | Self::Upload(UploadError::Store(_))
             | Self::Dump(DumpError::Upload(UploadError::Store(_)))

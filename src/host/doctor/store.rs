@@ -69,6 +69,9 @@ pub async fn check(layout: &Layout) -> Findings {
         Err(error @ StoreError::Denied { .. }) => {
             findings.problem(chain(&error), "the role's rights and its session policy; OBJECT_STORE_URL")
         }
+        Err(error @ StoreError::Clock { .. }) => {
+            findings.problem(error.to_string(), "systemctl restart systemd-timesyncd")
+        }
         Err(error) => findings.problem(chain(&error), "is the store up? OBJECT_STORE_ENDPOINT in r2.env"),
     }
 }

@@ -37,6 +37,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             return findings
                 .problem(chain(&error), "the key's rights: get, put, list and delete on the bucket");
         }
+        Err(error @ StoreError::Clock { .. }) => {
+            return findings.problem(error.to_string(), "systemctl restart systemd-timesyncd");
+        }
         Err(error) => return findings.problem(chain(&error), NEXT),
     }
     let findings = match deleted {

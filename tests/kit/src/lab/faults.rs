@@ -39,7 +39,8 @@ pub async fn database_killed(stack: &Stack, machine: &MachineRecord) -> Result<(
 /// No block is left: writes are refused with a word, and nothing that was acknowledged is lost.
 pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    let pointer = stack.slot.pointer(&stack.store)?;
+    on.run("systemctl start svc-db-backup.service", LONG).await?.good().context("a backup before")?;
+    let pointer = verified(stack)?;
     // Blocks that are taken and not written; the last ones, which are kept for root, by writing.
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
     on.run(fill, LONG).await?.good()?;
@@ -79,21 +80,36 @@ pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     Ok(((), format!("{} rows fitted, then refused with {word}; with room again all are there", kept.len())))
 }
 
-/// A day ahead, and back: the order of snapshots is not the clock's.
+/// Ahead and back: the order of snapshots is not the clock's, and a store that takes no such time is told apart.
 pub async fn clock_jump(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
+    let backup = "systemctl start svc-db-backup.service";
     let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);
-    let first = stack.slot.pointer(&stack.store)?;
-    on.run("systemctl stop systemd-timesyncd; date -s '+1 day'", SHORT).await?.good()?;
-    on.run("systemctl start svc-db-backup.service", LONG).await?.good().context("a backup a day ahead")?;
+    on.run("systemctl stop systemd-timesyncd", SHORT).await?;
+    on.run(backup, LONG).await?.good().context("a backup before")?;
+    let first = verified(stack)?;
+    on.run("date -s '+8 minutes'", SHORT).await?.good()?;
+    on.run(backup, LONG).await?.good().context("a backup eight minutes ahead")?;
     let ahead = verified(stack)?;
     ensure!(seq(&ahead) > seq(&first), "the pointer stays at {first}");
-    on.run("date -s '-1 day'", SHORT).await?.good()?;
-    on.run("systemctl start svc-db-backup.service", LONG).await?.good().context("a backup after that")?;
+    on.run("date -s '-8 minutes'", SHORT).await?.good()?;
+    on.run(backup, LONG).await?.good().context("a backup after that")?;
     let back = verified(stack)?;
-    ensure!(seq(&back) > seq(&ahead), "the pointer stays at the snapshot from tomorrow: {back}");
+    ensure!(seq(&back) > seq(&ahead), "the pointer stays at the snapshot of later: {back}");
+    on.run("date -s '+1 day'", SHORT).await?.good()?;
+    let refused = on.run(backup, LONG).await?;
+    let words = on.run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT).await?.good()?;
+    let doctor = on.run("/opt/svc/bin/svcctl doctor host", LONG).await?;
+    on.run("date -s '-1 day'", SHORT).await?.good()?;
+    ensure!(!refused.status.success(), "the store took a request of tomorrow");
+    ensure!(words.contains("timedatectl"), "nobody can see why: {words}");
+    let told = doctor.stdout.lines().find(|line| line.contains("clock")).unwrap_or_default();
+    ensure!(doctor.status.code() == Some(65) && !told.is_empty(), "doctor does not see it: {}", doctor.stdout);
+    ensure!(verified(stack)? == back, "a refused backup moved the pointer");
+    on.run(backup, LONG).await?.good().context("a backup with the right time")?;
     serves_again(stack).await?;
-    Ok(((), format!("pointer {} → {} → {}; served", seq(&first), seq(&ahead), seq(&back))))
+    let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&back));
+    Ok(((), format!("8 minutes ahead and back: pointer {order}; a day ahead: refused, and doctor says so; served")))
 }
 
 /// The power goes while the dump runs: the pointer names a whole snapshot, and the next backup works.

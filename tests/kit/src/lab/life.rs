@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::release;
 use crate::bundle;
+use crate::pg::PgBinaries;
 use crate::s3::{Fault, Rule};
 use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
 pub use crate::story::{backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back};
@@ -18,16 +19,19 @@ const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
     stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
-    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc).await?;
+    let mib = publish_as(stack, IMAGE_VERSION, &stack.svc, release::small).await?;
     Ok(((), format!("slot {USER}/primary on starter; bundle {IMAGE_VERSION}, {mib} MiB")))
 }
 
-/// Builds and publishes a bundle with what a machine needs; its size in MiB.
-pub async fn publish_as(stack: &Stack, version: &str, svc: &Path) -> Result<u64> {
+/// Which parts a bundle has.
+type Parts = fn(&Path, &PgBinaries, &str, &Path) -> Result<bundle::Options>;
+
+/// Builds and publishes a bundle of these parts; its size in MiB.
+pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: Parts) -> Result<u64> {
     let (svc, pg, dir) = (svc.to_owned(), stack.pg.clone(), stack.dir.join(format!("bundle-{version}")));
     let (version_there, key) = (version.to_owned(), stack.signing_key.clone());
     let build = move || {
-        let options = release::options(&svc, &pg, &version_there, &dir)?;
+        let options = parts(&svc, &pg, &version_there, &dir)?;
         bundle::build(&bundle::Options { signing_key: Some(key), ..options })
     };
     let built = tokio::task::spawn_blocking(build).await??;

@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::child;
@@ -26,28 +26,74 @@ use crate::story::{Front, Ground, Report, Stack, Stopped};
 use crate::vm::{Accel, Image};
 
 /// Under emulation, and with whatever else this machine is doing.
-const LONGEST_STEP: Duration = Duration::from_secs(900);
+const LONGEST_STEP: Duration = Duration::from_secs(1800);
 
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The binary for the platform, `svcctl` and the machines.
     pub svc: PathBuf,
-    pub length: Length,
+    pub acts: Acts,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Length {
-    /// Provision, register, bridge, backup, reboot, recover.
+/// What is played on the machine once it is provisioned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Acts {
+    /// The main job: use, reboot, backup, loss, recovery.
     Quick,
     /// What only a machine shows, too.
     Whole,
+    /// These alone, in the story's order: for whoever works on one of them.
+    Only(Vec<String>),
+}
+
+/// In their order, with whether the quick story has them.
+const ACTS: [(&str, bool); 19] = [
+    ("boot", true),
+    ("sound", true),
+    ("use", true),
+    ("reboot", true),
+    ("database-dies", false),
+    ("disk-full", false),
+    ("resize", false),
+    ("backup", true),
+    ("later-row", true),
+    ("loss", true),
+    ("bad-restore", false),
+    ("recover", true),
+    ("rows", true),
+    ("clock-jump", false),
+    ("update", false),
+    ("cut-in-update", false),
+    ("bad-update", false),
+    ("cut-in-backup", false),
+    ("full-release", false),
+];
+
+impl Acts {
+    fn has(&self, act: &str) -> bool {
+        match self {
+            Self::Quick => ACTS.contains(&(act, true)),
+            Self::Whole => true,
+            Self::Only(acts) => acts.iter().any(|named| named == act),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self::Only(acts) = self else { return Ok(()) };
+        let known = ACTS.map(|(name, _)| name);
+        match acts.iter().find(|named| !known.contains(&named.as_str())) {
+            Some(named) => bail!("the lab has no act {named}; its acts are {}", known.join(", ")),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Plays it to its end, or to the step that fails; no machine runs when this returns.
 ///
 /// # Errors
-/// When it cannot begin: no root, no QEMU, no image.
+/// When it cannot begin: an act that there is not, no root, no QEMU, no image.
 pub async fn play(options: Options) -> Result<Report> {
+    options.acts.check()?;
     let mut report = Report::of("lab", LONGEST_STEP);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -107,37 +153,72 @@ async fn image() -> Result<((Image, Accel), String)> {
 }
 
 async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Result<(), Stopped> {
-    let whole = options.length == Length::Whole;
+    let has = |act: &str| options.acts.has(act);
     report.step("publish", life::publish(stack)).await?;
-    let first = report.step("provision", life::provision(stack)).await?;
-    report.step("boot", stages::of_boot(stack, &first)).await?;
-    report.step("sound", look::sound(stack, &first)).await?;
-    report.step("use", life::insert_and_find(stack)).await?;
-    report.step("reboot", life::reboot(stack, &first)).await?;
-    if whole {
-        report.step("database-dies", faults::database_killed(stack, &first)).await?;
-        report.step("disk-full", faults::disk_full(stack, &first)).await?;
-        report.step("resize", life::resize(stack, &first)).await?;
+    let mut machine = report.step("provision", life::provision(stack)).await?;
+    if has("boot") {
+        report.step("boot", stages::of_boot(stack, &machine)).await?;
     }
-    report.step("backup", life::backup(stack, &first)).await?;
-    report.step("later-row", life::insert_later(stack)).await?;
-    look::keep_journal(stack, &first).await;
-    report.step("loss", life::lose(stack, &first)).await?;
-    if whole {
+    if has("sound") {
+        report.step("sound", look::sound(stack, &machine)).await?;
+    }
+    if has("use") {
+        report.step("use", life::insert_and_find(stack)).await?;
+    }
+    if has("reboot") {
+        report.step("reboot", life::reboot(stack, &machine)).await?;
+    }
+    if has("database-dies") {
+        report.step("database-dies", faults::database_killed(stack, &machine)).await?;
+    }
+    if has("disk-full") {
+        report.step("disk-full", faults::disk_full(stack, &machine)).await?;
+    }
+    if has("resize") {
+        report.step("resize", life::resize(stack, &machine)).await?;
+    }
+    if has("backup") {
+        report.step("backup", life::backup(stack, &machine)).await?;
+    }
+    if has("later-row") {
+        report.step("later-row", life::insert_later(stack)).await?;
+    }
+    if has("loss") {
+        look::keep_journal(stack, &machine).await;
+        report.step("loss", life::lose(stack, &machine)).await?;
+    }
+    if has("bad-restore") {
         report.step("bad-restore", life::refused_restore(stack)).await?;
     }
-    let second = report.step("recover", life::recover(stack, &first)).await?;
-    report.step("rows", life::rows_are_back(stack)).await?;
-    if whole {
-        report.step("clock-jump", faults::clock_jump(stack, &second)).await?;
-        report.step("update", updates::update(stack, &second)).await?;
-        report.step("cut-in-update", updates::power_cut_in_update(stack, &second)).await?;
-        report.step("bad-update", updates::broken_update(stack, &second)).await?;
-        report.step("cut-in-backup", faults::power_cut_in_backup(stack, &second)).await?;
-        report.step("sound-again", look::sound(stack, &second)).await?;
+    if has("recover") {
+        machine = report.step("recover", life::recover(stack, &machine)).await?;
     }
-    look::keep_journal(stack, &second).await;
-    report.step("delete", life::delete(stack, &second)).await?;
+    if has("rows") {
+        report.step("rows", life::rows_are_back(stack)).await?;
+    }
+    if has("clock-jump") {
+        report.step("clock-jump", faults::clock_jump(stack, &machine)).await?;
+    }
+    if has("update") {
+        report.step("update", updates::update(stack, &machine)).await?;
+    }
+    if has("cut-in-update") {
+        report.step("cut-in-update", updates::power_cut_in_update(stack, &machine)).await?;
+    }
+    if has("bad-update") {
+        report.step("bad-update", updates::broken_update(stack, &machine)).await?;
+    }
+    if has("cut-in-backup") {
+        report.step("cut-in-backup", faults::power_cut_in_backup(stack, &machine)).await?;
+    }
+    if has("full-release") {
+        report.step("full-release", updates::full_release(stack, &machine)).await?;
+    }
+    if options.acts == Acts::Whole {
+        report.step("sound-again", look::sound(stack, &machine)).await?;
+    }
+    look::keep_journal(stack, &machine).await;
+    report.step("delete", life::delete(stack, &machine)).await?;
     report.step("gone", life::nobody_is_served(stack)).await
 }
 

@@ -1,4 +1,5 @@
-//! The bundles of the lab: the executable, the units, the kit's apps, and PostgreSQL's client tools.
+//! The bundles of the lab: a small one, with the executable, the units, the kit's apps and PostgreSQL's client tools; and
+//! a full one, with all that a release may have.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -6,14 +7,27 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use crate::bundle::{Options, Part};
+use crate::browser;
+use crate::bundle::{Options, Part, apps};
+use crate::fetch::target_dir;
 use crate::pg::PgBinaries;
 
 /// What a machine needs of PostgreSQL beside its server.
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
 
+/// Of no identity provider; nothing here asks it.
+const IDP_HOST: &str = "idp.svc.test";
+
+/// As [`small`], with the default apps, the shell, code-server and its Node.js.
+pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+    let mut options = small(svc, postgres, version, dir)?;
+    apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
+    options.runtime.extend(browser::code_server()?);
+    Ok(options)
+}
+
 /// Options for a bundle that boots on a machine; `dir` is a place to put its parts together.
-pub fn options(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
+pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
     let tools = dir.join("postgres");
     client_tools(postgres, &tools)?;

@@ -81,6 +81,13 @@ no_stray_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway
 own_users() { as svc test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc/current/bin/svc; }
 timers() { for t in svc-db-backup.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
 swap() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
+doctor() {
+  said=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $said"; return 1; }
+}
+verify_rollout() {
+  said=$(/opt/svc/bin/svcctl verify-rollout --socket /run/svc/gateway/gateway.sock) || { echo "exit $?: $said"; return 1; }
+}
+path() { su -l -s /bin/sh svc -c 'echo "$PATH"' | grep -q /opt/svc/runtime/node/bin; }
 
 check "all units settled" settled
 check "no unit failed" no_unit_failed
@@ -94,4 +101,7 @@ check "the gateway is not root" no_stray_root
 check "releases are root's" own_users
 check "timers run" timers
 check "swap is on" swap
+check "doctor finds nothing" doctor
+check "verify-rollout" verify_rollout
+check "runtime in the PATH" path
 rm -f "$list"

@@ -10,17 +10,19 @@ use serde_json::Value;
 
 use super::faults::serves_again;
 use super::life::{UP, publish_as};
-use crate::story::{HANDLE, MachineRecord, Stack, eventually};
+use super::release;
+use crate::story::{HANDLE, MachineRecord, Stack, Web, eventually};
 
 const SHORT: Duration = Duration::from_secs(60);
 const SECOND: &str = "story-2";
 const CUT: &str = "story-3";
 const BROKEN: &str = "story-4";
+const FULL: &str = "story-5";
 
 /// The fleet's rollout: canary, health, the record.
 pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = stack.web.titles(&stack.owner()).await?;
-    publish_as(stack, SECOND, &stack.svc).await?;
+    publish_as(stack, SECOND, &stack.svc, release::small).await?;
     let began = Instant::now();
     let args = ["--json", "deploy", "start", SECOND, "--yes", "--wait=800"];
     let rollout: Value = stack.svcctl(&args).await?.good()?.json()?;
@@ -36,7 +38,7 @@ pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
-    publish_as(stack, CUT, &stack.svc).await?;
+    publish_as(stack, CUT, &stack.svc, release::small).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", CUT, "--yes"]).await?.good()?;
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
@@ -78,7 +80,7 @@ pub async fn broken_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     );
     fs::write(&svc, script)?;
     fs::set_permissions(&svc, fs::Permissions::from_mode(0o755))?;
-    publish_as(stack, BROKEN, &svc).await?;
+    publish_as(stack, BROKEN, &svc, release::small).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN, "--yes", "--wait=800"]).await?;
     ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()?;
@@ -96,6 +98,47 @@ pub async fn broken_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
             after.len()
         ),
     ))
+}
+
+/// A release with all that one may have: the rollout brings it, and shell and code-server are reached by the owner alone.
+pub async fn full_release(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let on = stack.provider.machine(&machine.server)?;
+    let mib = publish_as(stack, FULL, &stack.svc, release::full).await?;
+    let began = Instant::now();
+    let args = ["--json", "deploy", "start", FULL, "--yes", "--wait=1500"];
+    let rollout: Value = stack.svcctl(&args).await?.good()?.json()?;
+    ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
+    let seconds = began.elapsed().as_secs_f64();
+    let owner = stack.owner();
+    let page = |web, path| answered(web, path, &owner);
+    let shell = eventually("the shell", UP, || page(&stack.web, "/")).await?;
+    ensure!(shell.contains("<script"), "the shell is {shell}");
+    let editor = eventually("code-server", UP, || page(&stack.code, "/")).await?;
+    ensure!(editor.contains("workbench"), "code-server is {editor}");
+    let socket = "/stable-0000000000000000000000000000000000000000?reconnectionToken=lab&reconnection=false";
+    let upgraded = stack.code.web_socket(socket, &owner).await?;
+    ensure!(upgraded == 101, "code-server's WebSocket answered {upgraded}");
+    let stranger = stack.code.get("/", None, "application/json").await?;
+    ensure!(stranger.status == 401, "a stranger at code-server got {}", stranger.status);
+    let strict = "/opt/svc/bin/svcctl verify-rollout --strict --socket /run/svc/gateway/gateway.sock";
+    let verified = on.run(strict, SHORT).await?.good().context("verify-rollout --strict")?;
+    let node = "su -l -s /bin/sh svc -c 'node --version'";
+    let node = on.run(node, SHORT).await?.good().context("Node.js at the owner's prompt")?;
+    let lines = verified.lines().filter(|line| !line.trim().is_empty()).count();
+    Ok((
+        (),
+        format!(
+            "{mib} MiB in {seconds:.0} s; shell, code-server and its WebSocket answer the owner; {lines} lines of \
+             verify-rollout; Node.js {}",
+            node.trim()
+        ),
+    ))
+}
+
+async fn answered(web: &Web, path: &str, owner: &str) -> Result<String> {
+    let answer = web.get(path, Some(owner), "text/html").await?;
+    ensure!(answer.status.is_success(), "{path}: {}: {}", answer.status, answer.short());
+    Ok(answer.body)
 }
 
 async fn current(stack: &Stack, machine: &MachineRecord) -> Result<String> {

@@ -72,6 +72,8 @@ pub struct Stack {
     pub provider: Simulator,
     pub ca: Ca,
     pub web: Web,
+    /// As [`Self::web`], for the owner's code-server.
+    pub code: Web,
     pub api: String,
     pub front: Front,
     /// The operators' bearer token.
@@ -181,6 +183,7 @@ impl Stack {
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
         let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
+        let code = Web::new(&ca.root_pem(), &platform.scheme, front.code_host(), platform.router)?;
 
         let said = format!("platform {api}, router {router}, provider, store, database, identity provider");
         let stack = Self {
@@ -193,6 +196,7 @@ impl Stack {
             provider,
             ca,
             web,
+            code,
             api,
             front,
             secret,

@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 
 const CALL: Duration = Duration::from_secs(20);
 
-/// A client that finds the app host at the router, and trusts the CA that issued their certificate.
+/// A client of one of the router's hosts, which it finds there, and whose CA it trusts.
 pub struct Web {
     client: Client,
-    app: String,
+    base: String,
 }
 
 /// An answer, read whole.
@@ -25,36 +25,50 @@ pub struct Answer {
 }
 
 impl Web {
-    pub fn new(root_pem: &str, scheme: &str, app_host: &str, router: SocketAddr) -> Result<Self> {
+    pub fn new(root_pem: &str, scheme: &str, host: &str, router: SocketAddr) -> Result<Self> {
         let root = Certificate::from_pem(root_pem.as_bytes())?;
         let client = Client::builder()
             .tls_certs_only([root])
-            .resolve(app_host, router)
+            .resolve(host, router)
             .redirect(reqwest::redirect::Policy::none())
             .timeout(CALL)
             .no_proxy()
             .build()?;
-        Ok(Self { client, app: format!("{scheme}://{app_host}:{}", router.port()) })
+        Ok(Self { client, base: format!("{scheme}://{host}:{}", router.port()) })
     }
 
-    /// A request on the app host, not yet sent.
+    /// A request, not yet sent.
     pub fn request(&self, method: reqwest::Method, path: &str) -> reqwest::RequestBuilder {
-        self.client.request(method, format!("{}{path}", self.app))
+        self.client.request(method, format!("{}{path}", self.base))
     }
 
-    /// GET on the app host.
+    /// GET.
     pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<Answer> {
-        let mut request = self.client.get(format!("{}{path}", self.app)).header("accept", accept);
+        let mut request = self.client.get(format!("{}{path}", self.base)).header("accept", accept);
         if let Some(bearer) = bearer {
             request = request.bearer_auth(bearer);
         }
         read(request).await
     }
 
+    /// Asks for a WebSocket there; the status of the answer.
+    pub async fn web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
+        let asked = self
+            .client
+            .get(format!("{}{path}", self.base))
+            .bearer_auth(bearer)
+            .header("connection", "upgrade")
+            .header("upgrade", "websocket")
+            .header("sec-websocket-version", "13")
+            .header("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ==")
+            .header("origin", &self.base);
+        Ok(asked.send().await.context("ask for a WebSocket")?.status())
+    }
+
     /// One call of the bridge, by the owner through the router; the answer's `data`.
     pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
-            self.client.post(format!("{}/api/bridge/query", self.app)).bearer_auth(bearer).json(call);
+            self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
         let answer = read(request).await?;
         ensure!(
             answer.status.is_success(),
