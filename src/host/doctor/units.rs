@@ -1,7 +1,7 @@
 //! The services as systemd has them: which failed, which should run and do not.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tokio::process::Command;
 
@@ -17,6 +17,15 @@ const SERVICES: [&str; 5] = [
     "svc-sync-agent.service",
 ];
 const TIMERS: [&str; 2] = ["svc-db-backup.timer", "svc-heartbeat.timer"];
+
+/// Those that have nothing to run where the release comes without that part.
+fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {
+    match unit {
+        "svc-shell.service" => Some(layout.shell()),
+        "svc-code.service" => Some(layout.runtime().join("code-server")),
+        _ => None,
+    }
+}
 
 /// The `systemctl` of this machine; `SVC_SYSTEMCTL` names another, for a root that no systemd runs.
 fn systemctl(layout: &Layout) -> Option<OsString> {
@@ -36,7 +45,11 @@ pub async fn check(layout: &Layout) -> Findings {
     command.args(["show", "--no-pager", "--property=Id,LoadState,ActiveState,Result", "--all", "svc-*"]);
     command.args(SERVICES).args(TIMERS).kill_on_drop(true);
     match command.output().await {
-        Ok(output) if output.status.success() => judge(findings, &String::from_utf8_lossy(&output.stdout)),
+        Ok(output) if output.status.success() => {
+            judge(findings, &String::from_utf8_lossy(&output.stdout), |unit| {
+                part_of(layout, unit).is_some_and(|part| !part.exists())
+            })
+        }
         Ok(output) => {
             findings.skipped(format!("systemctl: {}", String::from_utf8_lossy(&output.stderr).trim()))
         }
@@ -44,7 +57,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn judge(findings: Findings, shown: &str) -> Findings {
+fn judge(findings: Findings, shown: &str, is_left_out: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
     for block in shown.split("\n\n") {
@@ -62,6 +75,11 @@ fn judge(findings: Findings, shown: &str) -> Findings {
                 findings.problem(format!("{id} is not installed"), "svc-update boot installs the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
+        } else if state == "inactive" && is_left_out(id) {
+            findings = findings.warning(
+                format!("{id} has nothing to run: the release comes without that part"),
+                "nothing, where that is wanted; else publish a bundle that has it",
+            );
         } else if always && state != "active" {
             findings = findings.problem(format!("{id} is {state}"), next);
         }
@@ -78,12 +96,15 @@ mod tests {
         let shown = "Id=svc-gateway.service\nLoadState=loaded\nActiveState=active\nResult=success\n\n\
                      Id=svc-restore.service\nLoadState=loaded\nActiveState=failed\nResult=exit-code\n\n\
                      Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
-                     Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
-        let told = format!("{:?}", judge(Findings::of("units"), shown));
+                     Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n\n\
+                     Id=svc-shell.service\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
+        let told =
+            format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
         for part in [
             "svc-restore.service failed (exit-code)",
             "svc-code.service is not installed",
             "timer is inactive",
+            "svc-shell.service has nothing to run",
         ] {
             assert!(told.contains(part), "{part}: {told}");
         }

@@ -115,6 +115,7 @@ pub async fn clock_jump(stack: &Stack, machine: &MachineRecord) -> Result<((), S
 /// The power goes while the dump runs: the pointer names a whole snapshot, and the next backup works.
 pub async fn power_cut_in_backup(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
+    on.run("systemctl start svc-db-backup.service", LONG).await?.good().context("a backup before")?;
     let before = verified(stack)?;
     on.run(BALLAST, LONG).await?.good().context("make a database that takes a while")?;
     let rows = stack.web.titles(&stack.owner()).await?;

@@ -84,9 +84,6 @@ swap() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
 doctor() {
   said=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $said"; return 1; }
 }
-verify_rollout() {
-  said=$(/opt/svc/bin/svcctl verify-rollout --socket /run/svc/gateway/gateway.sock) || { echo "exit $?: $said"; return 1; }
-}
 path() { su -l -s /bin/sh svc -c 'echo "$PATH"' | grep -q /opt/svc/runtime/node/bin; }
 
 check "all units settled" settled
@@ -102,6 +99,5 @@ check "releases are root's" own_users
 check "timers run" timers
 check "swap is on" swap
 check "doctor finds nothing" doctor
-check "verify-rollout" verify_rollout
 check "runtime in the PATH" path
 rm -f "$list"

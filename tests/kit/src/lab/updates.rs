@@ -70,10 +70,11 @@ pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Resu
 /// Its gateway does not start: the machine goes back by itself, and the fleet says so.
 pub async fn broken_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let before = current(stack, machine).await?;
-    let svc = stack.dir.join("broken-svc");
+    // By its own name it knows which program it is to be.
+    let svc = stack.dir.join("broken/svc");
+    fs::create_dir_all(stack.dir.join("broken"))?;
     let script = format!(
         "#!/bin/sh\nname=$(basename \"$0\")\n[ \"$name\" != svc-gateway ] || {{ echo broken >&2; exit 70; }}\n\
-         [ \"$name\" != svc ] || set -- \"$@\"\n\
          for svc in {here} /opt/svc/releases/{before}/bin/svc; do\n\
          [ ! -x \"$svc\" ] || {{ [ \"$name\" = svc ] && exec \"$svc\" \"$@\"; exec \"$svc\" \"$name\" \"$@\"; }}\ndone\n",
         here = stack.svc.canonicalize()?.display()
