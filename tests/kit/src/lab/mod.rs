@@ -47,7 +47,7 @@ pub enum Acts {
 }
 
 /// In their order, with whether the quick story has them.
-const ACTS: [(&str, bool); 19] = [
+const ACTS: [(&str, bool); 20] = [
     ("boot", true),
     ("sound", true),
     ("use", true),
@@ -61,6 +61,7 @@ const ACTS: [(&str, bool); 19] = [
     ("bad-restore", false),
     ("recover", true),
     ("rows", true),
+    ("fenced", false),
     ("clock-jump", false),
     ("update", false),
     ("cut-in-update", false),
@@ -101,6 +102,10 @@ pub async fn play(options: Options) -> Result<Report> {
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
     child::remove_with_us(sockets.path());
     let dir = target_dir().join("lab");
+    fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    // One at a time: they would delete each other's disks.
+    let lock = fs::File::create(dir.join("lock"))?;
+    lock.try_lock().context("another lab is played in this target directory")?;
     let machines = dir.join("machines");
     // Disks of gigabytes, and the logs of another run.
     fs::remove_dir_all(&machines).ok();
@@ -124,7 +129,7 @@ async fn whole(
     machines: &Path,
     sockets: &Path,
 ) -> Result<(), Stopped> {
-    let (image, accel) = report.step("image", image()).await?;
+    let (image, accel) = report.step("image", image(options.acts.has("full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
     let ground = Ground::Machines(settings);
     let stack = Stack::up_on(&options.svc, sockets, Front::Tls, ground, &[]);
@@ -138,8 +143,11 @@ async fn whole(
     end
 }
 
-async fn image() -> Result<((Image, Accel), String)> {
-    let built = tokio::task::spawn_blocking(|| {
+async fn image(with_full_release: bool) -> Result<((Image, Accel), String)> {
+    let built = tokio::task::spawn_blocking(move || {
+        if with_full_release {
+            release::prepare()?;
+        }
         let image = Image::built(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
         let accel = Accel::probe(&image)?;
         Ok::<_, anyhow::Error>((image, accel))
@@ -190,11 +198,15 @@ async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Resu
     if has("bad-restore") {
         report.step("bad-restore", life::refused_restore(stack)).await?;
     }
+    let first = machine.clone();
     if has("recover") {
         machine = report.step("recover", life::recover(stack, &machine)).await?;
     }
     if has("rows") {
         report.step("rows", life::rows_are_back(stack)).await?;
+    }
+    if has("fenced") {
+        report.step("fenced", life::old_machine_learns(stack, &first)).await?;
     }
     if has("clock-jump") {
         report.step("clock-jump", faults::clock_jump(stack, &machine)).await?;

@@ -4,6 +4,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
@@ -17,6 +18,15 @@ const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
 
 /// Of no identity provider; nothing here asks it.
 const IDP_HOST: &str = "idp.svc.test";
+
+/// What [`full`] fetches and builds, once; it takes Node.js 20 or newer and npm.
+pub fn prepare() -> Result<()> {
+    for program in ["node", "npm"] {
+        let found = Command::new(program).arg("--version").output();
+        found.with_context(|| format!("a full release takes Node.js 20 or newer: there is no {program}"))?;
+    }
+    browser::code_server().map(drop)
+}
 
 /// As [`small`], with the default apps, the shell, code-server and its Node.js.
 pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {

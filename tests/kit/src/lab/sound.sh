@@ -48,12 +48,19 @@ secrets() {
 list=$(mktemp); secrets | grep . >"$list"; chmod 0600 "$list"
 # The searches below find what is there: a look that could not fail would say nothing.
 searches_work() {
+  for canary in /opt/svc/lab-canary /run/lab-canary; do
+    (umask 022 && head -n 1 "$list" >$canary)
+    for user in svc nobody; do
+      all_of $user | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q "^$canary\$" || { echo "$user does not find $canary"; rm -f $canary; return 1; }
+    done
+    rm -f $canary
+  done
   [ ${#password} -ge 32 ] && [ "$(wc -l <"$list")" -ge 3 ] && grep -qF -f "$list" /opt/svc/env/host.env || return 1
   all_of svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
 }
 # Files that a user may read, as far as they are the machine's and not Debian's.
 all_of() {
-  as "$1" find / -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/containers -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
+  as "$1" find / /run /dev/shm -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
 }
 svc_cannot_read_it() {
   found=$(all_of svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)

@@ -14,6 +14,7 @@ use super::release;
 use crate::story::{HANDLE, MachineRecord, Stack, Web, eventually};
 
 const SHORT: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(400);
 const SECOND: &str = "story-2";
 const CUT: &str = "story-3";
 const BROKEN: &str = "story-4";
@@ -38,15 +39,13 @@ pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
+    let former = current(stack, machine).await?;
     publish_as(stack, CUT, &stack.svc, release::small).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", CUT, "--yes"]).await?.good()?;
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
-    on.run(activating, Duration::from_secs(400))
-        .await?
-        .good()
-        .context("wait for the new release's services")?;
+    on.run(activating, LONG).await?.good().context("wait for the new release's services")?;
     stack.provider.kill_server(&machine.server).await?;
     stack.provider.switch_on(&machine.server)?;
     let after = serves_again(stack).await?;
@@ -59,9 +58,12 @@ pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Resu
     .await?;
     let now = current(stack, machine).await?;
     ensure!(
-        now == if ended == "succeeded" { CUT } else { SECOND },
+        now == if ended == "succeeded" { CUT } else { &former },
         "the rollout {ended}, the machine runs {now}"
     );
+    let resumed = "journalctl -b -u svc-update.service -o cat --no-pager";
+    let resumed = on.run(resumed, SHORT).await?.good()?;
+    ensure!(resumed.contains("cut off"), "the cut came when nothing was under way: {resumed}");
     let open = on.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT).await?.good()?;
     ensure!(open.trim().is_empty() || open.contains("ended"), "the update is still open: {open}");
     Ok(((), format!("cut while {CUT} started; after power-on the machine runs {now}, rollout {ended}")))
@@ -106,15 +108,15 @@ pub async fn full_release(stack: &Stack, machine: &MachineRecord) -> Result<((),
     let on = stack.provider.machine(&machine.server)?;
     let mib = publish_as(stack, FULL, &stack.svc, release::full).await?;
     let began = Instant::now();
-    let args = ["--json", "deploy", "start", FULL, "--yes", "--wait=1500"];
-    let rollout: Value = stack.svcctl(&args).await?.good()?.json()?;
+    let args = ["--json", "deploy", "start", FULL, "--yes", "--wait=1200"];
+    let rollout: Value = stack.svcctl_within(Duration::from_secs(1300), &args).await?.good()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
     let seconds = began.elapsed().as_secs_f64();
     let owner = stack.owner();
     let page = |web, path| answered(web, path, &owner);
     let shell = eventually("the shell", UP, || page(&stack.web, "/")).await?;
     ensure!(shell.contains("<script"), "the shell is {shell}");
-    let editor = eventually("code-server", UP, || page(&stack.code, "/")).await?;
+    let editor = eventually("code-server", UP, || page(&stack.code, "/?folder=/home/svc/home")).await?;
     ensure!(editor.contains("workbench"), "code-server is {editor}");
     let socket = "/stable-0000000000000000000000000000000000000000?reconnectionToken=lab&reconnection=false";
     let upgraded = stack.code.web_socket(socket, &owner).await?;
@@ -122,9 +124,9 @@ pub async fn full_release(stack: &Stack, machine: &MachineRecord) -> Result<((),
     let stranger = stack.code.get("/", None, "application/json").await?;
     ensure!(stranger.status == 401, "a stranger at code-server got {}", stranger.status);
     let strict = "/opt/svc/bin/svcctl verify-rollout --strict --socket /run/svc/gateway/gateway.sock";
-    let verified = on.run(strict, SHORT).await?.good().context("verify-rollout --strict")?;
+    let verified = on.run(strict, LONG).await?.good().context("verify-rollout --strict")?;
     let node = "su -l -s /bin/sh svc -c 'node --version'";
-    let node = on.run(node, SHORT).await?.good().context("Node.js at the owner's prompt")?;
+    let node = on.run(node, LONG).await?.good().context("Node.js at the owner's prompt")?;
     let lines = verified.lines().filter(|line| !line.trim().is_empty()).count();
     Ok((
         (),

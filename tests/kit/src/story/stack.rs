@@ -213,7 +213,11 @@ impl Stack {
 
     /// `svcctl` as the operator calls it.
     pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
-        self.operator.run("svcctl", args, self.patience).await
+        self.svcctl_within(self.patience, args).await
+    }
+
+    pub async fn svcctl_within(&self, patience: Duration, args: &[&str]) -> Result<Run> {
+        self.operator.run("svcctl", args, patience).await
     }
 
     /// The platform's own settings.

@@ -63,6 +63,7 @@ pub struct Machine {
 struct Power {
     qemu: Option<Child>,
     on_since: Option<Timestamp>,
+    size: Option<Size>,
 }
 
 impl Machine {
@@ -129,8 +130,17 @@ impl Machine {
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let qemu = qemu.spawn().context("start qemu-system-x86_64")?;
         child::end_with_us(qemu.id(), AtExit::Kill);
-        *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()) };
+        *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
         Ok(())
+    }
+
+    /// Power on with what it had the last time, whatever its provider knows of it.
+    ///
+    /// # Errors
+    /// When it never was on, or QEMU cannot be started.
+    pub fn switch_on_again(&self) -> Result<()> {
+        let size = self.power().size;
+        self.switch_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
 
     /// The power goes away: what the guest has not written is lost.
