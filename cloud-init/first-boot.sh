@@ -1,13 +1,15 @@
 #!/bin/sh
 # The first boot of a machine: from user-data to a registered host. svc-first-boot.service runs it until it has come
 # through, however often the power goes: each step is done again or found done.
-# A stage that fails is reported, with the last words of whoever failed, and ends it (1). Where nobody hears of it, it is
-# tried again (75).
+# A stage that fails is reported, with the last words of whoever failed, and ends it (99). Where nobody hears of it (75),
+# and wherever else it ends, it is tried again.
 # No credential is an argument of a process: curl reads it as configuration, from a builtin.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 root=${SVC_ROOT:-}
 svc=$root/opt/svc
+# All files of the user-data are here, this one last. Until this is noted, each boot writes them anew.
+[ -e "$svc/user-data-written" ] || { sync; : >"$svc/user-data-written"; sync; }
 say() { printf '%s\n' "$*" >&2; }
 
 # The value of a variable in an env file, which quotes it as systemd does.
@@ -38,12 +40,14 @@ fail() {
   say "stage $at: $1"
   ended=0
   register failure --stage "$at" --message "$1" || ended=$?
-  if [ "$ended" = 127 ]; then
-    ended=75
-    tell boot-failure "{\"stage\":\"$at\",\"message\":\"$1\"}" && ended=1
-  fi
-  [ "$ended" = 75 ] || ended=1
-  exit "$ended"
+  case $ended in
+    # 77: heard, and of no use any more.
+    0 | 77) exit 99 ;;
+    75) exit 75 ;;
+  esac
+  words=$(printf %s "$1" | tr -d '\\"' | tr '\n\t' '  ')
+  tell boot-failure "{\"stage\":\"$at\",\"message\":\"$words\"}" && exit 99
+  exit 75
 }
 # Up to eight times, with longer and longer rests.
 patiently() {
@@ -121,15 +125,25 @@ url=$(value boot SVC_HOST_BUNDLE_URL)
 mkdir -p "$svc/bootstrap"
 cd "$svc/bootstrap"
 if [ ! -x "$program" ]; then
-  # The token is for the platform alone.
-  case $url in "${platform%/}"/*) token=$(value host UPGRADE_TOKEN) ;; *) token= ;; esac
+  token=
+  [ -z "$(value boot SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(value host UPGRADE_TOKEN)
+  # An address may have a signature in it: it is no argument, either.
   download() {
-    [ -n "$token" ] || set -- curl --silent --show-error --connect-timeout 10
-    [ -z "$token" ] || set -- as "$token"
-    "$@" --fail --location --speed-limit 1000 --speed-time 60 --continue-at - --output bundle.tar.gz "$url"
+    ended=0
+    { [ -z "$token" ] || printf 'header = "Authorization: Bearer %s"\n' "$token"; printf 'url = "%s"\n' "$url"; } |
+      curl --config - --silent --show-error --connect-timeout 10 --fail --location --speed-limit 1000 --speed-time 60 \
+        --continue-at - --output bundle.tar.gz 2>download.err || ended=$?
+    [ "$ended" != 0 ] || return 0
+    cat download.err >&2
+    # What is here is no beginning of what is there, or the server does not say from where it goes on.
+    case "$ended $(cat download.err)" in 33\ * | 22\ *416*) rm -f bundle.tar.gz ;; esac
+    return 1
   }
+  fetch() { patiently download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
   whole() { echo "$(value boot SVC_BUNDLE_SHA256)  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
-  whole || patiently download || fail 'the bundle could not be downloaded'
+  whole || fetch
+  # Once anew: the beginning may be of another time.
+  whole || { rm -f bundle.tar.gz; fetch; }
   whole || { rm -f bundle.tar.gz; fail 'the bundle has another SHA-256 than was asked for'; }
   tar --extract --gzip --no-same-owner --file bundle.tar.gz bin/svc || fail 'the bundle could not be unpacked'
   program=./bin/svc
@@ -149,7 +163,17 @@ systemctl daemon-reload
 
 stage database
 wait "$pulling" || fail "the image $image could not be pulled"
+# What a cut left of a database that was being made may never start. Nobody has put anything into it before the gate.
+if [ ! -e "$svc/database-made" ] && [ ! -e "$root/var/lib/svc/restore-complete" ] && podman volume exists svc-postgres; then
+  systemctl stop svc-postgres.service
+  podman volume rm --force svc-postgres >/dev/null || fail 'what was begun of a database could not be removed'
+fi
 start svc-postgres.service
+# shellcheck disable=SC2016
+answers() { podman exec svc-postgres sh -c 'PGPASSWORD=$POSTGRES_PASSWORD psql -qh 127.0.0.1 -U postgres -d svc -c ""'; }
+patiently answers || fail "the database svc does not answer: $(last_words svc-postgres.service)"
+sync
+: >"$svc/database-made"
 stage restore
 start svc-restore.service
 stage gateway

@@ -50,6 +50,8 @@ fn bundle() -> &'static Bundle {
 #[derive(Clone, Copy, PartialEq)]
 enum Serves {
     Whole,
+    /// Whole, from an address of the platform that hosts do not use for anything else.
+    Elsewhere,
     /// The first answer ends in the middle.
     CutOnce,
     /// One bit is another.
@@ -65,11 +67,16 @@ impl Machine {
     async fn new(serves: Serves) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let heard = Arc::default();
-        let platform = platform(serves, Arc::clone(&heard));
+        let internal = platform(serves, Arc::clone(&heard));
+        let public = (serves == Serves::Elsewhere).then(|| platform(serves, Arc::clone(&heard)));
         let parts = Parts {
-            bundle: format!("{platform}/system-bundles/v1/svc-host-bundle.tar.gz"),
+            bundle: format!(
+                "{}/system-bundles/v1/svc-host-bundle.tar.gz",
+                public.as_ref().unwrap_or(&internal)
+            ),
             bundle_sha256: bundle().sha256.clone(),
-            platform,
+            platform: internal,
+            public,
             ..Parts::usual()
         };
         for file in document(&parts.render().await)["write_files"].as_array().unwrap() {
@@ -188,6 +195,14 @@ fn answer(mut stream: TcpStream, serves: Serves, heard: &Mutex<Vec<String>>, ser
     }
     let from: usize =
         range.strip_prefix("bytes=").and_then(|from| from.trim_end_matches('-').parse().ok()).unwrap_or(0);
+    if from >= archive.len() {
+        stream
+            .write_all(
+                b"HTTP/1.1 416 Range Not Satisfiable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
+            )
+            .ok();
+        return;
+    }
     let (rest, whole) = (&archive[from..], archive.len());
     let status = if from > 0 { "206 Partial Content" } else { "200 OK" };
     let head = format!(
@@ -272,9 +287,62 @@ async fn a_download_that_breaks_off_goes_on_where_it_was() {
 }
 
 #[tokio::test]
+async fn the_platforms_public_address_gets_the_token_too() {
+    let machine = Machine::new(Serves::Elsewhere).await;
+    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
+    assert_eq!(fetched, ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"]);
+}
+
+/// Of another release, or spoiled on its way: it is fetched anew, once.
+#[tokio::test]
+async fn a_beginning_of_something_else_is_in_nobodys_way() {
+    for beginning in [10, bundle().archive.len() + 10] {
+        let machine = Machine::new(Serves::Whole).await;
+        let bootstrap = machine.dir.path().join("opt/svc/bootstrap");
+        fs::create_dir_all(&bootstrap).unwrap();
+        fs::write(bootstrap.join("bundle.tar.gz"), vec![b'x'; beginning]).unwrap();
+        assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+    }
+}
+
+/// What is told is final; what only went wrong is not.
+#[tokio::test]
+async fn a_program_that_fails_for_a_moment_is_run_again() {
+    let machine = Machine::new(Serves::Whole).await;
+    let systemctl = |more: &str| machine.program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
+    systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
+    let ended = machine.boots().await;
+    assert!(ended != 0 && ended != 99 && machine.told("boot-failure").is_empty(), "it ended with {ended}");
+    systemctl("");
+    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+}
+
+/// The image takes the first file of a cluster for a whole one, so a cluster that was cut is made anew; one that answered
+/// is kept.
+#[tokio::test]
+async fn a_database_that_was_cut_while_it_was_made_is_made_again() {
+    let machine = Machine::new(Serves::Whole).await;
+    machine.program("podman", "[ \"$1\" != exec ]");
+    assert_eq!(machine.boots().await, 99, "it never answers");
+    assert!(machine.told("boot-failure")[0].contains("\"stage\":\"database\""));
+    machine.program("podman", "exit 0");
+    fs::remove_file(machine.dir.path().join("calls")).unwrap();
+    fs::write(machine.dir.path().join("svc-gateway.service.fails"), "no").unwrap();
+    assert_eq!(machine.boots().await, 99);
+    let calls = machine.calls();
+    let (removed, started) = (calls.find("volume rm --force svc-postgres"), calls.find("start svc-postgres"));
+    assert!(removed.is_some() && removed < started, "{calls}");
+    fs::remove_file(machine.dir.path().join("svc-gateway.service.fails")).unwrap();
+    fs::remove_file(machine.dir.path().join("calls")).unwrap();
+    assert_eq!(machine.boots().await, 0);
+    assert!(!machine.calls().contains("volume rm"), "{}", machine.calls());
+}
+
+#[tokio::test]
 async fn other_bytes_than_were_asked_for_are_refused_and_nothing_of_them_runs() {
     let machine = Machine::new(Serves::Flipped).await;
-    assert_eq!(machine.boots().await, 1);
+    assert_eq!(machine.boots().await, 99);
     let failures = machine.told("boot-failure");
     assert!(failures[0].contains("\"stage\":\"bundle\"") && failures[0].contains("SHA-256"), "{failures:?}");
     assert!(!machine.dir.path().join("opt/svc/bootstrap/bin").exists());
@@ -285,7 +353,7 @@ async fn other_bytes_than_were_asked_for_are_refused_and_nothing_of_them_runs() 
 async fn a_failure_before_our_binary_is_there_is_reported_all_the_same() {
     let machine = Machine::new(Serves::Whole).await;
     machine.program("nft", "exit 1");
-    assert_eq!(machine.boots().await, 1);
+    assert_eq!(machine.boots().await, 99);
     let failures = machine.told("boot-failure");
     let report: serde_json::Value = serde_json::from_str(&failures[0]).unwrap();
     assert_eq!(report["stage"], "bundle");
@@ -298,7 +366,7 @@ async fn a_unit_that_fails_is_reported_with_its_last_words_and_no_later_one_star
         let machine = Machine::new(Serves::Whole).await;
         fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
             .unwrap();
-        assert_eq!(machine.boots().await, 1, "{stage}");
+        assert_eq!(machine.boots().await, 99, "{stage}");
         let report: serde_json::Value = serde_json::from_str(&machine.told("boot-failure")[0]).unwrap();
         assert_eq!(report["stage"], stage);
         assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));

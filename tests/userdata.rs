@@ -25,6 +25,8 @@ pub struct Parts {
     pub slot: String,
     pub version: String,
     pub platform: String,
+    /// The platform's public URL, where it is another.
+    pub public: Option<String>,
     pub bundle: String,
     pub bundle_sha256: String,
     pub session_token: String,
@@ -42,6 +44,7 @@ impl Parts {
             slot: "primary".into(),
             version: "v1".into(),
             platform: "https://platform.example".into(),
+            public: None,
             bundle: "https://platform.example/system-bundles/v1/svc-host-bundle.tar.gz".into(),
             bundle_sha256: "ab".repeat(32),
             session_token: "session".into(),
@@ -61,6 +64,7 @@ impl Parts {
             slot: "s".repeat(32),
             version: "v".repeat(64),
             platform: url("platform"),
+            public: None,
             bundle: url("bundles"),
             bundle_sha256: "ab".repeat(32),
             session_token: "t".repeat(4096),
@@ -73,6 +77,7 @@ impl Parts {
 
     pub async fn render(&self) -> String {
         let hosts = HostSettings {
+            public_url: self.public.as_ref().unwrap_or(&self.platform).parse().unwrap(),
             internal_url: self.platform.parse().unwrap(),
             bundle_url: BundleUrl::Exact(self.bundle.parse().unwrap()),
             https_port: 443,
@@ -182,6 +187,36 @@ async fn hosts_are_told_their_own_way_to_the_store() {
     let document = document(&Parts::usual().render().await);
     let env = file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
+}
+
+/// The power may go while cloud-init writes files, after it noted that it did: until all are here, it forgets that.
+#[tokio::test]
+async fn files_are_written_again_until_the_script_says_that_they_are_here() {
+    let document = document(&Parts::usual().render().await);
+    let files = document["write_files"].as_array().unwrap();
+    assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the last");
+    let root = tempfile::tempdir().unwrap();
+    let at = |path: &str| root.path().join(path.trim_start_matches('/'));
+    let (sem, opt) = (at("/var/lib/cloud/instance/sem"), at("/opt/svc"));
+    for dir in [&sem, &opt] {
+        std::fs::create_dir_all(dir).unwrap();
+    }
+    let boot = || {
+        for name in ["write_files", "runcmd", "scripts_user", "users_groups"] {
+            std::fs::write(sem.join(format!("config_{name}")), "").unwrap();
+        }
+        let script = document["bootcmd"][0][2].as_str().unwrap();
+        let script = script.replace("/var/lib", &at("/var/lib").display().to_string());
+        let script = script.replace("/opt/svc", &opt.display().to_string()).replace("systemctl", "echo");
+        let ran = Command::new("sh").args(["-c", &script]).output().unwrap();
+        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+        (String::from_utf8(ran.stdout).unwrap(), std::fs::read_dir(&sem).unwrap().count())
+    };
+    assert_eq!(boot(), (String::new(), 1));
+    std::fs::write(opt.join("user-data-written"), "").unwrap();
+    assert_eq!(boot(), ("enable --now --no-block svc-first-boot.service\n".to_owned(), 4));
+    std::fs::write(opt.join("first-boot-complete"), "").unwrap();
+    assert_eq!(boot(), (String::new(), 4));
 }
 
 /// As it goes out, without its comments, it is still the script that is read and checked here.

@@ -11,6 +11,7 @@ use crate::store::key::BUNDLE_FILE;
 
 /// What new hosts are told.
 pub struct HostSettings {
+    pub public_url: Url,
     pub internal_url: Url,
     pub bundle_url: BundleUrl,
     pub https_port: u16,
@@ -51,7 +52,7 @@ impl HostSettings {
         }
         let internal = url(env, "PLATFORM_INTERNAL_URL").or_else(|| public.clone());
         let exact = url(env, "SVC_HOST_BUNDLE_URL");
-        let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public);
+        let base = url(env, "SVC_HOST_BUNDLE_BASE_URL").or(public.clone());
         let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
         let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
         let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
@@ -61,6 +62,7 @@ impl HostSettings {
         let bundle_public_keys = public_keys(env);
         let postgres_image = postgres_image(env);
         Some(Self {
+            public_url: public?,
             internal_url: internal?,
             bundle_url: bundle_url?,
             https_port,
@@ -69,6 +71,16 @@ impl HostSettings {
             store_endpoint,
             bundle_public_keys,
             postgres_image,
+        })
+    }
+}
+
+impl HostSettings {
+    /// Whether a URL is one of the platform's own, public or internal.
+    pub fn is_of_platform(&self, url: &str) -> bool {
+        let url = Url::parse(url).map(|url| url.origin());
+        url.is_ok_and(|origin| {
+            [&self.public_url, &self.internal_url].iter().any(|own| own.origin() == origin)
         })
     }
 }

@@ -16,9 +16,8 @@ use crate::http::proof::ProofKeys;
 /// What the provider takes at most.
 pub const LARGEST: usize = 32 << 10;
 
-/// What is the same for every machine: path, mode, content.
+/// What is the same for every machine: path, mode, content. The script is the last to be written.
 const FIXED: [(&str, &str, &str); 5] = [
-    ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
     (
         "/etc/systemd/system/svc-first-boot.service",
         "0644",
@@ -27,12 +26,14 @@ const FIXED: [(&str, &str, &str); 5] = [
     ("/etc/nftables.conf", "0755", include_str!("../../cloud-init/nftables.conf")),
     ("/etc/sysctl.d/60-svc.conf", "0644", include_str!("../../cloud-init/sysctl.conf")),
     ("/etc/systemd/journald.conf.d/60-svc.conf", "0644", include_str!("../../cloud-init/journald.conf")),
+    ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
 ];
 
-/// cloud-init runs `runcmd` once, and a power cut may come between its note of that and the command; `bootcmd` it runs
-/// at every boot.
-const RESUME: &str = "test ! -e /opt/svc/first-boot.sh || test -e /opt/svc/first-boot-complete || \
-    systemctl enable --now --no-block svc-first-boot.service";
+/// cloud-init notes a module as done before it does it, and a power cut may come between. What it runs at every boot is
+/// `bootcmd`: until the script says that all files are here, they are written again; after that, the script goes on.
+const RESUME: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
+    rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
+    systemctl enable --now --no-block svc-first-boot.service; fi";
 
 #[derive(Debug, thiserror::Error)]
 #[error("the user-data would have {size} bytes, more than the {LARGEST} that the provider takes")]
@@ -103,13 +104,18 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 
 fn boot_env(machine: &MachineRow, hosts: &HostSettings, mint: &TokenMint) -> String {
     let token = mint.token(machine.id, Purpose::Registration);
+    let bundle_url = hosts.bundle_url.of(&machine.image_version);
     let mut text = lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
-        ("SVC_HOST_BUNDLE_URL", &hosts.bundle_url.of(&machine.image_version)),
+        ("SVC_HOST_BUNDLE_URL", &bundle_url),
         ("SVC_BUNDLE_SHA256", &machine.bundle_sha256),
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
     ]);
+    // The token is for the platform alone, by whichever of its addresses.
+    if hosts.is_of_platform(&bundle_url) {
+        text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
+    }
     if let Some(image) = &hosts.postgres_image {
         text.push_str(&env_line("SVC_POSTGRES_IMAGE", image));
     }

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::anyhow;
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
@@ -96,8 +97,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-sync-agent", async {
         let settings = Settings::read(Layout::from_process())?;
         if settings.layout.superseded().exists() {
-            tracing::warn!("another machine has taken this one's place; nothing is to be done here");
-            return Ok(());
+            let why = anyhow!("another machine has taken this one's place: nothing is to be done here");
+            return Err(Failure::new(Exit::Permission, why));
         }
         let heart = Heart::new(&settings).or_exit(Exit::Config)?;
         let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;

@@ -205,7 +205,11 @@ fn remove_leftovers(apps: &Path) {
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
-        let ["", slug, _, ending @ ("new" | "old")] = parts[..] else { continue };
+        let ["", slug, id, ending @ ("new" | "old")] = parts[..] else { continue };
+        // Only what was named here: the owner's own may look alike.
+        if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            continue;
+        }
         let place = apps.join(slug);
         let done = if ending == "old" && !place.exists() {
             fs::rename(&path, &place)
@@ -290,11 +294,25 @@ mod tests {
         place.bundle("notes/svc.json", "1");
         install(&place.layout).unwrap();
         let apps = place.layout.apps();
-        fs::rename(apps.join("notes"), apps.join(".notes.0123.old")).unwrap();
-        place.own(".notes.4567.new/svc.json", "half");
+        let id = "0123456789abcdef0123456789abcdef";
+        fs::rename(apps.join("notes"), apps.join(format!(".notes.{id}.old"))).unwrap();
+        place.own(&format!(".notes.{id}.new/svc.json"), "half");
         install(&place.layout).unwrap();
         assert_eq!(place.read("notes/svc.json").as_deref(), Some("1"));
         let left: Vec<_> = fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.len() == 2 && left.contains(&"notes".into()), "{left:?}");
+    }
+
+    #[test]
+    fn what_only_looks_like_a_leftover_stays() {
+        let place = Place::new();
+        place.bundle("notes/svc.json", "1");
+        for own in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
+            place.own(own, "mine");
+        }
+        install(&place.layout).unwrap();
+        assert_eq!(place.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));
+        assert_eq!(place.read(".gone.mine.old/svc.json").as_deref(), Some("mine"));
+        assert_eq!(place.read(".notes.a.new/x").as_deref(), Some("mine"));
     }
 }

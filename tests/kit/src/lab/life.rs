@@ -152,11 +152,16 @@ pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 /// The store gives damaged snapshots: the gate stays shut and the platform knows the stage. With the store whole again,
 /// the next recovery works.
 pub async fn refused_restore(stack: &Stack) -> Result<((), String)> {
-    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=800"]).await?;
     ensure!(run.code != Some(0), "a damaged snapshot was restored: {}", run.stdout);
     let record: serde_json::Value = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()?;
-    ensure!(record["status"] == "failed", "the record is {record}");
+    ensure!(
+        record["status"] == "failed",
+        "svcctl recover: {}{}; the record is {record}",
+        run.stdout,
+        run.stderr
+    );
     let failure = &record["failure"];
     ensure!(failure["cause"] == "boot_reported" && failure["stage"] == "restore", "it says {failure}");
     let id = record["machineId"].as_str().context("no machineId")?;

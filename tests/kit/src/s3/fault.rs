@@ -46,6 +46,7 @@ pub struct Rule {
     fault: Fault,
     method: Option<String>,
     key: Option<String>,
+    key_end: Option<String>,
     query: Option<String>,
     is_sts: bool,
     after: usize,
@@ -54,7 +55,7 @@ pub struct Rule {
 
 impl Rule {
     pub fn new(fault: Fault) -> Self {
-        Self { fault, method: None, key: None, query: None, is_sts: false, after: 0, times: 1 }
+        Self { fault, method: None, key: None, key_end: None, query: None, is_sts: false, after: 0, times: 1 }
     }
 
     /// Only requests with this method.
@@ -66,6 +67,12 @@ impl Rule {
     /// Only requests whose path, `/bucket/key` as it stands in the URL, contains this.
     pub fn key(mut self, contained: &str) -> Self {
         self.key = Some(contained.to_owned());
+        self
+    }
+
+    /// Only requests whose path ends so.
+    pub fn key_ending(mut self, end: &str) -> Self {
+        self.key_end = Some(end.to_owned());
         self
     }
 
@@ -101,6 +108,7 @@ impl Rule {
         self.method.as_ref().is_none_or(|m| m == method)
             && (!self.is_sts || (method == "POST" && uri.path() == "/"))
             && self.key.as_ref().is_none_or(|key| uri.path().contains(key.as_str()))
+            && self.key_end.as_ref().is_none_or(|end| uri.path().ends_with(end.as_str()))
             && self
                 .query
                 .as_ref()
