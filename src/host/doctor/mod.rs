@@ -6,6 +6,7 @@ mod backup;
 mod configuration;
 mod database;
 mod files;
+mod firewall;
 mod gateway;
 mod platform;
 mod ports;
@@ -64,6 +65,7 @@ pub async fn examine() -> Report {
         here.read("backup", backup::check),
         here.read("disk", space::check),
         here.read("ports", ports::check),
+        Check::new("firewall", ASKED, firewall::check(&layout)),
         Check::new("units", ASKED, units::check(&layout)),
     ];
     Report { subject: "host".to_owned(), findings: diagnosis::make(checks).await }

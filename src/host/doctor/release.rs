@@ -16,7 +16,7 @@ pub fn gate(layout: &Layout) -> Findings {
         Ok(_) => findings.ok("open: the restore is complete"),
         Err(error) if error.kind() == ErrorKind::NotFound => findings.problem(
             "shut: the restore has not succeeded, and the gateway does not start",
-            "journalctl -u svc-restore -n 50; then systemctl restart svc-restore svc-gateway",
+            "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which goes on from there",
         ),
         Err(error) => findings.skipped(format!("{error}; run this as root")),
     }
