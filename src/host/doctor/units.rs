@@ -98,8 +98,7 @@ mod tests {
                      Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-shell.service\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
-        let told =
-            format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
+        let told = format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
         for part in [
             "svc-restore.service failed (exit-code)",
             "svc-code.service is not installed",

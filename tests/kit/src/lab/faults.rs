@@ -104,12 +104,21 @@ pub async fn clock_jump(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     ensure!(!refused.status.success(), "the store took a request of tomorrow");
     ensure!(words.contains("timedatectl"), "nobody can see why: {words}");
     let told = doctor.stdout.lines().find(|line| line.contains("clock")).unwrap_or_default();
-    ensure!(doctor.status.code() == Some(65) && !told.is_empty(), "doctor does not see it: {}", doctor.stdout);
+    ensure!(
+        doctor.status.code() == Some(65) && !told.is_empty(),
+        "doctor does not see it: {}",
+        doctor.stdout
+    );
     ensure!(verified(stack)? == back, "a refused backup moved the pointer");
     on.run(backup, LONG).await?.good().context("a backup with the right time")?;
     serves_again(stack).await?;
     let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&back));
-    Ok(((), format!("8 minutes ahead and back: pointer {order}; a day ahead: refused, and doctor says so; served")))
+    Ok((
+        (),
+        format!(
+            "8 minutes ahead and back: pointer {order}; a day ahead: refused, and doctor says so; served"
+        ),
+    ))
 }
 
 /// The power goes while the dump runs: the pointer names a whole snapshot, and the next backup works.

@@ -25,8 +25,8 @@ pub use self::first_life::{Machine as MachineRecord, backup, insert_and_find, in
 pub use self::report::{Report, Step, Stopped};
 pub use self::second_life::{delete, nobody_is_served, rows_are_back};
 pub use self::slot::BUCKET;
-pub use self::web::Web;
 pub use self::stack::{Front, Ground, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+pub use self::web::Web;
 use crate::child;
 
 #[derive(Debug, Clone)]
