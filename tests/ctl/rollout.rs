@@ -85,8 +85,14 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
     here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder-idp.invalid").await;
-    shell.serve(&[("assets/vendor.js", "fetch(`/api/canvas?fresh=1`)")]).await;
-    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js calls /api/canvas").await;
+    let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
+    shell.serve(&[("assets/lazy.js", &key)]).await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names idp.example.com").await;
+    let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
+    shell.serve(&[("assets/lazy.js", &key)]).await;
+    fleet.verify_here(&[]).await.has("placeholder-host", "ok", "neither page nor chunks");
+    shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
+    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js names api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &windows)]).await;
