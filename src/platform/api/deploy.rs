@@ -7,7 +7,6 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{Method, StatusCode};
-use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
@@ -24,7 +23,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, State as RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
-use crate::store::bundle::{self, TrustedKeys};
+use crate::store::bundle::{self, Unusable};
 
 const MOST: u64 = 1000;
 const MOST_HANDLES: usize = 1000;
@@ -83,18 +82,12 @@ async fn believable(platform: &Platform, version: &ImageVersion) -> Result<(), P
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
-    let unusable =
-        |why: String| Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."));
-    let signed = bundle::signed(&platform.bucket, version).await?;
-    let signed = signed.ok_or_else(|| unusable("it was published without a signed manifest".to_owned()))?;
-    let keys = platform.config.hosts.bundle_public_keys.as_deref();
-    let keys: TrustedKeys = keys.map(str::parse).transpose().ok().flatten().unwrap_or_default();
-    let verified = bundle::verify(&signed, &keys, version, Timestamp::now());
-    let verified = verified.map_err(|error| unusable(error.to_string()))?;
-    if verified.manifest().sha256 != digest {
-        return Err(unusable("its manifest is of another archive".to_owned()));
+    let keys = platform.config.hosts.trusted_keys();
+    match bundle::usable(&platform.bucket, version, &digest, &keys).await {
+        Ok(_) => Ok(()),
+        Err(Unusable::Store(error)) => Err(error.into()),
+        Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),
     }
-    Ok(())
 }
 
 async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Result<Reply, Problem> {
