@@ -311,7 +311,7 @@ async fn without_an_id_the_open_rollout_is_meant_and_to_look_at_else_the_latest(
         let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
         assert_eq!(lines, ["GET /vps/deploy HTTP/1.1".to_owned(), line]);
     }
-    let platform = Platform::start([page(&[ended.clone()]), one(OPERATION, "stopped")]).await;
+    let platform = Platform::start([page(std::slice::from_ref(&ended)), one(OPERATION, "stopped")]).await;
     let output = platform.svcctl(&["deploy", "status"]).await;
     assert!(String::from_utf8_lossy(&output.stdout).contains("stopped"), "{}", stderr(&output));
     for (word, all, why) in

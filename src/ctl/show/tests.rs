@@ -113,7 +113,7 @@ fn the_fleet() {
                        "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
             "backups": {"maxAgeSeconds": 9000, "p50AgeSeconds": 1740, "never": 1},
             "attention": attention, "attentionTotal": 4, "asOf": "2026-11-21T12:00:00.000Z",
-            "rollout": rollout("paused", Value::Null),
+            "rollout": rollout("paused", None),
         }))
     };
     let needy = json!([
@@ -125,7 +125,7 @@ fn the_fleet() {
     assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs anybody\n"));
 }
 
-fn rollout(state: &str, why: Value) -> Value {
+fn rollout(state: &str, why: Option<&str>) -> Value {
     json!({
         "rolloutId": OTHER, "imageVersion": "2026.11.2", "state": state, "why": why, "canary": 1, "batchSize": 10,
         "maxFailures": 1, "totals": {"waiting": 10, "asked": 0, "updated": 1, "failed": 1, "skipped": 0},
@@ -136,7 +136,7 @@ fn rollout(state: &str, why: Value) -> Value {
 
 #[test]
 fn rollouts() {
-    let all = [rollout("running", Value::Null), rollout("stopped", "the canary failed".into())];
+    let all = [rollout("running", None), rollout("stopped", Some("the canary failed"))];
     insta::assert_snapshot!(deploy::list(&plain(), &read(json!({"rollouts": all}))));
     assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollout yet\n");
 }
