@@ -287,6 +287,47 @@ async fn a_backup_that_is_waited_for_ends_with_the_new_snapshot_or_with_the_host
 }
 
 #[tokio::test]
+async fn without_an_id_the_open_rollout_is_meant_and_to_look_at_else_the_latest() {
+    let rollout = |id: &str, state: &str| {
+        json!({"rolloutId": id, "imageVersion": "v2", "state": state, "why": null, "createdAt": "2026-01-01T00:00:00.000Z",
+               "totals": {"waiting": 0, "asked": 0, "updated": 1, "failed": 0, "skipped": 0}})
+    };
+    let page = |all: &[Value]| Reply::Json(200, json!({ "rollouts": all }));
+    let one = |id: &str, state: &str| {
+        let mut whole = rollout(id, state);
+        whole["machines"] = json!([]);
+        Reply::Json(200, whole)
+    };
+    let (open, ended) = (rollout(MACHINE, "running"), rollout(OPERATION, "stopped"));
+    for (word, line) in [
+        ("status", format!("GET /vps/deploy/{MACHINE} HTTP/1.1")),
+        ("pause", format!("POST /vps/deploy/{MACHINE}/pause HTTP/1.1")),
+        ("resume", format!("POST /vps/deploy/{MACHINE}/resume HTTP/1.1")),
+        ("abort", format!("POST /vps/deploy/{MACHINE}/abort HTTP/1.1")),
+    ] {
+        let platform = Platform::start([page(&[open.clone(), ended.clone()]), one(MACHINE, "running")]).await;
+        let output = platform.svcctl(&["deploy", word]).await;
+        assert!(output.status.success(), "{}", stderr(&output));
+        let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+        assert_eq!(lines, ["GET /vps/deploy HTTP/1.1".to_owned(), line]);
+    }
+    let platform = Platform::start([page(std::slice::from_ref(&ended)), one(OPERATION, "stopped")]).await;
+    let output = platform.svcctl(&["deploy", "status"]).await;
+    assert!(String::from_utf8_lossy(&output.stdout).contains("stopped"), "{}", stderr(&output));
+    for (word, all, why) in
+        [("pause", vec![ended], "no rollout is open"), ("status", vec![], "there was no rollout yet")]
+    {
+        let output = Platform::start([page(&all)]).await.svcctl(&["deploy", word]).await;
+        assert_eq!(output.status.code(), Some(65));
+        assert!(stderr(&output).contains(why) && stderr(&output).contains("next:"), "{}", stderr(&output));
+    }
+    let platform = Platform::start([page(&[open])]).await;
+    let output = platform.svcctl(&["deploy", "list"]).await;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains(MACHINE) && said.contains("running"), "{said}");
+}
+
+#[tokio::test]
 async fn every_shell_gets_its_completions_without_any_configuration() {
     for (shell, sign) in [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
     {
@@ -327,7 +368,9 @@ async fn a_refusal_says_why_and_what_next_and_exits_by_its_kind() {
         (401, "unauthorized", 77),
         (402, "subscription_required", 65),
         (404, "bundle_not_found", 65),
+        (404, "not_found", 65),
         (409, "handle_taken", 65),
+        (409, "conflict", 65),
         (502, "provisioning_error", 69),
         (503, "disabled", 75),
         (500, "internal", 70),

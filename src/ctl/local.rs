@@ -18,8 +18,8 @@ pub struct Local {
     pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, Examined>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
-    /// Whether the database is this machine's own: what it is, or why not.
-    pub own_database: fn() -> Result<String, String>,
+    /// Whether the database is this machine's own, by the gateway's word of its server: what it is, or why not.
+    pub own_database: fn(Option<&str>) -> Result<String, String>,
 }
 
 /// A platform's settings, judged; and with which credential the platform itself can be asked.

@@ -136,6 +136,13 @@ fn advice(code: &str) -> Option<&'static str> {
             "choose a type of the slot's plan, or change the plan with `svcctl slot set`"
         }
         "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
+        "not_found" => {
+            "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show them"
+        }
+        "conflict" => {
+            "`svcctl deploy list` shows the rollouts and their states; a release that hosts cannot take is published \
+             again, signed and under a new version"
+        }
         "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then again",
         "invalid_state" => "`svcctl status <machine>` shows its state; wait for its operation, or recover",
         "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",

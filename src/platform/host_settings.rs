@@ -7,6 +7,7 @@ use url::Url;
 use super::config::url;
 use crate::config::{Env, Flag};
 use crate::machine::name::ImageVersion;
+use crate::store::bundle::TrustedKeys;
 use crate::store::key::BUNDLE_FILE;
 
 /// What new hosts are told.
@@ -82,6 +83,11 @@ impl HostSettings {
         url.is_ok_and(|origin| {
             [&self.public_url, &self.internal_url].iter().any(|own| own.origin() == origin)
         })
+    }
+
+    /// [`HostSettings::bundle_public_keys`], to verify with.
+    pub fn trusted_keys(&self) -> TrustedKeys {
+        self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
     }
 }
 

@@ -193,6 +193,34 @@ pub fn verify(
     Ok(Verified(manifest))
 }
 
+/// Why hosts would not update to a bundle that is published.
+#[derive(Debug, thiserror::Error)]
+pub enum Unusable {
+    #[error("it was published without a signed manifest")]
+    Unsigned,
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    #[error("its manifest is of another archive")]
+    OtherArchive,
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Believes the published manifest of the archive with this SHA-256 as a host would, or says why not.
+///
+/// # Errors
+/// [`Unusable`].
+pub async fn usable(
+    bucket: &Bucket,
+    version: &ImageVersion,
+    sha256: &str,
+    keys: &TrustedKeys,
+) -> Result<Verified, Unusable> {
+    let signed = signed(bucket, version).await?.ok_or(Unusable::Unsigned)?;
+    let verified = verify(&signed, keys, version, Timestamp::now())?;
+    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(Unusable::OtherArchive) }
+}
+
 /// A raw Ed25519 public key.
 #[derive(Clone, PartialEq, Eq)]
 struct PublicKey([u8; 32]);

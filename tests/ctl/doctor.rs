@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kit::bundle;
+use kit::bundle::{self, Manifest, SigningKey};
 use kit::s3::{Fault, Rule};
 use kit::story::{Front, Stack};
 use serde_json::Value;
@@ -111,6 +111,26 @@ impl Fleet {
         let report = report(&self.stack.svc, &args, &env).await;
         self.tells_no_secret(&report);
         report
+    }
+
+    /// Gives the published bundle a manifest: of its own archive, where no other digest is given.
+    fn sign(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
+        let store = &self.stack.store;
+        let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
+        let stated = store.read(kit::story::BUCKET, &object(".sha256")).unwrap();
+        let stated = String::from_utf8(stated).unwrap().split_whitespace().next().unwrap().to_owned();
+        let manifest = Manifest {
+            version: 1,
+            image_version: "story-1".to_owned(),
+            sha256: digest.unwrap_or(stated),
+            size_bytes: 1,
+            min_version: None,
+            created_at: "2026-01-01T00:00:00.000Z".to_owned(),
+            expires_at: expires_at.to_owned(),
+        };
+        let manifest = manifest.text().unwrap();
+        store.write(kit::story::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));
+        store.write(kit::story::BUCKET, &object(".json"), manifest);
     }
 
     /// Neither what hosts hold nor what the platform holds is in what was printed.
@@ -374,6 +394,21 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     many.has("platform", "problem", "cannot be reached");
     many.has("fleet", "skipped", "cannot be reached");
     assert_eq!(many.levels("store"), ["ok"], "{}", many.said);
+
+    well.has("bundle", "warning", "no signed manifest");
+    let key = SigningKey::read(&fleet.stack.signing_key).unwrap();
+    fleet.sign(&key, "2126-01-02T03:04:05.000Z", None);
+    assert_eq!(fleet.platform(&[], &[]).await.levels("bundle"), ["ok"]);
+    let keyless = fleet.platform(&[("BUNDLE_PUBLIC_KEYS", "")], &[]).await;
+    keyless.has("bundle", "warning", "can never be updated by a rollout");
+    assert_eq!(keyless.levels("bundle"), ["warning"], "{}", keyless.said);
+    fleet.sign(&key, "2026-01-02T03:04:05.000Z", None);
+    fleet.platform(&[], &[]).await.has("bundle", "problem", "expired at 2026-01-02");
+    fleet.sign(&key, "2126-01-02T03:04:05.000Z", Some("0".repeat(64)));
+    fleet.platform(&[], &[]).await.has("bundle", "problem", "of another archive");
+    let other = rcgen::KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap().serialize_pem();
+    fleet.sign(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
+    fleet.platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
 
     let own = [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret")];
     let own = fleet.platform(&own, &[]).await;

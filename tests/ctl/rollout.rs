@@ -85,8 +85,14 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
     here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names placeholder-idp.invalid").await;
-    shell.serve(&[("assets/vendor.js", "fetch(`/api/canvas?fresh=1`)")]).await;
-    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js calls /api/canvas").await;
+    let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.example.com"));
+    shell.serve(&[("assets/lazy.js", &key)]).await;
+    here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names idp.example.com").await;
+    let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
+    shell.serve(&[("assets/lazy.js", &key)]).await;
+    fleet.verify_here(&[]).await.has("placeholder-host", "ok", "neither page nor chunks");
+    shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
+    here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js names api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
     let windows = format!("<meta name=\"svc-canvas-gestures\" content=\"window\">{script}");
     shell.serve(&[("index.html", &windows)]).await;
@@ -100,6 +106,16 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
     shell.serve(&[]).await;
 
+    // What the settings say is not yet what the gateway does.
+    let settings = fleet.disk.join("opt/svc/env/host.env");
+    let before = fs::read_to_string(&settings).unwrap();
+    let other = svc::config::env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");
+    let kept = before.lines().filter(|line| !line.starts_with("DATABASE_URL="));
+    fs::write(&settings, kept.fold(other, |text, line| text + line + "\n")).unwrap();
+    let elsewhere = fleet.verify_here(&[]).await;
+    elsewhere.has("vps-database", "problem", "this machine's own database is on 127.0.0.1:1");
+    fs::write(&settings, before).unwrap();
+
     let stranger = fleet.verify_outside(&fleet.stack.session("user_other")).await;
     stranger.has("shell", "problem", "503");
     let forged = fleet.verify_outside("not.a.token").await;
@@ -108,6 +124,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     let stopped = fleet.verify_here(&[]).await;
     stopped.has("gateway-health", "problem", "");
+    stopped.has("vps-database", "problem", "does not say to which server");
     stopped.has("icons", "problem", "");
     fleet.stack.down().await;
 }

@@ -206,6 +206,11 @@ async fn a_rollout_is_paused_resumed_and_aborted() {
         })
         .await;
     assert_eq!(fleet.look(&rollout).await["totals"]["waiting"], 1);
+    let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
+    assert_eq!(
+        (&seen["rollout"]["rolloutId"], &seen["rollout"]["state"], &seen["rollout"]["totals"]["waiting"]),
+        (&rollout["rolloutId"], &json!("paused"), &json!(1))
+    );
     let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
     assert_eq!((other.status, &other.body["rolloutId"]), (409, &rollout["rolloutId"]));
     assert_eq!(fleet.say(&rollout, "resume").await.body["state"], "running");
@@ -215,6 +220,7 @@ async fn a_rollout_is_paused_resumed_and_aborted() {
     assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
     assert_eq!(fleet.say(&rollout, "pause").await.status, 409);
     assert_eq!(fleet.desired(1).await, "v1");
+    assert_eq!(fleet.stack.get(&fleet.process, "/vps/fleet").await.body["rollout"], Value::Null);
     let client = fleet.stack.database.connect().await.unwrap();
     let rows = client
         .query("SELECT action FROM operator_audit WHERE action LIKE 'deploy%' ORDER BY at", &[])
@@ -222,6 +228,30 @@ async fn a_rollout_is_paused_resumed_and_aborted() {
         .unwrap();
     let actions: Vec<String> = rows.iter().map(|row| row.get(0)).collect();
     assert_eq!(actions, ["deploy", "deploy.pause", "deploy.resume", "deploy.abort"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_newest_rollouts_are_listed() {
+    let fleet = Fleet::of(1, &[]).await;
+    let list = || async {
+        let answer = fleet.stack.get(&fleet.process, "/vps/deploy").await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        answer.body["rollouts"].as_array().unwrap().clone()
+    };
+    assert_eq!(list().await, Vec::<Value>::new());
+    let mut ids = Vec::new();
+    for _ in 0..21 {
+        let rollout = fleet.deploy(&json!({})).await;
+        assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
+        ids.insert(0, rollout["rolloutId"].clone());
+    }
+    let open = fleet.deploy(&json!({})).await;
+    ids.insert(0, open["rolloutId"].clone());
+    let listed = list().await;
+    assert_eq!(listed.iter().map(|one| one["rolloutId"].clone()).collect::<Vec<_>>(), ids[..20]);
+    assert_eq!((&listed[0]["state"], &listed[1]["state"]), (&json!("running"), &json!("aborted")));
+    assert_eq!(listed[1]["totals"].as_object().unwrap().values().filter_map(Value::as_u64).sum::<u64>(), 1);
+    assert_eq!(listed[0].get("machines"), None);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -15,32 +15,34 @@ pub enum DeployCommand {
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
     Start(Start),
+    /// List the 20 newest rollouts
+    #[command(after_help = "Example: svcctl deploy list")]
+    List,
     /// Show a rollout, machine by machine
-    #[command(after_help = "Example: svcctl deploy status 019a0000-0000-7000-8000-000000000003 --wait")]
+    #[command(after_help = "Without an id it is the rollout that is open, else the latest.\n\n\
+Example: svcctl deploy status --wait")]
     Status {
-        #[arg(value_name = "ROLLOUT_ID")]
-        rollout: RolloutId,
+        #[command(flatten)]
+        which: Which,
         #[command(flatten)]
         wait: Wait,
     },
     /// Ask no further machine for now
-    #[command(after_help = "Example: svcctl deploy pause 019a0000-0000-7000-8000-000000000003")]
-    Pause {
-        #[arg(value_name = "ROLLOUT_ID")]
-        rollout: RolloutId,
-    },
+    #[command(after_help = "Example: svcctl deploy pause")]
+    Pause(Which),
     /// Go on where it was paused
-    #[command(after_help = "Example: svcctl deploy resume 019a0000-0000-7000-8000-000000000003")]
-    Resume {
-        #[arg(value_name = "ROLLOUT_ID")]
-        rollout: RolloutId,
-    },
+    #[command(after_help = "Example: svcctl deploy resume")]
+    Resume(Which),
     /// End a rollout; machines stay as they are
-    #[command(after_help = "Example: svcctl deploy abort 019a0000-0000-7000-8000-000000000003")]
-    Abort {
-        #[arg(value_name = "ROLLOUT_ID")]
-        rollout: RolloutId,
-    },
+    #[command(after_help = "Example: svcctl deploy abort")]
+    Abort(Which),
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Which {
+    /// Its id, as `deploy start` and `deploy list` show it; without it, the rollout that is open
+    #[arg(value_name = "ROLLOUT_ID")]
+    pub rollout: Option<RolloutId>,
 }
 
 #[derive(Debug, ClapArgs)]

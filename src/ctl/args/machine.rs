@@ -46,11 +46,13 @@ pub struct Provision {
     /// The public name of the user's machines
     #[arg(long)]
     pub handle: Handle,
+    /// Which of the user's slots
     #[arg(long, default_value_t)]
     pub slot: Slot,
     /// A type of the slot's plan; else the platform's default
     #[arg(long)]
     pub server_type: Option<ServerType>,
+    /// The provider's name of a location, such as nbg1; else the platform's default
     #[arg(long)]
     pub location: Option<Location>,
     /// A published bundle; else the platform's default
@@ -65,13 +67,16 @@ pub struct Provision {
 
 #[derive(Debug, ClapArgs)]
 pub struct List {
-    /// provisioning, running, recovering, resizing or failed
+    /// Only these: provisioning, running, recovering, resizing or failed
     #[arg(long)]
     pub status: Option<Status>,
+    /// Only the machines of this user
     #[arg(long, value_name = "IDP_USER_ID")]
     pub user: Option<IdpUserId>,
+    /// Only the machines of this slot, such as primary
     #[arg(long)]
     pub slot: Option<Slot>,
+    /// Only the machines of this handle
     #[arg(long)]
     pub handle: Option<Handle>,
     /// The deleted ones instead
@@ -90,6 +95,7 @@ pub struct Recover {
     /// The user's id at the identity provider
     #[arg(value_name = "IDP_USER_ID")]
     pub user: IdpUserId,
+    /// Which of the user's slots
     #[arg(long, default_value_t)]
     pub slot: Slot,
     /// Start empty when there is no snapshot; only for a new or intentionally empty user

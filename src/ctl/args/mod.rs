@@ -13,7 +13,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use url::Url;
 
-pub use self::deploy::{DeployCommand, Start};
+pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
 pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
@@ -71,7 +71,7 @@ pub struct Global {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Subscriptions of runtime slots
-    #[command(subcommand)]
+    #[command(subcommand, after_help = "Example: svcctl slot set user_1 --plan starter")]
     Slot(SlotCommand),
     /// Create the machine of a slot
     #[command(after_help = "Example: svcctl provision user_1 --handle ada --wait")]
@@ -104,17 +104,22 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
     #[command(after_help = "Example: svcctl delete ada --wait")]
     Delete(Delete),
     /// Backups of a machine's slot
-    #[command(subcommand)]
+    #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
     /// Host bundles
-    #[command(subcommand)]
+    #[command(subcommand, after_help = "Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Bundle(BundleCommand),
     /// Releases for many machines
-    #[command(subcommand)]
+    #[command(
+        subcommand,
+        after_help = "A rollout's id comes from `deploy start` and `deploy list`. Only one is open at a time: without \
+an id, that one is meant.\n\nExample: svcctl deploy start 2026.11.2 --wait"
+    )]
     Deploy(DeployCommand),
     /// Show one operation, step by step
     #[command(after_help = "Example: svcctl operation 019a0000-0000-7000-8000-000000000002 --wait")]
     Operation {
+        /// Its id, as the command that started it and `svcctl status` show it
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         #[command(flatten)]
@@ -137,7 +142,10 @@ Example: svcctl verify-rollout --app-url https://app.example.com"
     #[command(
         after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"
     )]
-    Completions { shell: Shell },
+    Completions {
+        /// The shell that completes
+        shell: Shell,
+    },
 }
 
 /// Waiting for the end of what was started.
@@ -205,14 +213,31 @@ mod tests {
         }
     }
 
-    #[test]
-    fn every_command_that_does_something_has_an_example() {
-        fn look(command: &clap::Command) {
-            let subs: Vec<_> = command.get_subcommands().filter(|sub| sub.get_name() != "help").collect();
-            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            assert!(!subs.is_empty() || after.contains("Example: svcctl "), "{}", command.get_name());
-            subs.into_iter().for_each(look);
+    fn of_every_command(look: fn(&clap::Command)) {
+        fn walk(command: &clap::Command, look: fn(&clap::Command)) {
+            look(command);
+            let subs = command.get_subcommands().filter(|sub| sub.get_name() != "help");
+            subs.for_each(|sub| walk(sub, look));
         }
-        look(&Args::command());
+        walk(&Args::command(), look);
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        of_every_command(|command| {
+            let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let all = command.get_name() == "svcctl" && after.contains("A first machine:\n  svcctl ");
+            assert!(all || after.contains("Example: svcctl "), "{}", command.get_name());
+        });
+    }
+
+    #[test]
+    fn no_argument_is_without_help() {
+        of_every_command(|command| {
+            for argument in command.get_arguments() {
+                let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+                assert!(!help.is_empty(), "{} {}", command.get_name(), argument.get_id());
+            }
+        });
     }
 }

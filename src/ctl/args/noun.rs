@@ -9,6 +9,11 @@ use super::{Target, Wait};
 use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 use crate::machine::plan::Plan;
 
+fn plans() -> String {
+    let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
+    format!("What is paid for, with its server types: {}", Plan::ALL.map(one).join(", "))
+}
+
 #[derive(Debug, Subcommand)]
 pub enum SlotCommand {
     /// Set the subscription of a slot
@@ -19,10 +24,12 @@ pub enum SlotCommand {
         /// The user's id at the identity provider
         #[arg(value_name = "IDP_USER_ID")]
         user: IdpUserId,
+        /// Which of the user's slots
         #[arg(long, default_value_t)]
         slot: Slot,
-        #[arg(long, value_name = "starter|builder|max")]
+        #[arg(long, value_name = "starter|builder|max", help = plans())]
         plan: Plan,
+        /// Whether it is paid for: only an active one is provisioned
         #[arg(long, value_enum, default_value = "active")]
         status: Subscription,
         /// End of the paid period, RFC 3339
@@ -86,6 +93,7 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Publish {
         /// Directory with svc-host-bundle.tar.gz and its .sha256
         dir: PathBuf,
+        /// The version to publish it under: the one that it was built with
         #[arg(long)]
         image_version: ImageVersion,
     },

@@ -1,4 +1,4 @@
-//! `svcctl deploy`: a release for many machines, begun, followed, paused, ended.
+//! `svcctl deploy`: a release for many machines, begun, listed, followed, paused, ended.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,25 +9,55 @@ use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api, CallError};
-use crate::ctl::args::{DeployCommand, Start, Wait};
+use crate::ctl::args::{DeployCommand, Start, Wait, Which};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::progress::Progress;
-use crate::ctl::show::deploy::{Rollout, show};
+use crate::ctl::show::deploy::{Rollout, Rollouts, list, show};
 use crate::ctl::wait::Clock;
-use crate::machine::id::RolloutId;
 
 pub async fn run(api: &Api, command: DeployCommand, out: &Out) -> Result<(), Failure> {
     match command {
         DeployCommand::Start(args) => start(api, args, out).await,
-        DeployCommand::Status { rollout, wait } => {
-            let answer = api.get(&["vps", "deploy", &rollout.to_string()], &[]).await?;
+        DeployCommand::List => {
+            let answer = api.get(&["vps", "deploy"], &[]).await?;
+            out.answer(&answer, |view| Ok(list(view, &answer.read()?)))
+        }
+        DeployCommand::Status { which, wait } => {
+            let rollout = find(api, which, Else::Latest).await?;
+            let answer = api.get(&["vps", "deploy", &rollout], &[]).await?;
             follow(api, answer, wait, out).await
         }
-        DeployCommand::Pause { rollout } => say(api, rollout, "pause", out).await,
-        DeployCommand::Resume { rollout } => say(api, rollout, "resume", out).await,
-        DeployCommand::Abort { rollout } => say(api, rollout, "abort", out).await,
+        DeployCommand::Pause(which) => say(api, which, "pause", out).await,
+        DeployCommand::Resume(which) => say(api, which, "resume", out).await,
+        DeployCommand::Abort(which) => say(api, which, "abort", out).await,
     }
+}
+
+/// What is meant without an id where no rollout is open.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Else {
+    Latest,
+    Nothing,
+}
+
+/// The id of the rollout that a person means.
+async fn find(api: &Api, which: Which, otherwise: Else) -> Result<String, Failure> {
+    if let Some(id) = which.rollout {
+        return Ok(id.to_string());
+    }
+    let page: Rollouts = api.get(&["vps", "deploy"], &[]).await?.read()?;
+    let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
+    let meant = open.or_else(|| page.rollouts.first().filter(|_| otherwise == Else::Latest));
+    meant.map(|rollout| rollout.rollout_id.clone()).ok_or_else(|| {
+        let error = match otherwise {
+            Else::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
+            Else::Nothing => {
+                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows those that ended")
+            }
+        };
+        Failure::new(Exit::Refused, error)
+    })
 }
 
 async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
@@ -55,9 +85,9 @@ async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
     follow(api, answer, args.wait, out).await
 }
 
-async fn say(api: &Api, rollout: RolloutId, word: &str, out: &Out) -> Result<(), Failure> {
-    let path = ["vps", "deploy", &rollout.to_string(), word];
-    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+async fn say(api: &Api, which: Which, word: &str, out: &Out) -> Result<(), Failure> {
+    let rollout = find(api, which, Else::Nothing).await?;
+    let answer = api.send(Method::POST, &["vps", "deploy", &rollout, word], Some(&json!({}))).await?;
     out.answer(&answer, |view| Ok(show(view, &answer.read()?)))
 }
 

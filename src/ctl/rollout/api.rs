@@ -22,6 +22,12 @@ pub async fn health(site: &Site) -> Findings {
     findings.problem(what, JOURNAL)
 }
 
+/// The database server that the gateway says it is connected to; it says so on its trusted socket alone.
+pub async fn database_server(site: &Site) -> Option<String> {
+    let answer = site.get(&site.url("/readyz"), "application/json").await.ok()?;
+    answer.json()?["server"].as_str().map(str::to_owned)
+}
+
 /// The owner sees the tables of every app; whatever app declares some must be among them.
 pub async fn schemas(site: &Site) -> Findings {
     let findings = Findings::of("bridge-schemas");

@@ -24,22 +24,27 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
     let from_outside = args.app_url.is_some();
     let worst = if args.strict { Level::Skipped } else { Level::Problem };
     let site = site(args, local)?;
-    let mut findings = shell::check(&site, DEADLINE).await;
+    let site = &site;
+    let mut findings = shell::check(site, DEADLINE).await;
     let checks = vec![
-        Check::new("gateway-health", DEADLINE, api::health(&site)),
+        Check::new("gateway-health", DEADLINE, api::health(site)),
         Check::new("vps-database", DEADLINE, async move {
             let findings = Findings::of("vps-database");
             if from_outside {
                 return findings.skipped("which database it is can be seen on the host alone");
             }
-            match (local.own_database)() {
+            let server = api::database_server(site).await;
+            match (local.own_database)(server.as_deref()) {
                 Ok(what) => findings.ok(what),
-                Err(why) => findings.problem(why, "DATABASE_URL in /opt/svc/env/host.env"),
+                Err(why) => findings.problem(
+                    why,
+                    "DATABASE_URL in /opt/svc/env/host.env, then systemctl restart svc-gateway",
+                ),
             }
         }),
-        Check::new("bridge-schemas", DEADLINE, api::schemas(&site)),
-        Check::new("legacy-route", DEADLINE, api::legacy_route(&site)),
-        Check::new("icons", DEADLINE, api::icons(&site)),
+        Check::new("bridge-schemas", DEADLINE, api::schemas(site)),
+        Check::new("legacy-route", DEADLINE, api::legacy_route(site)),
+        Check::new("icons", DEADLINE, api::icons(site)),
     ];
     findings.extend(diagnosis::make(checks).await);
     doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)

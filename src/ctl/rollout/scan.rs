@@ -1,5 +1,8 @@
 //! Reading built files without running them: what they refer to, and what must not be in them. Pure.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD_NO_PAD;
+
 /// Quoted strings that are longer are data, not names of files.
 const LONGEST_NAME: usize = 300;
 
@@ -23,8 +26,26 @@ pub fn files(text: &str) -> Vec<&str> {
 /// The host that a shell without a key would ask, and the one of examples.
 const KNOWN: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
-/// A host whose name says that it stands for another: built without the key of an identity provider, a shell would ask it.
-pub fn placeholder_host(text: &str) -> Option<&str> {
+/// A host whose name says that it stands for another, as it is or inside a publishable key: built without the key of an
+/// identity provider, or with an example's, a shell would ask it.
+pub fn placeholder_host(text: &str) -> Option<String> {
+    let in_key = || hosts_of_keys(text).find_map(|host| in_plain(&format!("//{host}")).map(str::to_owned));
+    in_plain(text).map(str::to_owned).or_else(in_key)
+}
+
+/// Whatever comes after `pk_test_` and `pk_live_`: base64 of a host and a `$`, as the shell reads it.
+fn hosts_of_keys(text: &str) -> impl Iterator<Item = String> {
+    let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|form| text.split(form).skip(1));
+    keys.filter_map(|rest| {
+        let is_code = |c: char| c.is_ascii_alphanumeric() || "+/-_".contains(c);
+        let code = rest.split(|c| !is_code(c)).next().unwrap_or_default();
+        let code = code.replace('-', "+").replace('_', "/");
+        let text = String::from_utf8(STANDARD_NO_PAD.decode(code).ok()?).ok()?;
+        text.strip_suffix('$').filter(|host| host.chars().all(is_host)).map(str::to_owned)
+    })
+}
+
+fn in_plain(text: &str) -> Option<&str> {
     if let Some(known) = KNOWN.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
@@ -80,6 +101,22 @@ mod tests {
             "https://idp.test/placeholder",
         ] {
             assert_eq!(placeholder_host(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_placeholder_host_is_found_inside_a_key() {
+        let key = |form: &str, host: &str| {
+            let code = base64::engine::general_purpose::STANDARD.encode(format!("{host}$"));
+            format!(r#"const k="pk_{form}_{code}",other=1;"#)
+        };
+        for host in ["placeholder-idp.invalid", "idp.example.com", "clerk.placeholder.dev"] {
+            for form in ["test", "live"] {
+                assert_eq!(placeholder_host(&key(form, host)).as_deref(), Some(host));
+            }
+        }
+        for text in [key("test", "idp.svc.test"), "pk_test_".to_owned(), r#""pk_live_!""#.to_owned()] {
+            assert_eq!(placeholder_host(&text), None, "{text}");
         }
     }
 }

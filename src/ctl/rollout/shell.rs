@@ -11,7 +11,8 @@ use crate::diagnosis::{Finding, Findings};
 
 const MOST_FILES: usize = 400;
 const MOST_BYTES: usize = 96 << 20;
-const LEGACY: &str = "/api/canvas";
+/// However a call of it is put together.
+const LEGACY: &str = "api/canvas";
 /// The shell's page says with it from where a canvas may be moved.
 const GESTURES: &str = "svc-canvas-gestures";
 const FROM_SURFACE: &str = "surface";
@@ -115,7 +116,8 @@ fn placeholder(parts: &[Part]) -> Findings {
         if let Some(host) = scan::placeholder_host(&part.text) {
             findings = findings.problem(
                 format!("{} names {host}", part.url.path()),
-                "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY: build the bundle again with it",
+                "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY, or with an example's: build the bundle again \
+                 with the identity provider's",
             );
         }
     }
@@ -126,19 +128,21 @@ fn legacy(parts: &[Part]) -> Findings {
     let mut findings = Findings::of(CHECKS[1]);
     for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
         findings = findings.problem(
-            format!("{} calls {LEGACY}", part.url.path()),
+            format!("{} names {LEGACY}", part.url.path()),
             "an old shell: build the bundle from the current sources",
         );
     }
-    findings.or_ok(format!("neither page nor chunks call {LEGACY}"))
+    findings.or_ok(format!("neither page nor chunks name {LEGACY}"))
 }
 
 fn gestures(parts: &[Part]) -> Findings {
     let findings = Findings::of(CHECKS[2]);
     match marker(&parts[0].text, GESTURES) {
-        Some(from) if from == FROM_SURFACE => findings.ok("pan and zoom begin on the canvas surface only"),
+        Some(from) if from == FROM_SURFACE => findings.ok(
+            "the shell declares that pan and zoom begin on the canvas surface only; whether they do, a browser tells",
+        ),
         Some(from) => findings.problem(
-            format!("the shell says that pan and zoom begin on {from:?}"),
+            format!("the shell declares that pan and zoom begin on {from:?}"),
             "they would take gestures from the windows of apps: build the bundle from the current sources",
         ),
         None => {

@@ -14,8 +14,15 @@ pub struct Rollout {
     pub state: String,
     pub why: Option<String>,
     pub totals: Totals,
+    /// None in a list.
+    #[serde(default)]
     pub machines: Vec<Machine>,
     pub created_at: String,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Rollouts {
+    pub rollouts: Vec<Rollout>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -64,6 +71,12 @@ impl Rollout {
         !matches!(self.state.as_str(), "running" | "paused")
     }
 
+    /// Its state, and why where it says so.
+    fn state(&self) -> Cell {
+        let why = self.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
+        Cell::painted(colour(&self.state), format!("{}{why}", self.state))
+    }
+
     /// How far it is, in a line.
     pub fn progress(&self) -> String {
         format!("{} to {}: {}", self.state, self.image_version, self.totals.line())
@@ -79,14 +92,30 @@ fn colour(state: &str) -> Option<Colour> {
     }
 }
 
+pub fn list(view: &View, page: &Rollouts) -> String {
+    if page.rollouts.is_empty() {
+        return "no rollout yet\n".to_owned();
+    }
+    let row = |rollout: &Rollout| {
+        vec![
+            rollout.image_version.clone().into(),
+            rollout.state(),
+            rollout.totals.line().into(),
+            ago(view.now, &rollout.created_at).into(),
+            Cell::painted(Some(Colour::Faint), rollout.rollout_id.clone()),
+        ]
+    };
+    let rows: Vec<_> = page.rollouts.iter().map(row).collect();
+    table::render(view, &["RELEASE", "STATE", "MACHINES", "BEGUN", "ROLLOUT"], &rows)
+}
+
 pub fn show(view: &View, rollout: &Rollout) -> String {
-    let why = rollout.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
     let mut shown = table::pairs(
         view,
         &[
             ("rollout", Cell::from(rollout.rollout_id.clone())),
             ("release", Cell::painted(Some(Colour::Strong), rollout.image_version.clone())),
-            ("state", Cell::painted(colour(&rollout.state), format!("{}{why}", rollout.state))),
+            ("state", rollout.state()),
             ("machines", rollout.totals.line().into()),
             ("begun", ago(view.now, &rollout.created_at).into()),
         ],

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+use super::deploy::Rollout;
 use super::human::span;
+use super::machine::Update;
 use super::table::{self, Cell};
 use super::{Colour, View};
 use crate::diagnosis::Findings;
@@ -16,6 +18,8 @@ pub struct Fleet {
     pub backups: Backups,
     pub attention: Vec<Attention>,
     pub attention_total: Option<usize>,
+    /// The one that is open.
+    pub rollout: Option<Rollout>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -77,6 +81,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             ("health", counted(&totals.by_health).into()),
             ("images", counted(&totals.by_image_version).into()),
             ("backups", backups(&fleet.backups)),
+            ("rollout", rollout(fleet.rollout.as_ref())),
         ],
     );
     if fleet.attention.is_empty() {
@@ -116,6 +121,12 @@ fn counted(counts: &BTreeMap<String, usize>) -> String {
     there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
+/// The open rollout, as `svcctl deploy` takes it.
+fn rollout(open: Option<&Rollout>) -> Cell {
+    let line = open.map(|open| format!("{} ({})", open.progress(), open.rollout_id)).unwrap_or_default();
+    Cell::painted(Some(Colour::Moving), line)
+}
+
 fn backups(backups: &Backups) -> Cell {
     let mut words = Vec::new();
     words.extend(backups.max_age_seconds.map(|age| format!("oldest {}", span(age))));
@@ -133,6 +144,7 @@ fn advice(reason: &str) -> &'static str {
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "its own logs; recover if it stays so",
+        "update_rolled_back" | "update_failed" => Update::ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
         _ => "svcctl status HANDLE",

@@ -31,6 +31,7 @@ pub struct Machine {
     pub heartbeat_at: Option<String>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
+    pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub replaced_by: Option<String>,
     pub deleted_at: Option<String>,
@@ -44,6 +45,16 @@ pub struct Failure {
     pub cause: Option<String>,
     pub stage: Option<String>,
     pub message: Option<String>,
+}
+
+/// How its host's last update ended, by its own word.
+#[derive(Debug, Deserialize)]
+pub struct Update {
+    pub version: String,
+    pub outcome: String,
+    pub stage: String,
+    pub error: Option<String>,
+    pub at: String,
 }
 
 /// How far the host's first boot is, by its own word.
@@ -137,6 +148,27 @@ impl Failure {
     }
 }
 
+impl Update {
+    /// What there is to do about one that did not succeed.
+    pub const ADVICE: &str =
+        "`svc-update status` on its host says more; publish another version and `svcctl deploy start` it";
+
+    fn has_failed(&self) -> bool {
+        self.outcome != "updated"
+    }
+
+    /// `2026.11.2 rolled_back at health: not ready; 2026-01-01 00:00:00 UTC, 5 min ago`.
+    fn cell(&self, view: &View) -> Cell {
+        let Self { version, outcome, stage, error, at } = self;
+        let at = when(view.now, at);
+        if !self.has_failed() {
+            return format!("{version} {outcome}, {at}").into();
+        }
+        let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
+        Cell::painted(Some(Colour::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
+    }
+}
+
 impl Boot {
     /// `bundle 0.4 s, database 1.2 s`, with the stage that it is at last while the host has not registered.
     fn line(&self, view: &View, registered: Option<&String>) -> String {
@@ -186,7 +218,13 @@ pub fn list(view: &View, page: &Machines) -> String {
 pub fn one(view: &View, m: &Machine) -> String {
     let time = |at: &Option<String>| at.as_deref().map(|at| when(view.now, at)).unwrap_or_default();
     let failure = m.failure.as_ref();
-    let next = failure.filter(|_| m.is_active()).map(|failure| failure.advice(m)).unwrap_or_default();
+    let update = m.last_update.as_ref();
+    let next = match failure {
+        _ if !m.is_active() => String::new(),
+        Some(failure) => failure.advice(m),
+        None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),
+        None => String::new(),
+    };
     let mut shown = table::pairs(
         view,
         &[
@@ -216,6 +254,7 @@ pub fn one(view: &View, m: &Machine) -> String {
             ("heartbeat", m.heartbeat(view, when)),
             ("health", health_cell(m.health.as_ref())),
             ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
+            ("update", update.map_or_else(|| "".into(), |update| update.cell(view))),
             ("replaced by", text(m.replaced_by.as_ref()).into()),
             ("deleted", time(&m.deleted_at).into()),
         ],

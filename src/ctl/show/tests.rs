@@ -24,6 +24,7 @@ fn running() -> Value {
         "health": {"gateway": "ok", "database": "failing"},
         "lastBackup": {"status": "success", "key": "system/db/snapshots/2026-11-21T11-05-00.000Z-2.dump",
                        "takenAt": "2026-11-21T11:05:00.000Z", "sizeBytes": 1_363_148},
+        "lastUpdate": {"version": "2026.11.1", "outcome": "updated", "stage": "done", "at": "2026-11-21T10:00:00.000Z"},
         "boot": {"stage": "register", "at": "2026-11-20T10:00:08.000Z", "stages": [
             {"stage": "database", "at": "2026-11-20T10:00:01.000Z"}, {"stage": "bundle", "at": "2026-11-20T10:00:04.200Z"},
             {"stage": "register", "at": "2026-11-20T10:00:08.000Z"}]},
@@ -80,6 +81,20 @@ fn a_machine_that_runs() {
 }
 
 #[test]
+fn an_update_that_was_gone_back_from_says_why_and_what_to_do() {
+    let mut machine = running();
+    machine["lastUpdate"] = json!({"version": "2026.11.2", "outcome": "rolled_back", "stage": "health",
+        "error": "the gateway was not ready", "at": "2026-11-21T11:55:00.000Z"});
+    let shown = machine::one(&plain(), &read(machine));
+    for line in [
+        "update       2026.11.2 rolled_back at health: the gateway was not ready; 2026-11-21 11:55:00 UTC, 5 min ago",
+        "next         `svc-update status` on its host",
+    ] {
+        assert!(shown.contains(line), "{line}: {shown}");
+    }
+}
+
+#[test]
 fn a_machine_that_failed_says_what_to_do() {
     insta::assert_snapshot!(machine::one(&plain(), &read(failed())));
 }
@@ -97,15 +112,33 @@ fn the_fleet() {
                        "byImageVersion": {"2026.11.1": 8, "2026.10.4": 4},
                        "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
             "backups": {"maxAgeSeconds": 9000, "p50AgeSeconds": 1740, "never": 1},
-            "attention": attention, "attentionTotal": 3, "asOf": "2026-11-21T12:00:00.000Z",
+            "attention": attention, "attentionTotal": 4, "asOf": "2026-11-21T12:00:00.000Z",
+            "rollout": rollout("paused", None),
         }))
     };
     let needy = json!([
         {"machineId": OTHER, "idpUserId": "user_2", "slot": "primary", "handle": "grace", "status": "failed", "reasons": ["failed:boot_reported"]},
         {"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "status": "running", "reasons": ["heartbeat_silent", "backup_overdue"]},
+        {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
     insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));
     assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs anybody\n"));
+}
+
+fn rollout(state: &str, why: Option<&str>) -> Value {
+    json!({
+        "rolloutId": OTHER, "imageVersion": "2026.11.2", "state": state, "why": why, "canary": 1, "batchSize": 10,
+        "maxFailures": 1, "totals": {"waiting": 10, "asked": 0, "updated": 1, "failed": 1, "skipped": 0},
+        "createdAt": "2026-11-21T11:50:00.000Z", "updatedAt": "2026-11-21T11:55:00.000Z", "endedAt": null,
+        "requestId": "req-1",
+    })
+}
+
+#[test]
+fn rollouts() {
+    let all = [rollout("running", None), rollout("stopped", Some("the canary failed"))];
+    insta::assert_snapshot!(deploy::list(&plain(), &read(json!({"rollouts": all}))));
+    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollout yet\n");
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The machine's own PostgreSQL: there, version 16, on this machine alone.
 
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::time::Instant;
 
 use tokio_postgres::config::Host;
@@ -12,12 +14,14 @@ use crate::host::config::DatabaseUrl;
 use crate::host::layout::Layout;
 use crate::host::pgconn::Server;
 
+/// Where `svc-postgres` listens.
+const PORT: u16 = 5432;
 const NEXT: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
 
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::of("database");
     let mut env = settings(layout);
-    let findings = match is_own(&mut env) {
+    let findings = match own_port(layout, &mut env) {
         Ok(_) => findings,
         Err(why) => findings.problem(why, "DATABASE_URL in host.env must name 127.0.0.1:5432"),
     };
@@ -48,8 +52,8 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// Where `DATABASE_URL` leads; an error where that is not this machine.
-pub fn is_own(env: &mut Env) -> Result<String, String> {
+/// The port of this machine's own database, where `DATABASE_URL` leads to it; else why not.
+pub fn own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
         return Err("DATABASE_URL is not set, or not for us to read".to_owned());
     };
@@ -57,11 +61,53 @@ pub fn is_own(env: &mut Env) -> Result<String, String> {
     for host in config.get_hosts() {
         match host {
             Host::Tcp(name) if name == "localhost" => {}
-            Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback()) => {}
+            Host::Tcp(name) if name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback()) => {}
             Host::Unix(_) => {}
             Host::Tcp(name) => return Err(format!("the database is on {name}, not on this machine")),
         }
     }
-    let port = config.get_ports().first().copied().unwrap_or(5432);
-    Ok(format!("the database is this machine's own, on port {port}"))
+    let port = config.get_ports().first().copied().unwrap_or(PORT);
+    // Another root shares its network with others, and has a port of its own.
+    if port != PORT && layout.root() == Path::new("/") {
+        return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
+    }
+    Ok(port)
+}
+
+/// Whether the server that the gateway says it is connected to is the one on this port of this machine.
+pub fn is_own(server: &str, port: u16) -> Result<String, String> {
+    let is_here = |at: SocketAddr| at.ip().is_loopback() && at.port() == port;
+    if server == "socket" || server.parse().is_ok_and(is_here) {
+        return Ok(format!("the gateway is connected to this machine's own, {server}"));
+    }
+    Err(format!(
+        "the gateway is connected to {server}, and this machine's own database is on 127.0.0.1:{port}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_this_machines_own_server_is_its_own() {
+        for own in ["127.0.0.1:5432", "[::1]:5432", "socket"] {
+            assert!(is_own(own, PORT).is_ok(), "{own}");
+        }
+        for other in ["127.0.0.1:5433", "192.0.2.7:5432", ""] {
+            assert!(is_own(other, PORT).unwrap_err().contains("127.0.0.1:5432"), "{other}");
+        }
+        let port = |root: &str, url: &str| {
+            own_port(&Layout::new(root), &mut Env::from_pairs([("DATABASE_URL", url)]))
+        };
+        assert_eq!(port("/", "postgres://svc:pw@127.0.0.1:5432/svc"), Ok(PORT));
+        assert_eq!(port("/machine", "postgres://svc:pw@localhost:7001/svc"), Ok(7001));
+        for (url, why) in [
+            ("postgres://svc:pw@127.0.0.1:5433/svc", "on port 5433"),
+            ("postgres://svc:pw@192.0.2.7/svc", "on 192.0.2.7"),
+        ] {
+            let said = port("/", url).unwrap_err();
+            assert!(said.contains(why) && !said.contains("pw"), "{said}");
+        }
+    }
 }

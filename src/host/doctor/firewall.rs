@@ -30,7 +30,9 @@ fn judge(findings: Findings, said: &str) -> Findings {
         return findings.skipped("run this as root");
     }
     let line = said.lines().next().unwrap_or("nft says nothing");
-    let why = format!("the table inet svc is not loaded: the metadata address is open to the owner's programs ({line})");
+    let why = format!(
+        "the table inet svc is not loaded: the metadata address is open to the owner's programs ({line})"
+    );
     findings.problem(why, NEXT)
 }
 

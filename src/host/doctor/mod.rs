@@ -37,12 +37,15 @@ pub fn gateway_socket() -> std::path::PathBuf {
     gateway::socket(&Layout::from_process())
 }
 
-/// Which database the gateway is configured for: `Ok` where it is this machine's own.
+/// Whether the gateway is configured for this machine's own database, and is connected to it: `server` is what it says.
 ///
 /// # Errors
 /// Why it is not, or is not known.
-pub fn database_is_own() -> Result<String, String> {
-    database::is_own(&mut environment(&Layout::from_process()))
+pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
+    let layout = Layout::from_process();
+    let port = database::own_port(&layout, &mut environment(&layout))?;
+    let server = server.ok_or("the gateway does not say to which server it is connected")?;
+    database::is_own(server, port)
 }
 
 /// Looks at the machine below `SVC_ROOT`.

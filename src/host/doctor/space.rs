@@ -11,8 +11,8 @@ const GIB: u64 = 1 << 30;
 fn judge(findings: Findings, path: &Path, total: u64, free: u64) -> Findings {
     let percent = (free * 100).checked_div(total).unwrap_or(0);
     let told = format!("{}: {:.1} GiB free ({percent} %)", path.display(), free as f64 / GIB as f64);
-    let next = "du -xh --max-depth=2 / | sort -h | tail; `svcctl resize` gives no more disk, a recovery onto a larger \
-                type does";
+    let next = "free room (du -xh --max-depth=2 / | sort -h | tail): no command enlarges this disk in place, and a \
+                recovery makes a new disk without the files that are not in the database";
     if free < GIB / 2 || percent < 3 {
         findings.problem(told, next)
     } else if free < 2 * GIB || percent < 10 {
@@ -55,6 +55,7 @@ mod tests {
         assert!(told(40 * GIB, 3 * GIB).contains("Warning"));
         assert!(told(400 * GIB, 8 * GIB).contains("Problem"));
         assert!(told(10 * GIB, GIB / 4).contains("Problem"));
+        assert!(told(10 * GIB, GIB / 4).contains("a recovery makes a new disk without the files"));
         assert!(told(0, 0).contains("Problem"));
     }
 }

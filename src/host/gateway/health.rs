@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
+use super::auth::Ingress;
 use super::endpoint::{Endpoint, OWN_BODY, told};
 use super::state::Gateway;
-use crate::http::openapi::{Operation, object, one_of};
+use crate::http::openapi::{Operation, object, one_of, text};
 use crate::http::problem::chain;
 
 /// The process runs.
@@ -19,21 +21,24 @@ pub async fn live() -> Response {
 }
 
 /// The database answers, and the apps that it keeps have been taken up: the bridge can be used.
-pub async fn ready(State(gateway): State<Arc<Gateway>>) -> Response {
-    let database = gateway.database.ping().await;
+pub async fn ready(State(gateway): State<Arc<Gateway>>, Extension(ingress): Extension<Ingress>) -> Response {
+    let database = gateway.database.server().await;
     if let Err(error) = &database {
         tracing::warn!(error = %chain(error), "not ready");
     }
     let apps = gateway.apps.known().loaded;
     let (status, word) = match (&database, apps) {
-        (Ok(()), true) => (StatusCode::OK, "ready"),
+        (Ok(_), true) => (StatusCode::OK, "ready"),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
     };
-    let body = json!({
+    let mut body = json!({
         "status": word,
         "database": if database.is_ok() { "ok" } else { "failing" },
         "apps": if apps { "ok" } else { "waiting" },
     });
+    if let (Ok(server), Ingress::Trusted) = (&database, ingress) {
+        body["server"] = server.map_or_else(|| "socket".to_owned(), |server| server.to_string()).into();
+    }
     answer(status, &body)
 }
 
@@ -84,6 +89,7 @@ fn readiness() -> Value {
             ("database", one_of(&["ok", "failing"])),
             ("apps", one_of(&["ok", "waiting"])),
         ],
-        &[],
+        // Of the database, on the unix socket alone: address and port, or `socket`.
+        &[("server", text())],
     )
 }

@@ -72,6 +72,7 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         Ingress::Public => (Listener::Gateway, Router::new()),
         Ingress::Trusted => (Listener::Socket, Router::new().route("/metrics", get(measure::metrics))),
     };
+    let open = routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method).layer(Extension(ingress));
     routes(&ENDPOINTS, false)
         .route("/_svc/internal/{*path}", axum::routing::any(nothing))
         .route("/api/{*path}", axum::routing::any(nothing))
@@ -80,7 +81,7 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
         .merge(own)
-        .merge(routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method))
+        .merge(open)
         .layer(middleware::from_fn_with_state(listener, observe::layer))
         .with_state(gateway.clone())
 }

@@ -1,4 +1,4 @@
-//! `/vps/deploy`: a release for many machines, in batches: begun, looked at, paused, resumed, aborted.
+//! `/vps/deploy`: a release for many machines, in batches: begun, listed, looked at, paused, resumed, aborted.
 
 use std::sync::Arc;
 
@@ -7,7 +7,6 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http::{Method, StatusCode};
-use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
@@ -15,7 +14,7 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, handle_name, image_ve
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::fields::Fields;
-use crate::http::openapi::{Answer, Operation, Parameter, Place, fields, named, uuid};
+use crate::http::openapi::{Answer, Operation, Parameter, Place, array, fields, named, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::id::RolloutId;
@@ -24,10 +23,12 @@ use crate::platform::context::Platform;
 use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, State as RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
-use crate::store::bundle::{self, TrustedKeys};
+use crate::store::bundle::{self, Unusable};
 
 const MOST: u64 = 1000;
 const MOST_HANDLES: usize = 1000;
+/// Rollouts of the list.
+const MOST_LISTED: i64 = 20;
 const CANARY: u64 = 1;
 const BATCH: u64 = 10;
 const FAILURES: u64 = 1;
@@ -83,18 +84,12 @@ async fn believable(platform: &Platform, version: &ImageVersion) -> Result<(), P
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
-    let unusable =
-        |why: String| Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."));
-    let signed = bundle::signed(&platform.bucket, version).await?;
-    let signed = signed.ok_or_else(|| unusable("it was published without a signed manifest".to_owned()))?;
-    let keys = platform.config.hosts.bundle_public_keys.as_deref();
-    let keys: TrustedKeys = keys.map(str::parse).transpose().ok().flatten().unwrap_or_default();
-    let verified = bundle::verify(&signed, &keys, version, Timestamp::now());
-    let verified = verified.map_err(|error| unusable(error.to_string()))?;
-    if verified.manifest().sha256 != digest {
-        return Err(unusable("its manifest is of another archive".to_owned()));
+    let keys = platform.config.hosts.trusted_keys();
+    match bundle::usable(&platform.bucket, version, &digest, &keys).await {
+        Ok(_) => Ok(()),
+        Err(Unusable::Store(error)) => Err(error.into()),
+        Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),
     }
-    Ok(())
 }
 
 async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Result<Reply, Problem> {
@@ -137,6 +132,15 @@ async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Res
 
 fn not_found(id: RolloutId) -> Problem {
     Problem::new(Code::NotFound, format!("There is no rollout {id}."))
+}
+
+async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    call.query().finish(Some(()))?;
+    let session = platform.db.session().await?;
+    let rollouts = rollouts::newest(&session, MOST_LISTED).await?;
+    Ok(Json(json!({ "rollouts": rollouts })).into_response())
 }
 
 pub async fn look(
@@ -271,6 +275,25 @@ fn asked() -> Value {
         &[("imageVersion", image_version())],
         &[("handles", handles), ("canary", number(0)), ("batchSize", number(1)), ("maxFailures", number(1))],
     )
+}
+
+pub static LIST: Endpoint = Endpoint {
+    operation: Operation {
+        id: "listDeploys",
+        method: Method::GET,
+        path: "/vps/deploy",
+        summary: "The 20 newest rollouts, the newest first; one that is open is the first.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "The rollouts, without their machines.", listed)],
+        problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
+    },
+    serve: || get(list),
+};
+
+fn listed() -> Value {
+    object(&[("rollouts", array(named("RolloutSummary")))], &[])
 }
 
 pub static LOOK: Endpoint = Endpoint {

@@ -1,4 +1,4 @@
-//! GET `/vps/fleet`: all active machines in one look, and those that need somebody.
+//! GET `/vps/fleet`: all active machines in one look, those that need somebody, and the rollout that is open.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use axum::response::{IntoResponse, Response};
 use super::call::Call;
 use super::endpoint::{Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, array, count, nullable, object, text, time, uuid};
+use crate::http::openapi::{Operation, array, count, named, nullable, object, text, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
-use crate::platform::db::{self};
+use crate::platform::db::{self, rollouts};
 use crate::platform::fleet;
 use axum::routing::get;
 use http::Method;
@@ -25,6 +25,8 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let session = platform.db.session().await?;
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows);
+    let open = rollouts::open(&session).await?;
+    body["rollout"] = rollouts::summaries(&session, open.as_slice()).await?.pop().into();
     body["asOf"] = rfc3339_ms(now_ms()).into();
     Ok(Json(body).into_response())
 }
@@ -35,7 +37,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "fleet",
         method: Method::GET,
         path: "/vps/fleet",
-        summary: "All active machines in one look, and those that need somebody.",
+        summary: "All active machines in one look, those that need somebody, and the rollout that is open.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
@@ -75,6 +77,7 @@ fn shape() -> Value {
             ("backups", backups),
             ("attention", array(in_need)),
             ("attentionTotal", count()),
+            ("rollout", nullable(named("RolloutSummary"))),
             ("asOf", time()),
         ],
         &[],

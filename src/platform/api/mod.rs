@@ -45,7 +45,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 28] = [
+pub static ENDPOINTS: [&Endpoint; 29] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -63,6 +63,7 @@ pub static ENDPOINTS: [&Endpoint; 28] = [
     &boot_failure::ENDPOINT,
     &operation::ENDPOINT,
     &deploy::START,
+    &deploy::LIST,
     &deploy::LOOK,
     &deploy::PAUSE,
     &deploy::RESUME,
@@ -84,6 +85,7 @@ const API: Api = Api {
         ("Machine", shape::machine),
         ("Operation", shape::operation),
         ("Rollout", shape::rollout),
+        ("RolloutSummary", shape::rollout_summary),
         ("Subscription", shape::subscription),
         ("OwnSlot", router::own_slot),
     ],

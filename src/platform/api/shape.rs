@@ -67,17 +67,38 @@ pub fn last_update_told() -> Value {
 /// How an update of a host may end.
 pub const UPDATE_ENDS: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
 
+fn rollout_members() -> Vec<(&'static str, Value)> {
+    let totals = object(&Stand::ALL.map(|stand| (stand.as_str(), count())), &[]);
+    vec![
+        ("rolloutId", uuid()),
+        ("imageVersion", image_version()),
+        ("state", one_of(&RolloutState::ALL.map(RolloutState::as_str))),
+        ("why", nullable(text())),
+        ("canary", count()),
+        ("batchSize", count()),
+        ("maxFailures", count()),
+        ("totals", totals),
+        ("createdAt", time()),
+        ("updatedAt", time()),
+        ("endedAt", nullable(time())),
+        ("requestId", text()),
+    ]
+}
+
+/// A rollout without its machines.
+pub fn rollout_summary() -> Value {
+    object(&rollout_members(), &[])
+}
+
 /// A rollout with its machines.
 pub fn rollout() -> Value {
-    let states = Stand::ALL.map(Stand::as_str);
-    let totals = object(&states.map(|state| (state, count())), &[]);
     let machine = object(
         &[
             ("machineId", uuid()),
             ("handle", handle_name()),
             ("slot", slot_name()),
             ("batch", count()),
-            ("state", one_of(&states)),
+            ("state", one_of(&Stand::ALL.map(Stand::as_str))),
             ("error", nullable(text())),
             ("askedAt", nullable(time())),
             ("endedAt", nullable(time())),
@@ -85,24 +106,9 @@ pub fn rollout() -> Value {
         ],
         &[],
     );
-    object(
-        &[
-            ("rolloutId", uuid()),
-            ("imageVersion", image_version()),
-            ("state", one_of(&RolloutState::ALL.map(RolloutState::as_str))),
-            ("why", nullable(text())),
-            ("canary", count()),
-            ("batchSize", count()),
-            ("maxFailures", count()),
-            ("totals", totals),
-            ("machines", array(machine)),
-            ("createdAt", time()),
-            ("updatedAt", time()),
-            ("endedAt", nullable(time())),
-            ("requestId", text()),
-        ],
-        &[],
-    )
+    let mut members = rollout_members();
+    members.push(("machines", array(machine)));
+    object(&members, &[])
 }
 
 fn health() -> Value {

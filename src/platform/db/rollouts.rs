@@ -2,6 +2,7 @@
 //!
 //! The invariant: a machine's stand moves on only in a transaction that holds its rollout's row.
 
+use std::collections::HashMap;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -278,7 +279,35 @@ pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<
     Ok(row(client, sql, &[&machine.0]).await?.map(|row| row.get(0)))
 }
 
-/// The rollout as the API shows it.
+/// The newest ones, the newest first, as the API lists them: without their machines.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn newest(client: &impl GenericClient, most: i64) -> Result<Vec<Value>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
+    let found: Vec<RolloutRow> =
+        rows(client, &sql, &[&most]).await?.iter().map(RolloutRow::parse).collect::<Result<_, _>>()?;
+    summaries(client, &found).await
+}
+
+/// Rollouts as the API lists them.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn summaries(client: &impl GenericClient, of: &[RolloutRow]) -> Result<Vec<Value>, DbError> {
+    let ids: Vec<uuid::Uuid> = of.iter().map(|rollout| rollout.id.0).collect();
+    let sql =
+        "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
+    let mut counts: HashMap<uuid::Uuid, Vec<(Stand, u64)>> = HashMap::new();
+    for row in rows(client, sql, &[&ids]).await? {
+        let count = row.get::<_, i64>(2).unsigned_abs();
+        counts.entry(row.get(0)).or_default().push((stand(row.get(1))?, count));
+    }
+    let one = |rollout: &RolloutRow| summary(rollout, counts.remove(&rollout.id.0).unwrap_or_default());
+    Ok(of.iter().map(one).collect())
+}
+
+/// The rollout as the API shows it, with its machines.
 ///
 /// # Errors
 /// [`DbError`].
@@ -287,8 +316,8 @@ pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let found = rows(client, sql, &[&rollout.id.0]).await?;
-    let stands: Vec<Stand> = found.iter().map(|row| stand(row.get(4))).collect::<Result<_, _>>()?;
-    let time = |at: Option<Timestamp>| at.map(rfc3339_ms);
+    let stands: Vec<_> =
+        found.iter().map(|row| Ok((stand(row.get(4))?, 1))).collect::<Result<_, DbError>>()?;
     let machines: Vec<Value> = found
         .iter()
         .map(|row| {
@@ -299,7 +328,17 @@ pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result
             })
         })
         .collect();
-    Ok(json!({
+    let mut record = summary(rollout, stands);
+    record["machines"] = machines.into();
+    Ok(record)
+}
+
+fn time(at: Option<Timestamp>) -> Option<String> {
+    at.map(rfc3339_ms)
+}
+
+fn summary(rollout: &RolloutRow, stands: Vec<(Stand, u64)>) -> Value {
+    json!({
         "rolloutId": rollout.id,
         "imageVersion": rollout.image_version,
         "state": rollout.state.as_str(),
@@ -307,11 +346,10 @@ pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result
         "canary": rollout.canary,
         "batchSize": rollout.batch_size,
         "maxFailures": rollout.max_failures,
-        "totals": totals(stands.into_iter()),
-        "machines": machines,
+        "totals": totals(stands),
         "createdAt": rfc3339_ms(rollout.created_at),
         "updatedAt": rfc3339_ms(rollout.updated_at),
         "endedAt": time(rollout.ended_at),
         "requestId": rollout.request_id,
-    }))
+    })
 }

@@ -129,11 +129,11 @@ async fn tell(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId
 }
 
 /// How many machines of a rollout stand where.
-pub fn totals(stands: impl Iterator<Item = Stand>) -> serde_json::Value {
+pub fn totals(stands: impl IntoIterator<Item = (Stand, u64)>) -> serde_json::Value {
     let mut totals = json!({"waiting": 0, "asked": 0, "updated": 0, "failed": 0, "skipped": 0});
-    for stand in stands {
+    for (stand, machines) in stands {
         let now = totals[stand.as_str()].as_u64().unwrap_or(0);
-        totals[stand.as_str()] = (now + 1).into();
+        totals[stand.as_str()] = (now + machines).into();
     }
     totals
 }

@@ -1,11 +1,12 @@
 //! Connecting: within a deadline, and without the libc resolver.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Mutex, Notify};
 use tokio_postgres::config::Host;
-use tokio_postgres::{AsyncMessage, Client, NoTls};
+use tokio_postgres::{AsyncMessage, Client, NoTls, SimpleQueryMessage};
 
 use crate::host::gateway::config::Config;
 use crate::http::resolve;
@@ -76,15 +77,20 @@ impl Database {
         Ok(client)
     }
 
-    /// Whether the database answers.
+    /// Where the server is that answers, by its own word; `None` behind a unix socket.
     ///
     /// # Errors
     /// See [`DatabaseError`].
-    pub async fn ping(&self) -> Result<(), DatabaseError> {
+    pub async fn server(&self) -> Result<Option<SocketAddr>, DatabaseError> {
         let asked = tokio::time::timeout(PING, async {
             let client = self.shared().await?;
-            client.simple_query("SELECT 1").await?;
-            Ok(())
+            let told = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;
+            Ok(told.iter().find_map(|message| match message {
+                SimpleQueryMessage::Row(row) => {
+                    Some(SocketAddr::new(row.get(0)?.parse().ok()?, row.get(1)?.parse().ok()?))
+                }
+                _ => None,
+            }))
         });
         asked.await.unwrap_or(Err(DatabaseError::Deadline))
     }
