@@ -185,6 +185,16 @@ fn what_an_owner_needs_is_started_again_for_as_long_as_it_takes() {
     }
 }
 
+/// Its path unit finds the same request and the same journal again at once.
+#[test]
+fn an_update_that_fails_is_tried_again_by_and_by_and_for_as_long_as_it_takes() {
+    let units = units();
+    let update = units.iter().find(|unit| unit.name == "svc-update.service").unwrap();
+    assert_eq!(update.values("Restart"), ["on-failure"]);
+    assert_eq!(update.values("RestartSec"), ["60"]);
+    assert_eq!(update.values("StartLimitIntervalSec"), ["0"]);
+}
+
 #[test]
 fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
     let gated = [

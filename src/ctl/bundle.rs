@@ -1,6 +1,9 @@
 //! Bundles in the store: what is there, and publishing one: the archive first, its `.sha256` last, so that a version is published by that one write.
 //!
-//! A published version never changes: hosts and platform trust it by its digest.
+//! A published version never changes: hosts and platform trust it by its digest. What may come later is the signed
+//! manifest that it lacks, or one that holds for longer.
+
+mod companions;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,28 +12,25 @@ use std::path::{Path as FilePath, PathBuf};
 use bytes::Bytes;
 use futures_util::StreamExt;
 use jiff::Timestamp;
+use object_store::Error as ObjectError;
 use object_store::buffered::BufWriter;
 use object_store::path::Path;
-use object_store::{Error as ObjectError, PutMode, PutOptions, PutPayload};
 use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
+use self::companions::{Companions, Subject};
 use super::show::size;
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
 use crate::machine::name::ImageVersion;
-use crate::store::bucket::{Bucket, StoreError};
-use crate::store::bundle::{
-    self, Manifest, ManifestError, Signed, TrustedKeys, digest, digest_line, parse_digest,
-};
+use crate::store::bucket::{Bucket, Condition, StoreError};
+use crate::store::bundle::{ManifestError, TrustedKeys, digest, digest_line, parse_digest};
 use crate::store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
-/// Manifest and signature, where the build made them.
-const COMPANIONS: [&str; 2] = [".json", ".json.sig"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum PublishError {
@@ -60,6 +60,11 @@ pub enum PublishError {
         "{version} was published by someone else at the same time\n  next: publish again, or under a new version"
     )]
     Raced { version: ImageVersion },
+    #[error(
+        "another manifest or signature is published for {version}, and this does not renew it: {why}\n  \
+         next: nothing, where hosts can update to it; else sign the same archive for longer (--valid-days)"
+    )]
+    NoRenewal { version: ImageVersion, why: String },
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -91,7 +96,7 @@ pub struct Published {
 enum Updates {
     Possible,
     /// Why not.
-    Impossible(&'static str),
+    Impossible(String),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,7 +126,7 @@ impl fmt::Display for Published {
         };
         let key = key::bundle(&self.version, "");
         write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
-        match self.updates {
+        match &self.updates {
             Updates::Possible => Ok(()),
             Updates::Impossible(why) => {
                 write!(f, "\nnew machines can use it; hosts cannot update to it: {why}")
@@ -178,7 +183,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
     Ok(bundles)
 }
 
-/// Publishes the bundle in `dir`. Publishing the same content again changes nothing.
+/// Publishes the bundle in `dir`. Publishing the same content again changes nothing but for manifest and signature, where
+/// they were missing or hold for longer now.
 ///
 /// # Errors
 /// [`PublishError`].
@@ -187,11 +193,22 @@ pub async fn publish(
     dir: &FilePath,
     version: &ImageVersion,
 ) -> Result<Published, PublishError> {
+    publish_for(bucket, dir, version, trusted().as_ref()).await
+}
+
+/// Publishes for hosts that trust these keys.
+async fn publish_for(
+    bucket: &Bucket,
+    dir: &FilePath,
+    version: &ImageVersion,
+    keys: Option<&TrustedKeys>,
+) -> Result<Published, PublishError> {
     let archive = dir.join(BUNDLE_FILE);
     let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
     check(&archive, &found, &stated)?;
-    let updates = updates(dir, version, &stated, size_bytes).await?;
+    let subject = Subject { version, sha256: &stated, size_bytes, keys };
+    let companions = Companions::read(dir, &subject).await?;
     let news = match digest(bucket, version).await? {
         // Where two published at once, the archive may be the other's.
         Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
@@ -199,56 +216,21 @@ pub async fn publish(
         Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
         None => News::Published,
     };
-    if news == News::Published {
-        upload(bucket, &archive, &stated, version).await?;
-        companions(bucket, dir, version).await?;
-        announce(bucket, &stated, version).await?;
-    }
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates })
-}
-
-/// Manifest and signature beside the archive are looked at before anything is sent: a host would refuse what does not
-/// fit. Where the keys are known that hosts trust, the signature is checked as well.
-async fn updates(
-    dir: &FilePath,
-    version: &ImageVersion,
-    sha256: &str,
-    size_bytes: u64,
-) -> Result<Updates, PublishError> {
-    let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
-    let Some(manifest) = companion(&path(".json")).await? else {
-        return Ok(Updates::Impossible("there is no manifest beside it"));
-    };
-    let fits = Manifest::parse(&manifest).and_then(|parsed| {
-        parsed.is_of(version)?;
-        parsed.fits(sha256, size_bytes)
-    });
-    fits.map_err(|why| PublishError::Companion { path: path(".json"), why })?;
-    let Some(signature) = companion(&path(".json.sig")).await? else {
-        return Ok(Updates::Impossible("its manifest is not signed"));
-    };
-    let checked = match trusted() {
-        Some(keys) => {
-            let signed = Signed { manifest, signature };
-            bundle::verify(&signed, &keys, version, Timestamp::now()).map(drop)
+    match news {
+        News::Published => {
+            upload(bucket, &archive, &stated, version).await?;
+            companions.send(bucket, &subject).await?;
+            announce(bucket, &stated, version).await?;
         }
-        None => bundle::signatures(&signature).map(drop),
-    };
-    checked.map_err(|why| PublishError::Companion { path: path(".json.sig"), why })?;
-    Ok(Updates::Possible)
+        News::WasThere => companions.complete(bucket, &subject).await?,
+    }
+    let updates = companions::updates(bucket, &subject).await?;
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates })
 }
 
 /// The keys that hosts trust, where this process is told them.
 fn trusted() -> Option<TrustedKeys> {
     Env::from_process().text("BUNDLE_PUBLIC_KEYS")?.parse().ok()
-}
-
-async fn companion(path: &FilePath) -> Result<Option<Vec<u8>>, PublishError> {
-    match tokio::fs::read(path).await {
-        Ok(content) => Ok(Some(content)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(PublishError::Read { path: path.to_owned(), source }),
-    }
 }
 
 async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
@@ -283,23 +265,11 @@ async fn upload(
     })
 }
 
-async fn companions(bucket: &Bucket, dir: &FilePath, version: &ImageVersion) -> Result<(), PublishError> {
-    for suffix in COMPANIONS {
-        let path = dir.join(format!("{BUNDLE_FILE}{suffix}"));
-        if let Some(content) = companion(&path).await? {
-            bucket.put(&key::bundle(version, suffix), content).await?;
-        }
-    }
-    Ok(())
-}
-
 /// The write that publishes; it happens only where no digest stands yet.
 async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
-    let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
-    let put = bucket.raw().put_opts(&key, PutPayload::from(digest_line(stated)), options).await;
-    match put.map_err(|error| StoreError::of(&key, error)) {
-        Ok(_) => Ok(()),
+    match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
+        Ok(()) => Ok(()),
         // Either another publisher was faster, or this was our own write whose answer was lost.
         Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
             Some(there) if there == stated => Ok(()),
@@ -350,7 +320,10 @@ fn check(path: &FilePath, found: &str, stated: &str) -> Result<(), PublishError>
 mod tests {
     use std::sync::Arc;
 
+    use kit::bundle::SigningKey;
+
     use super::*;
+    use crate::store::bundle;
 
     fn build(content: &[u8]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -416,5 +389,85 @@ mod tests {
         assert_eq!(archive.size, 12 << 20);
         assert!(bucket.head(&key::bundle(&version, ".json")).await.unwrap().is_some());
         assert!(digest(&bucket, &version).await.unwrap().is_some());
+    }
+
+    fn key() -> SigningKey {
+        SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
+    }
+
+    /// Puts a manifest beside a build of `content`, signed or not.
+    fn describe(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, signed_by: Option<&SigningKey>) {
+        let manifest = kit::bundle::Manifest {
+            version: 1,
+            image_version: "1.0".to_owned(),
+            sha256: hex::encode(Sha256::digest(content)),
+            size_bytes: content.len() as u64,
+            min_version: None,
+            created_at: "2026-01-01T00:00:00.000Z".to_owned(),
+            expires_at: expires_at.to_owned(),
+        };
+        let text = manifest.text().unwrap();
+        let beside = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));
+        std::fs::write(beside(".json"), &text).unwrap();
+        if let Some(key) = signed_by {
+            std::fs::write(beside(".json.sig"), key.signature_line(text.as_bytes())).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_published_version_gets_the_signed_manifest_that_it_lacks_and_one_that_holds_for_longer() {
+        let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
+        let dir = build(b"one");
+        let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
+        let publish = async || publish_for(&bucket, dir.path(), &version, Some(&keys)).await;
+        let ends = async || {
+            let signed = bundle::signed(&bucket, &version).await.unwrap().unwrap();
+            let verified = bundle::verify(&signed, &keys, &version, Timestamp::now()).unwrap();
+            verified.manifest().expires_at.to_string()
+        };
+        assert!(publish().await.unwrap().updates != Updates::Possible);
+        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
+        let unsigned = publish().await.unwrap();
+        assert_eq!(unsigned.news, News::WasThere);
+        assert_eq!(unsigned.updates, Updates::Impossible("its manifest is not signed".to_owned()));
+        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        let signed = publish().await.unwrap();
+        assert_eq!((signed.news, signed.updates), (News::WasThere, Updates::Possible));
+        assert_eq!(ends().await, "2125-01-01T00:00:00Z");
+
+        describe(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
+        let keyless = publish_for(&bucket, dir.path(), &version, None).await.unwrap_err();
+        assert!(keyless.to_string().contains("BUNDLE_PUBLIC_KEYS"), "{keyless}");
+        assert_eq!(publish().await.unwrap().updates, Updates::Possible);
+        assert_eq!(ends().await, "2126-01-01T00:00:00Z");
+        describe(&dir, b"one", "2125-06-01T00:00:00.000Z", Some(&key()));
+        let shorter = publish().await.unwrap_err();
+        assert!(matches!(shorter, PublishError::NoRenewal { .. }), "{shorter}");
+        assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
+        assert_eq!(ends().await, "2126-01-01T00:00:00Z");
+
+        // A renewal that was cut between its two writes is finished.
+        let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
+        describe(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
+        publish().await.unwrap();
+        bucket.put(&key::bundle(&version, ".json.sig"), old).await.unwrap();
+        assert_eq!(publish().await.unwrap().updates, Updates::Possible);
+        assert_eq!(ends().await, "2127-01-01T00:00:00Z");
+    }
+
+    #[tokio::test]
+    async fn whether_hosts_can_update_is_what_the_store_has() {
+        let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
+        let dir = build(b"one");
+        let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
+        describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
+        publish_for(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
+        // Published again from where no manifest is.
+        let bare = build(b"one");
+        let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
+        assert_eq!((again.news, again.updates), (News::WasThere, Updates::Possible));
+        let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
+        let stranger = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
+        assert!(stranger.to_string().contains("none of the keys"), "{stranger}");
     }
 }

@@ -21,7 +21,12 @@ pub struct Request {
 impl Request {
     /// For the request of now.
     pub fn new(image_version: ImageVersion) -> Self {
-        Self { image_version, requested_at: crate::clock::now_ms(), request_id: request_id::current() }
+        Self::under(request_id::current(), image_version)
+    }
+
+    /// For a request that was made before.
+    pub fn under(request_id: String, image_version: ImageVersion) -> Self {
+        Self { image_version, requested_at: crate::clock::now_ms(), request_id }
     }
 
     /// Asks; the unit that serves it removes the file.
@@ -63,10 +68,20 @@ pub struct Outcome {
     pub at: Timestamp,
 }
 
+/// The outcome of the last update, and which request it served.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Last {
+    #[serde(flatten)]
+    pub outcome: Outcome,
+    #[serde(default)]
+    pub request_id: Option<String>,
+}
+
 /// The last one, if there was one that can be read.
 ///
 /// # Errors
 /// When the file is there and cannot be read.
-pub fn last(layout: &Layout) -> Result<Option<Outcome>, FileError> {
+pub fn last(layout: &Layout) -> Result<Option<Last>, FileError> {
     Ok(fsx::read_if_there(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

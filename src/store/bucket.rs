@@ -242,12 +242,25 @@ impl Bucket {
         value: &impl Serialize,
         condition: Condition,
     ) -> Result<(), StoreError> {
+        self.put_if(key, to_json(key, value)?, condition).await
+    }
+
+    /// As [`put_json_if`](Self::put_json_if), of bytes.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn put_if(
+        &self,
+        key: &Path,
+        body: impl Into<Bytes>,
+        condition: Condition,
+    ) -> Result<(), StoreError> {
         let mode = match condition {
             Condition::Absent => PutMode::Create,
             Condition::Unchanged(version) => PutMode::Update(version.0),
         };
         let options = PutOptions { mode, ..PutOptions::default() };
-        let put = self.inner.put_opts(key, to_json(key, value)?.into(), options);
+        let put = self.inner.put_opts(key, body.into().into(), options);
         counted("put_if", async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }).await
     }
 }

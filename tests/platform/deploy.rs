@@ -74,6 +74,13 @@ impl Fleet {
         answer.body
     }
 
+    async fn is_at_it(&self, guest: usize) {
+        let guest = &self.guests[guest];
+        let mut beat = beat_of(guest);
+        beat["updating"] = json!(true);
+        self.stack.beat(&self.process, guest, &beat).await;
+    }
+
     /// What the host is told to run.
     async fn desired(&self, guest: usize) -> Value {
         let guest = &self.guests[guest];
@@ -189,6 +196,74 @@ async fn a_rollout_stops_at_what_goes_back_and_at_silence() {
     fleet.tells(2, "v1", "failed").await;
     let stopped = fleet.comes_to(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "2 machines failed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_is_at_it_is_not_silent_until_it_takes_too_long() {
+    let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
+    let rollout = fleet.deploy(&json!({})).await;
+    fleet.asked(0).await;
+    let began = std::time::Instant::now();
+    let at_it = async || {
+        fleet.is_at_it(0).await;
+        tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+        fleet.look(&rollout).await
+    };
+    while began.elapsed().as_secs() < 5 {
+        assert_eq!(at_it().await["totals"]["asked"], 1, "after {:?}", began.elapsed());
+    }
+    // Done, and not well yet: what it said last still counts.
+    let mut beat = beat_of(&fleet.guests[0]);
+    beat["health"]["gateway"] = json!("failing");
+    fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
+    tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
+    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1);
+    while fleet.look(&rollout).await["totals"]["failed"] == 0 {
+        assert!(began.elapsed().as_secs() < 30, "it may be at it for ever");
+        at_it().await;
+    }
+    assert!(began.elapsed().as_secs() >= 11, "after {:?}", began.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_is_late_while_a_rollout_is_paused() {
+    let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
+    let rollout = fleet.deploy(&json!({})).await;
+    fleet.asked(0).await;
+    assert_eq!(fleet.say(&rollout, "pause").await.body["state"], "paused");
+    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1);
+    assert_eq!(fleet.say(&rollout, "resume").await.body["state"], "running");
+    tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
+    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1, "the pause was counted");
+    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    assert_eq!(stopped["why"], "the canary failed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_is_told_by_which_request_it_is_asked() {
+    let fleet = Fleet::of(1, &[]).await;
+    let idle = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await;
+    assert_eq!(idle.body["desiredRequestId"], Value::Null);
+    let mut before = Value::Null;
+    for _ in 0..2 {
+        let rollout = fleet.deploy(&json!({})).await;
+        fleet.asked(0).await;
+        let told = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await.body;
+        assert_eq!(told["desiredRequestId"], rollout["requestId"]);
+        assert_ne!(told["desiredRequestId"], before, "a rollout that is repeated is another request");
+        before = told["desiredRequestId"].clone();
+        assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
+        // What was asked ends by the host's word.
+        fleet.tells(0, "v1", "failed").await;
+        fleet
+            .stack
+            .eventually("its end", || async {
+                (fleet.look(&rollout).await["totals"]["failed"] == 1).then_some(())
+            })
+            .await;
+        fleet.tells(0, "v1", "refused").await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -22,12 +22,15 @@ const NEW: &str = "2026.2.0";
 const MADE: &str = "2026-01-02T03:04:05.000Z";
 const NEVER: &str = "2126-01-02T03:04:05.000Z";
 
-/// It starts a gateway as the current release is, and remembers what it was told.
+/// It starts a gateway as the current release is, and remembers what it was told. A unit is what its own file says, or
+/// else what the gateway is.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case $1 in
   restart) if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then echo failed; else echo active; fi >"$SVC_ROOT/gateway" ;;
-  show) echo "ActiveState=$(cat "$SVC_ROOT/gateway")"; echo Result=exit-code; echo NRestarts=0 ;;
+  show)
+    if [ -e "$SVC_ROOT/state-$3" ]; then state=$SVC_ROOT/state-$3; else state=$SVC_ROOT/gateway; fi
+    echo "ActiveState=$(cat "$state")"; echo Result=exit-code; echo NRestarts=0 ;;
 esac
 "#;
 
@@ -164,11 +167,16 @@ impl Stage {
         Ok(())
     }
 
-    /// Not even looked at by the service manager.
+    /// What the service manager was told to do, in order.
+    fn told(&self) -> Result<Vec<String>> {
+        let calls = fs::read_to_string(self.machine.path("calls"))?;
+        Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())
+    }
+
+    /// Nothing was restarted or stopped.
     fn is_untouched(&self) -> Result<()> {
         self.runs(OLD)?;
-        let calls = fs::read_to_string(self.machine.path("calls"))?;
-        assert!(!calls.contains("restart"), "{calls}");
+        assert_eq!(self.told()?, ["daemon-reload"], "only the boot's");
         Ok(())
     }
 
@@ -203,11 +211,15 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
         (&last["version"], &last["outcome"], &last["stage"]),
         (&NEW.into(), &"updated".into(), &"done".into())
     );
-    let calls = fs::read_to_string(stage.machine.path("calls"))?;
-    let told: Vec<&str> = calls.lines().filter(|line| !line.starts_with("show")).collect();
-    assert_eq!(told[0], "daemon-reload", "of the boot");
-    assert_eq!(told[1..3], ["daemon-reload", "restart svc-gateway.service"], "{calls}");
-    assert!(told.contains(&"restart svc-sync-agent.service"), "{calls}");
+    let of_the_update = [
+        "stop svc-2026.1.0.service",
+        "daemon-reload",
+        "restart svc-gateway.service",
+        "restart svc-shell.service",
+        "restart svc-code.service",
+        "restart svc-sync-agent.service",
+    ];
+    assert_eq!(stage.told()?[1..], of_the_update, "after the boot's");
     let asked = stage.source.asked();
     assert!(
         asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
@@ -353,6 +365,65 @@ async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result
 }
 
 #[tokio::test]
+async fn a_boot_keeps_the_release_that_is_current() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    stage.apply(NEW).await?.expect(0);
+    let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
+    fs::remove_file(&unit)?;
+    let before = stage.source.asked().len();
+    stage.run(&["boot"], None).await?.expect(0);
+    stage.runs(NEW)?;
+    assert_eq!(stage.source.asked().len(), before, "the release of user-data was fetched");
+
+    stage.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
+    let refused = stage.run(&["boot"], None).await?.expect(75);
+    assert!(refused.stderr.contains("`svc-update resume` finishes it"), "{}", refused.stderr);
+    stage.run(&["resume"], None).await?.expect(0);
+    stage.run(&["boot"], None).await?.expect(0);
+    stage.runs(OLD)
+}
+
+#[tokio::test]
+async fn what_a_release_started_ends_with_it() -> Result<()> {
+    let stage = Stage::with(&broken()?).await?;
+    // It is being started when the update begins, and does not come up: nobody waits for it.
+    fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
+    stage.apply(NEW).await?.expect(65);
+    stage.runs(OLD)?;
+    let told = stage.told()?;
+    let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
+    assert_eq!(told[1..4], new);
+    let back = told.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
+    assert_eq!(told[back + 1], "daemon-reload", "its unit is gone when it is stopped: {told:?}");
+    for of_one in [&told[..back], &told[back..]] {
+        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{told:?}");
+        assert!(of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"), "{told:?}");
+    }
+    assert!(!told.iter().any(|word| word == "restart svc-code.service"), "{told:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let current = stage.machine.path("opt/svc/releases").join(OLD);
+    for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
+        let has = current.join(part);
+        fs::create_dir_all(&has)?;
+        let refused = stage.apply(NEW).await?.expect(65);
+        assert!(refused.stderr.contains(&format!("comes without {part}")), "{}", refused.stderr);
+        let last = stage.last()?;
+        assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
+        stage.is_untouched()?;
+        fs::remove_dir(&has)?;
+    }
+    // The owner's code-server may go.
+    fs::create_dir_all(current.join("runtime/code-server"))?;
+    stage.apply(NEW).await?.expect(0);
+    stage.runs(NEW)
+}
+
+#[tokio::test]
 async fn nothing_asked_for_is_nothing_done() -> Result<()> {
     let stage = Stage::new().await?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
@@ -398,7 +469,8 @@ async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);
-    points.extend(["update.switched", "update.linked", "update.units_written", "update.units_recorded"]);
+    points.extend(["update.switched", "update.linked"]);
+    points.extend(["update.units_announced", "update.units_written", "update.units_recorded"]);
     killed_at(&points, &good, NEW, "updated").await
 }
 

@@ -141,8 +141,8 @@ async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
 #[tokio::test]
 async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end() -> Result<()> {
     let store = machine::store()?;
-    let named = json!({ "desiredImageVersion": "2.0.0", "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
-    let platform = Platform::start(Answer::Json(200, named)).await?;
+    let asked_for_by = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
+    let platform = Platform::start(Answer::Json(200, asked_for_by("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.serves(&machine)?;
     let listen = gateway(&machine).await?.to_string();
@@ -151,18 +151,19 @@ async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end(
     let request = machine.path("var/lib/svc/requests/update");
     until("the request", || request.exists()).await?;
     let asked: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
-    assert_eq!(asked["imageVersion"], "2.0.0");
-    assert!(asked["requestId"].is_string(), "{asked}");
+    assert_eq!((&asked["imageVersion"], &asked["requestId"]), (&json!("2.0.0"), &json!("rollout-one")));
     // The updater is at it, then refuses it.
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
     let told = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
     until("it says that it is at it", || told("\"updating\":true")).await?;
-    let last = json!({ "version": "2.0.0", "outcome": "refused", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
+    let last = json!({ "version": "2.0.0", "outcome": "failed", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
+    let mut kept = last.clone();
+    kept["requestId"] = json!("rollout-one");
     svc::fsx::write_atomic(
         &machine.path("var/lib/svc/update/last.json"),
-        last.to_string().as_bytes(),
+        kept.to_string().as_bytes(),
         0o644,
     )?;
     std::fs::remove_file(&journal)?;
@@ -171,6 +172,11 @@ async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end(
     assert!(!request.exists(), "what was refused is asked for again");
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
+    // The next rollout of the same release is another request.
+    platform.next([Answer::Json(200, asked_for_by("rollout-two"))]);
+    until("the other request", || request.exists()).await?;
+    let asked: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
+    assert_eq!((&asked["imageVersion"], &asked["requestId"]), (&json!("2.0.0"), &json!("rollout-two")));
     running.signal(Signal::SIGTERM)?;
     end(running).await?.expect(0);
     Ok(())

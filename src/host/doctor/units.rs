@@ -16,7 +16,8 @@ const SERVICES: [&str; 5] = [
     "svc-code.service",
     "svc-sync-agent.service",
 ];
-const TIMERS: [&str; 2] = ["svc-db-backup.timer", "svc-heartbeat.timer"];
+const TIMERS: [&str; 4] =
+    ["svc-db-backup.timer", "svc-heartbeat.timer", "svc-update.path", "svc-db-backup-request.path"];
 
 /// Those that have nothing to run where the release comes without that part.
 fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {

@@ -34,6 +34,8 @@ struct Beat {
 #[serde(rename_all = "camelCase", default)]
 pub struct Answer {
     pub desired_image_version: Option<ImageVersion>,
+    /// The request that it is desired for, where there is one.
+    pub desired_request_id: Option<String>,
     pub epoch: Option<Epoch>,
     pub superseded: bool,
     pub proof_keys: Option<ProofKeys>,
@@ -71,7 +73,7 @@ impl<'a> Heart<'a> {
             epoch: settings.identity.epoch,
             health: vitals::health(settings).await,
             last_backup: vitals::last_backup(settings),
-            last_update: updated::last(&settings.layout).ok().flatten(),
+            last_update: updated::last(&settings.layout).ok().flatten().map(|last| last.outcome),
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),

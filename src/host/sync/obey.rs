@@ -7,8 +7,9 @@ use super::heartbeat::{self, Answer};
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
-use crate::host::updated::{self, End, Request};
+use crate::host::updated::{self, End, Last, Request};
 use crate::http::proof::ProofKeys;
+use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
@@ -53,24 +54,34 @@ pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, F
         keep_keys(&settings.layout, &keys)?;
     }
     if let Some(desired) = answer.desired_image_version {
-        ask_for(settings, desired)?;
+        // One that the updater would not take as it is could not be known again.
+        let request = answer.desired_request_id.filter(|id| request_id::fits(id));
+        ask_for(settings, desired, request)?;
     }
     Ok(None)
 }
 
 /// Asks for the release that the platform names, unless it runs, is asked for, or came to an end here without being
-/// taken: a release that was refused or went back would only do so again.
-fn ask_for(settings: &Settings, desired: ImageVersion) -> Result<(), FileError> {
+/// taken, for the same request: a release that was refused or went back would only do so again. For another request it
+/// is asked for anew. That is told by the requests' ids and by no clock, and the updater keeps the id with the outcome,
+/// whether it heard of it from here or from the gateway.
+fn ask_for(settings: &Settings, desired: ImageVersion, request: Option<String>) -> Result<(), FileError> {
     let layout = &settings.layout;
     if desired == heartbeat::image_version(settings)
         || layout.request("update").exists()
         || layout.update_journal().exists()
-        || updated::last(layout)?.is_some_and(|last| last.version == desired && last.outcome != End::Updated)
+        || updated::last(layout)?.is_some_and(|last| came_to_nothing(&last, &desired, request.as_deref()))
     {
         return Ok(());
     }
     tracing::info!(%desired, "the platform names another release");
-    Request::new(desired).write(layout)
+    Request::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+}
+
+/// A platform that names no request means the same one each time.
+fn came_to_nothing(last: &Last, desired: &ImageVersion, request: Option<&str>) -> bool {
+    let is_for_it = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
+    last.outcome.version == *desired && last.outcome.outcome != End::Updated && is_for_it
 }
 
 fn keep_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {

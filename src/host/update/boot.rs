@@ -2,11 +2,13 @@
 //! the password of the machine's database.
 //!
 //! Nothing is switched before the digest of every byte was right. Each step can be done again, so a run that was
-//! killed anywhere is simply run again.
+//! killed anywhere is simply run again. Where a whole release is current, whichever it is, it stays: it gets what it
+//! lacks of links, units and password, and which release comes next is for signed updates alone.
 
 use super::bring::{self, BringError, Expected};
 use super::database::{self, DatabaseError};
 use super::download::{DownloadError, Source};
+use super::journal::{Journal, JournalError};
 use super::place::{self, PlaceError};
 use super::services::{Services, ServicesError, Systemctl};
 use super::units::{self, UnitsError};
@@ -30,6 +32,7 @@ pub const POINTS: &[&str] = &[
     "update.renamed",
     "update.switched",
     "update.linked",
+    "update.units_announced",
     "update.units_written",
     "update.units_recorded",
     "update.password_made",
@@ -39,6 +42,12 @@ pub const POINTS: &[&str] = &[
 /// Why there is no new release. The current one, if any, is as it was.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
+    #[error(
+        "the update from {from} to {to} was cut off and is not finished\n  next: `svc-update resume` finishes it; then boot again"
+    )]
+    Open { from: ImageVersion, to: ImageVersion },
+    #[error(transparent)]
+    Journal(#[from] JournalError),
     #[error(transparent)]
     Bring(#[from] BringError),
     #[error(transparent)]
@@ -58,6 +67,7 @@ enum BootError {
 impl BootError {
     fn exit(&self) -> Exit {
         match self {
+            Self::Open { .. } => Exit::TryAgain,
             Self::Bring(BringError::Download(DownloadError::Refused { .. })) => Exit::Permission,
             Self::Bring(BringError::Download(_)) => Exit::Unavailable,
             _ => Exit::Internal,
@@ -92,7 +102,7 @@ impl Settings {
     }
 }
 
-/// Brings the release and makes it current.
+/// Brings the release and makes it current, unless one is.
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
@@ -104,21 +114,30 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
-    bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    tracing::info!(version = %settings.version, "the release is current");
+    let version = bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
+    tracing::info!(%version, "the release is current");
     Ok(())
 }
 
-async fn bring(layout: &Layout, settings: &Settings) -> Result<(), BootError> {
+async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, BootError> {
     failpoint::pass("update.begin")?;
+    if let Some(open) = Journal::read(layout)? {
+        return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
+    }
     place::remove_leftovers(layout)?;
-    let expected = Expected { sha256: &settings.sha256, size_bytes: None };
-    bring::bring(layout, &settings.source, &settings.version, &expected).await?;
-    place::switch(layout, &settings.version)?;
-    units::install(layout, &settings.version)?;
+    let version = match place::current(layout) {
+        Some(current) => current,
+        None => {
+            let expected = Expected { sha256: &settings.sha256, size_bytes: None };
+            bring::bring(layout, &settings.source, &settings.version, &expected).await?;
+            settings.version.clone()
+        }
+    };
+    place::switch(layout, &version)?;
+    units::install(layout, &version)?;
     database::ensure_password(layout)?;
     if let Some(services) = &settings.services {
         services.reload().await?;
     }
-    Ok(())
+    Ok(version)
 }

@@ -14,7 +14,7 @@ use super::download::{DownloadError, Source};
 use super::health::{self, Door, GATEWAY, OTHERS};
 use super::journal::{Aim, Allowances, Journal, Plan};
 use super::memory::{self, Entry, MemoryError};
-use super::place;
+use super::place::{self, PlaceError};
 use super::rules::{self, Candidate};
 use super::services::Services;
 use super::state::{Event, Stage, State, Trouble};
@@ -38,6 +38,7 @@ use crate::store::key::BUNDLE_FILE;
 /// Whoever reads an outcome wants the reason, not a book.
 const LONGEST_ERROR: usize = 400;
 const TARGET: &str = "svc.target";
+const OWN_UNITS: &str = "svc-update.";
 
 /// The machine as an update sees it.
 pub struct Machine<S> {
@@ -66,6 +67,22 @@ fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
 
 fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
     move |error| Stop::Failed(trouble(stage, &error))
+}
+
+/// What says something of the release refuses it; what says something of this machine or its network is tried again.
+fn not_brought(error: BringError) -> Stop {
+    match &error {
+        BringError::NoSpace { .. } => failed(Stage::Preflight)(error),
+        BringError::Unpack(unpack) if unpack.is_of_the_disk() => failed(Stage::Download)(error),
+        BringError::Download(_)
+        | BringError::Place(PlaceError::File(_) | PlaceError::Injected(_))
+        | BringError::File(_)
+        | BringError::Injected(_) => failed(Stage::Download)(error),
+        BringError::Unpack(_)
+        | BringError::WrongDigest { .. }
+        | BringError::WrongSize { .. }
+        | BringError::Place(_) => refused(Stage::Download)(error),
+    }
 }
 
 impl<S: Services> Machine<S> {
@@ -143,6 +160,8 @@ impl<S: Services> Machine<S> {
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             rules::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.bring(&journal.plan.to, &verified).await?;
+            rules::parts(&self.layout, &journal.plan.from, &journal.plan.to)
+                .map_err(refused(Stage::Preflight))?;
         }
         trial::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
@@ -173,17 +192,7 @@ impl<S: Services> Machine<S> {
         let manifest = verified.manifest();
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.source(version, "")?;
-        let brought = bring::bring(&self.layout, &source, version, &expected).await;
-        brought.map_err(|error| match &error {
-            BringError::NoSpace { .. } => failed(Stage::Preflight)(error),
-            BringError::Download(_) | BringError::File(_) | BringError::Injected(_) => {
-                failed(Stage::Download)(error)
-            }
-            BringError::Unpack(_)
-            | BringError::WrongDigest { .. }
-            | BringError::WrongSize { .. }
-            | BringError::Place(_) => refused(Stage::Download)(error),
-        })
+        bring::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
     }
 
     fn switch(&self, journal: &Journal) -> Result<(), Stop> {
@@ -194,6 +203,7 @@ impl<S: Services> Machine<S> {
     /// Units, then services, then a look whether they are well.
     async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), Stop> {
         failpoint::pass("update.activating").map_err(failed(Stage::Units))?;
+        self.stop_what_goes(version).await?;
         units::install(&self.layout, version).map_err(failed(Stage::Units))?;
         self.services.reload().await.map_err(failed(Stage::Units))?;
         failpoint::pass("update.reloaded").map_err(failed(Stage::Units))?;
@@ -203,6 +213,13 @@ impl<S: Services> Machine<S> {
             // What its end means, the look at all of them says.
             if let Err(error) = self.services.restart(name).await {
                 tracing::warn!(error = %chain(&error), "a service did not come up at once");
+            }
+        }
+        for name in OTHERS.iter().filter(|name| !names.iter().any(|other| other == *name)) {
+            // Whatever else runs by now is of the release before, or of none that stays. Whether it comes up again, and
+            // whether this release has it at all, decides nothing.
+            if let Err(error) = self.services.try_restart(name).await {
+                tracing::warn!(error = %chain(&error), "a service may still be of the other release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(TARGET).exists() {
@@ -220,6 +237,18 @@ impl<S: Services> Machine<S> {
         };
         health::wait(&self.services, &names, &door, self.health_deadline).await.map_err(unwell)?;
         failpoint::pass("update.well").map_err(failed(Stage::Health))
+    }
+
+    /// What runs by a unit that this release has not ends while the unit is still known.
+    async fn stop_what_goes(&self, version: &ImageVersion) -> Result<(), Stop> {
+        let lost = units::lost(&self.layout, version).map_err(failed(Stage::Units))?;
+        // Not the unit that this may be the run of.
+        for unit in lost.iter().filter(|unit| !unit.starts_with(OWN_UNITS)) {
+            if let Err(error) = self.services.stop(unit).await {
+                tracing::warn!(error = %chain(&error), "a unit that goes was not stopped");
+            }
+        }
+        Ok(())
     }
 
     fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
@@ -292,4 +321,31 @@ impl<S: Services> Machine<S> {
 /// [`UpdateError::NoRelease`].
 pub fn current(layout: &Layout) -> Result<ImageVersion, UpdateError> {
     release::current(layout).ok_or(UpdateError::NoRelease)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::PathBuf;
+
+    use super::super::unpack::UnpackError;
+    use super::*;
+
+    #[test]
+    fn a_disk_that_is_full_is_not_the_releases_fault() {
+        let write = |source: io::Error| -> BringError {
+            UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
+        };
+        for errno in [nix::libc::ENOSPC, nix::libc::EIO, nix::libc::EDQUOT] {
+            let Stop::Failed(why) = not_brought(write(io::Error::from_raw_os_error(errno))) else {
+                panic!("{errno}: refused");
+            };
+            assert_eq!(why.stage, Stage::Download);
+        }
+        let twice = write(io::ErrorKind::AlreadyExists.into());
+        let damaged = BringError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
+        for of_the_release in [twice, damaged] {
+            assert!(matches!(not_brought(of_the_release), Stop::Refused(_)));
+        }
+    }
 }

@@ -251,7 +251,8 @@ mod tests {
         keep(&layout, &entry).unwrap();
         keep(&layout, &entry).unwrap();
         assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
-        assert_eq!(crate::host::updated::last(&layout).unwrap(), Some(outcome));
+        let last = crate::host::updated::last(&layout).unwrap().unwrap();
+        assert_eq!((last.outcome, last.request_id.as_deref()), (outcome, Some("r")));
         let mut text = fs::read(history_path(&layout)).unwrap();
         text.extend(b"{\"torn");
         fs::write(history_path(&layout), text).unwrap();

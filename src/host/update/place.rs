@@ -94,6 +94,11 @@ fn check(dir: &Path, version: &ImageVersion) -> Result<(), PlaceError> {
     Ok(())
 }
 
+/// The release that is current, where it is whole.
+pub fn current(layout: &Layout) -> Option<ImageVersion> {
+    release::current(layout).filter(|version| check(&layout.release(version), version).is_ok())
+}
+
 /// Makes a release current: one rename of one link. Done already is success.
 ///
 /// # Errors

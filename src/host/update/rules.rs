@@ -10,6 +10,10 @@ use crate::host::release::Release;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::Manifest;
 
+/// Parts that a machine with them cannot do without: its backups, and its owner's desktop. That they are missing shows
+/// in no service that fails.
+const PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
+
 /// A rule that forbids an update.
 #[derive(Debug, thiserror::Error)]
 pub enum Rule {
@@ -25,6 +29,8 @@ pub enum Rule {
     TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{to} of {} is older than {from} of {} (--allow-downgrade goes back all the same)", rfc3339_ms(*.made), rfc3339_ms(*.current_made))]
     Older { from: ImageVersion, to: ImageVersion, made: Timestamp, current_made: Timestamp },
+    #[error("{to} comes without {part}, which {from} has: publish a bundle that has it")]
+    LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
 }
 
 /// Rules of this machine.
@@ -79,6 +85,18 @@ pub fn of_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), Ru
         return Err(Rule::Older { from, to, made, current_made });
     }
     Ok(())
+}
+
+/// Whether the release, which is on this machine, has the parts that the current one has.
+///
+/// # Errors
+/// [`Rule::LostPart`].
+pub fn parts(layout: &Layout, from: &ImageVersion, to: &ImageVersion) -> Result<(), Rule> {
+    let has = |version: &ImageVersion, part: &str| layout.release(version).join(part).exists();
+    match PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
+        Some(part) => Err(Rule::LostPart { from: from.clone(), to: to.clone(), part }),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -58,6 +58,10 @@ pub trait Services: Send + Sync {
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
     /// Starts the unit anew, and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
+    /// Starts the unit anew where it runs or is being started, without waiting.
+    async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
+    /// Stops the unit, and waits until it has ended.
+    async fn stop(&self, unit: &str) -> Result<(), ServicesError>;
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
 }
 
@@ -133,6 +137,14 @@ impl Services for Systemctl {
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
         self.call(&["restart", unit], RESTARTING).await.map(drop)
+    }
+
+    async fn try_restart(&self, unit: &str) -> Result<(), ServicesError> {
+        self.call(&["try-restart", "--no-block", unit], LOOKING).await.map(drop)
+    }
+
+    async fn stop(&self, unit: &str) -> Result<(), ServicesError> {
+        self.call(&["stop", unit], RESTARTING).await.map(drop)
     }
 
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {

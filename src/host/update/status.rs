@@ -74,7 +74,7 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
         releases,
         quarantined: memory::quarantined(layout).or_exit(Exit::Internal)?,
         update: Journal::read(layout).or_exit(Exit::Internal)?,
-        last: updated::last(layout).or_exit(Exit::Internal)?,
+        last: updated::last(layout).or_exit(Exit::Internal)?.map(|last| last.outcome),
     })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Only files whose name begins with `svc` are ours; a record beside the journal tells which of them we put there.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -13,9 +13,10 @@ use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
 use crate::machine::name::ImageVersion;
 
+const UNITS: &str = "etc/systemd/system";
 /// Below a release's `systemd/`, and where it goes.
 const TREES: [(&str, &str); 3] =
-    [("system", "etc/systemd/system"), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
+    [("system", UNITS), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
 const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +31,7 @@ pub enum UnitsError {
     Injected(#[from] Injected),
 }
 
-/// What we installed, by paths below the root.
+/// What we installed, by paths below the root. While an installation is under way, also what it brings.
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
     version: u32,
@@ -39,40 +40,79 @@ struct Record {
 
 /// Makes `/etc` hold exactly the files of this release. Done already, it changes nothing.
 ///
+/// What comes is recorded before its first file is there, so that whatever cuts this off, the next installation, of this
+/// release or another, removes what it does not have.
+///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
-    let source = layout.release(version).join("systemd");
-    let mut wanted = BTreeSet::new();
-    for (tree, place) in TREES {
-        let mut found = Vec::new();
-        files(&source.join(tree), Path::new(""), &mut found)?;
-        for inner in found {
-            if !inner.as_os_str().as_encoded_bytes().starts_with(b"svc") {
-                return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
-            }
-            let target = Path::new(place).join(&inner);
-            copy(&source.join(tree).join(&inner), &layout.root().join(&target))?;
-            wanted.insert(target);
-        }
+    let wanted = wanted(layout, version)?;
+    let known = known(layout)?;
+    record(layout, known.iter().chain(wanted.keys()).cloned().collect())?;
+    failpoint::pass("update.units_announced")?;
+    for (target, source) in &wanted {
+        copy(source, &layout.root().join(target))?;
     }
     failpoint::pass("update.units_written")?;
-    let record = layout.update_state().join("installed.json");
-    for gone in known(&record)?.difference(&wanted) {
+    for gone in known.iter().filter(|path| !wanted.contains_key(*path)) {
         fsx::remove_if_there(&layout.root().join(gone))?;
     }
-    let text = serde_json::to_vec(&Record { version: RECORD_VERSION, files: wanted })
-        .expect("paths of a release are text");
-    fsx::write_atomic(&record, &text, 0o644)?;
+    record(layout, wanted.into_keys().collect())?;
     failpoint::pass("update.units_recorded")?;
     Ok(())
 }
 
-fn known(record: &Path) -> Result<BTreeSet<PathBuf>, UnitsError> {
-    let Some(text) = fsx::read_if_there(record)? else { return Ok(BTreeSet::new()) };
+/// Units of ours that an installation of this release would remove, and that can run.
+///
+/// # Errors
+/// [`UnitsError`].
+pub fn lost(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
+    let wanted = wanted(layout, version)?;
+    let known = known(layout)?;
+    let gone = known.iter().filter(|path| !wanted.contains_key(*path));
+    let units = gone.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
+    Ok(units.filter(|unit| runs(unit)).map(str::to_owned).collect())
+}
+
+/// Whether a path below the directory of units is of one that runs: neither a drop-in nor a target.
+fn runs(unit: &str) -> bool {
+    let kinds = [".service", ".timer", ".path", ".socket"];
+    !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
+}
+
+/// The release's files by where they go, all of them ours.
+fn wanted(layout: &Layout, version: &ImageVersion) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
+    let root = layout.release(version).join("systemd");
+    let mut wanted = BTreeMap::new();
+    for (tree, place) in TREES {
+        let mut found = Vec::new();
+        files(&root.join(tree), Path::new(""), &mut found)?;
+        for inner in found {
+            if !inner.as_os_str().as_encoded_bytes().starts_with(b"svc") {
+                return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
+            }
+            wanted.insert(Path::new(place).join(&inner), root.join(tree).join(&inner));
+        }
+    }
+    Ok(wanted)
+}
+
+fn record_path(layout: &Layout) -> PathBuf {
+    layout.update_state().join("installed.json")
+}
+
+fn record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
+    let text =
+        serde_json::to_vec(&Record { version: RECORD_VERSION, files }).expect("paths of a release are text");
+    fsx::write_atomic(&record_path(layout), &text, 0o644)
+}
+
+fn known(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
+    let path = record_path(layout);
+    let Some(text) = fsx::read_if_there(&path)? else { return Ok(BTreeSet::new()) };
     match serde_json::from_slice::<Record>(&text) {
         Ok(known) if known.version == RECORD_VERSION => Ok(known.files),
-        _ => Err(UnitsError::Record { path: record.to_owned() }),
+        _ => Err(UnitsError::Record { path }),
     }
 }
 
@@ -143,6 +183,43 @@ mod tests {
         assert!(etc.join("svc-by-hand.service").exists());
         install(&layout, &one).unwrap();
         assert!(etc.join("svc-b.service").exists() && !etc.join("svc-c.service.d/10-x.conf").exists());
+    }
+
+    #[test]
+    fn what_an_installation_that_failed_had_brought_is_removed_by_the_next() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let one = release(&layout, "1", &[("system/svc-a.service", "a1")]);
+        let two = release(
+            &layout,
+            "2",
+            &[
+                ("system/svc-b.service", "b"),
+                ("system/svc-a.service.d/10-x.conf", "x"),
+                ("system/svc-z.service.d/10-x.conf", "z"),
+            ],
+        );
+        install(&layout, &one).unwrap();
+        let etc = dir.path().join(UNITS);
+        // No directory can be made there.
+        fs::write(etc.join("svc-z.service.d"), "in the way").unwrap();
+        assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
+        assert!(etc.join("svc-b.service").exists() && etc.join("svc-a.service.d/10-x.conf").exists());
+        assert_eq!(lost(&layout, &one).unwrap(), ["svc-b.service"]);
+        install(&layout, &one).unwrap();
+        assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a1");
+        assert!(!etc.join("svc-b.service").exists() && !etc.join("svc-a.service.d/10-x.conf").exists());
+        assert!(lost(&layout, &one).unwrap().is_empty());
+    }
+
+    #[test]
+    fn nothing_is_copied_of_a_release_with_a_unit_of_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];
+        let version = release(&layout, "1", &files);
+        assert!(matches!(install(&layout, &version), Err(UnitsError::Foreign { .. })));
+        assert!(!dir.path().join(UNITS).join("svc-a.service").exists());
     }
 
     #[test]

@@ -48,6 +48,15 @@ pub enum UnpackError {
     },
 }
 
+impl UnpackError {
+    /// Whether the machine's disk failed, and not the archive: one that is full or broken says nothing of a release.
+    pub fn is_of_the_disk(&self) -> bool {
+        use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
+        let of_the_archive = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
+        matches!(self, Self::Write { source, .. } if !of_the_archive.contains(&source.kind()))
+    }
+}
+
 /// The end that the download writes to, and the archive as a reader.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
     let (chunks, receiver) = mpsc::channel(QUEUE);

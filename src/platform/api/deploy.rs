@@ -201,6 +201,9 @@ async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Res
     let before = rollouts::locked(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let Some(next) = word.leads_to(before.state) else { return Err(ended(&before)) };
     rollouts::set_state(&tx, id, next, None).await?;
+    if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
+        rollouts::count_anew(&tx, id).await?;
+    }
     let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let reply = Reply::new(StatusCode::OK, rollouts::record(&tx, &after).await?);
     if next == before.state {

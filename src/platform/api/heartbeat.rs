@@ -83,12 +83,16 @@ pub async fn handle(
     let keys = db::keys::public(&session, db::keys::PROOF).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
-    let answer = json!({
-        "desiredImageVersion": desired.unwrap_or_else(|| beat.image_version.to_string()),
+    let mut answer = json!({
+        "desiredImageVersion": beat.image_version,
         "epoch": machine.epoch,
         "superseded": superseded,
         "proofKeys": keys,
     });
+    if let Some(desired) = desired {
+        answer["desiredImageVersion"] = desired.image_version.into();
+        answer["desiredRequestId"] = desired.request_id.into();
+    }
     Ok(Json(answer).into_response())
 }
 
@@ -285,6 +289,6 @@ fn known() -> Value {
             ("superseded", boolean()),
             ("proofKeys", object(&[("keys", array(key))], &[])),
         ],
-        &[],
+        &[("desiredRequestId", text())],
     )
 }

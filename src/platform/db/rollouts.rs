@@ -182,6 +182,26 @@ pub async fn reachable(
     Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
+/// How long a host that was asked is waited for.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// Since it was asked, or last said that it is at an update.
+    pub silence: Duration,
+    /// Since it was asked, whatever it says: it may be at another update, or at this one for ever.
+    pub whole: Duration,
+}
+
+/// Takes down which machines say that they are at it, so that a later word does not make them look silent.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn hear(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
+    let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
+               WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
+               AND m.heartbeat_at > greatest(r.asked_at, r.updating_at)";
+    execute(tx, sql, &[&rollout.0]).await.map(drop)
+}
+
 /// What is known of a rollout's machines now.
 ///
 /// # Errors
@@ -189,20 +209,24 @@ pub async fn reachable(
 pub async fn members(
     client: &impl GenericClient,
     rollout: &RolloutRow,
-    silence: Duration,
+    patience: Patience,
 ) -> Result<Vec<Member>, DbError> {
-    // Its own last word counts once it is another than when it was asked.
+    // Its own last word counts once it is another than when it was asked. No host is late while its rollout is paused:
+    // one that had not heard of it yet is not told then.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running', \
                m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
                CASE WHEN m.last_update IS DISTINCT FROM r.update_before AND m.last_update ->> 'version' = $2 \
                    AND m.last_update ->> 'outcome' <> 'updated' \
                    THEN concat_ws(': ', m.last_update ->> 'outcome', m.last_update ->> 'error') END, \
-               coalesce(r.asked_at <= clock_timestamp() - make_interval(secs => $3), false) \
+               coalesce($3 AND (greatest(r.asked_at, r.resumed_at, r.updating_at) <= clock_timestamp() - make_interval(secs => $4) \
+                   OR greatest(r.asked_at, r.resumed_at) <= clock_timestamp() - make_interval(secs => $5)), false) \
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let version = rollout.image_version.as_str();
-    let found = rows(client, sql, &[&rollout.id.0, &version, &silence.as_secs_f64()]).await?;
+    let counts = rollout.state != State::Paused;
+    let (silence, whole) = (patience.silence.as_secs_f64(), patience.whole.as_secs_f64());
+    let found = rows(client, sql, &[&rollout.id.0, &version, &counts, &silence, &whole]).await?;
     found
         .iter()
         .map(|row| {
@@ -246,6 +270,15 @@ pub async fn ask(tx: &Transaction<'_>, rollout: RolloutId, machine: MachineId) -
     execute(tx, sql, &[&rollout.0, &machine.0]).await.map(drop)
 }
 
+/// Counts anew how long the machines that were asked are waited for: nobody told them while the rollout was paused.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count_anew(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
+    let sql = "UPDATE rollout_machines SET resumed_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked'";
+    execute(tx, sql, &[&rollout.0]).await.map(drop)
+}
+
 /// Machines that were asked and whose hosts nobody has told yet; they count as told from now on.
 ///
 /// # Errors
@@ -269,14 +302,21 @@ pub async fn set_state(
     execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
 }
 
+/// What a machine is asked to run, and by which request.
+pub struct Desired {
+    pub image_version: String,
+    pub request_id: String,
+}
+
 /// What a machine is asked to run by a rollout that goes on.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<Option<String>, DbError> {
-    let sql = "SELECT o.image_version FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
+pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<Option<Desired>, DbError> {
+    let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
-    Ok(row(client, sql, &[&machine.0]).await?.map(|row| row.get(0)))
+    let found = row(client, sql, &[&machine.0]).await?;
+    Ok(found.map(|row| Desired { image_version: row.get(0), request_id: row.get(1) }))
 }
 
 /// The newest ones, the newest first, as the API lists them: without their machines.

@@ -2,7 +2,8 @@
 //! only then are hosts told.
 //!
 //! Any process may take the next step of a rollout, one at a time. A host that did not hear of it hears at its next
-//! heartbeat, so that telling it once is enough.
+//! heartbeat, so that telling it once is enough. Both tell it the request that the rollout was made by: what came to
+//! nothing for that request is not tried again, and a later rollout of the same release is.
 
 pub mod plan;
 
@@ -14,7 +15,7 @@ use serde_json::json;
 
 use self::plan::{Effect, Pace, Stand};
 use super::context::Platform;
-use super::db::rollouts::{self, RolloutRow, State};
+use super::db::rollouts::{self, Patience, RolloutRow, State};
 use super::db::{self, audit};
 use super::operations::ask_host;
 use crate::http::problem::chain;
@@ -25,6 +26,8 @@ use crate::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 /// Hosts that are told at one time.
 const AT_ONCE: usize = 8;
 const LEAST_PAUSE: Duration = Duration::from_millis(200);
+/// A host that says that it is at an update is waited for this often as long as one that says nothing.
+const LONGEST: u32 = 6;
 
 /// Takes rollouts on until `stop`.
 pub async fn run(platform: Arc<Platform>) {
@@ -55,8 +58,10 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let tx = db::begin(&mut session).await?;
     // Another process is at it.
     let Some(rollout) = rollouts::held(&tx, rollout.id).await? else { return Ok(()) };
-    let deadline = platform.config.timing.rollout_silence;
-    let members = rollouts::members(&tx, &rollout, deadline).await?;
+    rollouts::hear(&tx, rollout.id).await?;
+    let silence = platform.config.timing.rollout_silence;
+    let patience = Patience { silence, whole: silence.saturating_mul(LONGEST) };
+    let members = rollouts::members(&tx, &rollout, patience).await?;
     let pace = if rollout.state == State::Running { Pace::Goes } else { Pace::Stands };
     let most = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
     let effects = plan::next(pace, most, &members);

@@ -50,7 +50,7 @@ pub struct Member {
     pub is_there: bool,
     /// What its host said since it was asked: why the update did not come about.
     pub refused: Option<String>,
-    /// It was asked longer ago than a host may be silent.
+    /// It is waited for no longer: it has been silent, or at it, for too long.
     pub is_overdue: bool,
 }
 
@@ -127,7 +127,7 @@ fn settle(member: &Member) -> Option<(Stand, Option<String>)> {
     if member.is_there {
         return Some((Stand::Updated, None));
     }
-    member.is_overdue.then(|| (Stand::Failed, Some("its host said nothing in time".to_owned())))
+    member.is_overdue.then(|| (Stand::Failed, Some("its host said nothing of the update in time".to_owned())))
 }
 
 /// The batch of each machine, in order: the canary, then batches.

@@ -114,6 +114,16 @@ pub fn minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bundle> {
 /// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and with a key `.json.sig`.
 pub fn build(options: &Options) -> Result<Bundle> {
     let key = options.signing_key.as_deref().map(SigningKey::read).transpose()?;
+    let expires_at = manifest::days_after(options.created_at, options.valid_days)?;
+    ensure!(
+        key.is_none() || expires_at > Timestamp::now(),
+        "no host would believe the signed manifest: it would have expired at {}, {} days after {}\n  \
+         next: set SOURCE_DATE_EPOCH to when the sources were made (without it, it is the commit's time, or 1970 \
+         without one), or give more --valid-days",
+        manifest::time(expires_at),
+        options.valid_days,
+        manifest::time(options.created_at),
+    );
     let out = &options.out;
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     let staging = tempfile::tempdir_in(out)?;
@@ -133,7 +143,7 @@ pub fn build(options: &Options) -> Result<Bundle> {
         size_bytes: written.size,
         min_version: options.min_version.clone(),
         created_at: manifest::time(options.created_at),
-        expires_at: manifest::time(manifest::days_after(options.created_at, options.valid_days)?),
+        expires_at: manifest::time(expires_at),
     };
     let manifest = manifest.text()?;
     fs::rename(&unfinished, out.join(ARCHIVE))?;

@@ -62,7 +62,22 @@ fn whole(dir: &Path, names: [&str; 3]) -> Bundle {
     options.runtime = vec![part("node", "24.1.0")];
     options.signing_key = Some(dir.join("key.pem"));
     options.created_at = Timestamp::from_second(1_700_000_000).unwrap();
+    options.valid_days = 36_500;
     build(&options).unwrap()
+}
+
+#[test]
+fn a_manifest_that_has_expired_is_not_signed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
+    options.created_at = Timestamp::UNIX_EPOCH;
+    build(&options).unwrap();
+    write(&dir.path().join("key.pem"), include_str!("ed25519-test-only.txt"));
+    options.signing_key = Some(dir.path().join("key.pem"));
+    let refused = build(&options).unwrap_err().to_string();
+    assert!(refused.contains("1971-01-01") && refused.contains("SOURCE_DATE_EPOCH"), "{refused}");
+    assert!(refused.contains("--valid-days"), "{refused}");
+    assert!(!options.out.join(format!("{ARCHIVE}.json.sig")).exists());
 }
 
 #[test]
@@ -113,7 +128,7 @@ fn the_manifest_is_of_this_archive_and_signed() {
     let manifest: serde_json::Value = serde_json::from_str(&read(".json")).unwrap();
     assert_eq!(manifest["sha256"], *bundle.sha256);
     assert_eq!(manifest["sizeBytes"], bundle.size_bytes);
-    assert_eq!(manifest["expiresAt"], "2024-11-13T22:13:20.000Z");
+    assert_eq!(manifest["expiresAt"], "2123-10-21T22:13:20.000Z");
     let key = SigningKey::read(&dir.path().join("key.pem")).unwrap();
     assert_eq!(read(".json.sig"), key.signature_line(read(".json").as_bytes()));
     assert_eq!(read(".sha256"), format!("{}  {ARCHIVE}\n", bundle.sha256));

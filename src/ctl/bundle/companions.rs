@@ -1,0 +1,217 @@
+//! Manifest and signature of a bundle: beside the build, and as they are published.
+//!
+//! The invariant: of a published version, what hosts believe is replaced only by what they believe for longer.
+
+use std::path::Path as FilePath;
+
+use bytes::Bytes;
+use jiff::Timestamp;
+use object_store::path::Path;
+
+use super::{PublishError, Updates};
+use crate::clock::rfc3339_ms;
+use crate::machine::name::ImageVersion;
+use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
+use crate::store::bundle::{
+    self, LARGEST_COMPANION, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+};
+use crate::store::key::{self, BUNDLE_FILE};
+
+const MANIFEST: &str = ".json";
+const SIGNATURE: &str = ".json.sig";
+
+/// The archive that they are to be of, and the keys that hosts trust, where this process is told them.
+pub struct Subject<'a> {
+    pub version: &'a ImageVersion,
+    pub sha256: &'a str,
+    pub size_bytes: u64,
+    pub keys: Option<&'a TrustedKeys>,
+}
+
+impl Subject<'_> {
+    fn fits(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
+        let parsed = Manifest::parse(manifest)?;
+        parsed.is_of(self.version)?;
+        parsed.fits(self.sha256, self.size_bytes)?;
+        Ok(parsed)
+    }
+
+    /// Whether hosts would believe it now, as far as is known here.
+    fn believes(&self, signed: &Signed) -> Result<(), ManifestError> {
+        let manifest = self.fits(&signed.manifest)?;
+        match self.keys {
+            Some(keys) => verify(signed, keys, self.version, Timestamp::now()).map(drop),
+            None if manifest.expires_at <= Timestamp::now() => {
+                Err(ManifestError::Expired { at: manifest.expires_at })
+            }
+            None => bundle::signatures(&signed.signature).map(drop),
+        }
+    }
+
+    fn key(&self, suffix: &str) -> Path {
+        key::bundle(self.version, suffix)
+    }
+}
+
+/// Those beside a build, where it made them.
+pub struct Companions {
+    manifest: Option<Bytes>,
+    signature: Option<Bytes>,
+}
+
+impl Companions {
+    /// Reads them and looks whether they fit, before anything is sent: a host would refuse what does not.
+    ///
+    /// # Errors
+    /// [`PublishError::Companion`], [`PublishError::Read`].
+    pub async fn read(dir: &FilePath, subject: &Subject<'_>) -> Result<Self, PublishError> {
+        let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
+        let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
+        let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
+        if let Some(manifest) = &own.manifest {
+            subject.fits(manifest).map_err(|why| unfit(MANIFEST, why))?;
+        }
+        if let Some(signed) = own.signed() {
+            subject.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+        }
+        Ok(own)
+    }
+
+    fn signed(&self) -> Option<Signed> {
+        let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
+        Some(Signed { manifest: manifest.to_vec(), signature: signature.to_vec() })
+    }
+
+    fn each(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
+        let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
+        // A signature alone is of nothing.
+        let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
+        manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
+    }
+
+    /// Sends them for a version that is not published yet.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn send(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), StoreError> {
+        for (suffix, content) in self.each() {
+            bucket.put(&subject.key(suffix), content.clone()).await?;
+        }
+        Ok(())
+    }
+
+    /// Gives a published version what it lacks of them, and a manifest that holds for longer.
+    ///
+    /// # Errors
+    /// [`PublishError::NoRenewal`] where others are there that these do not renew.
+    pub async fn complete(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), PublishError> {
+        let there = There::read(bucket, subject).await?;
+        let differs =
+            self.each().any(|(suffix, own)| there.of(suffix).is_some_and(|other| other.value != *own));
+        if differs {
+            self.renews(&there, subject)
+                .map_err(|why| PublishError::NoRenewal { version: subject.version.clone(), why })?;
+        }
+        for (suffix, own) in self.each() {
+            let condition = match there.of(suffix) {
+                Some(other) if other.value == *own => continue,
+                Some(other) => Condition::Unchanged(other.version.clone()),
+                None => Condition::Absent,
+            };
+            replace(bucket, subject, suffix, own, condition).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether hosts believe these, and what is there not at all or not for as long.
+    fn renews(&self, there: &There, subject: &Subject<'_>) -> Result<(), String> {
+        let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
+        let Some(keys) = subject.keys else {
+            return Err(
+                "whether hosts believe this one is not known here without BUNDLE_PUBLIC_KEYS".to_owned()
+            );
+        };
+        let ends = |verified: &Verified| verified.manifest().expires_at;
+        let own = verify(&own, keys, subject.version, Timestamp::now()).map_err(|error| error.to_string())?;
+        // What has expired is compared as well.
+        let there =
+            there.signed().and_then(|there| verify(&there, keys, subject.version, Timestamp::MIN).ok());
+        match there.filter(|there| subject.sha256 == there.manifest().sha256) {
+            Some(there) if ends(&there) >= ends(&own) => Err(format!(
+                "this one holds until {}, and the one that is there until {}",
+                rfc3339_ms(ends(&own)),
+                rfc3339_ms(ends(&there))
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
+    match tokio::fs::read(path).await {
+        Ok(content) => Ok(Some(content.into())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(PublishError::Read { path: path.to_owned(), source }),
+    }
+}
+
+async fn replace(
+    bucket: &Bucket,
+    subject: &Subject<'_>,
+    suffix: &str,
+    own: &Bytes,
+    condition: Condition,
+) -> Result<(), PublishError> {
+    let key = subject.key(suffix);
+    match bucket.put_if(&key, own.clone(), condition).await {
+        Ok(()) => Ok(()),
+        // Either another publisher was faster, or this was our own write whose answer was lost.
+        Err(StoreError::Precondition { .. }) => match bucket.get(&key, LARGEST_COMPANION).await? {
+            Some(there) if there.value == *own => Ok(()),
+            _ => Err(PublishError::Raced { version: subject.version.clone() }),
+        },
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Those in the store.
+struct There {
+    manifest: Option<Versioned<Bytes>>,
+    signature: Option<Versioned<Bytes>>,
+}
+
+impl There {
+    async fn read(bucket: &Bucket, subject: &Subject<'_>) -> Result<Self, StoreError> {
+        let manifest = bucket.get(&subject.key(MANIFEST), LARGEST_COMPANION).await?;
+        let signature = bucket.get(&subject.key(SIGNATURE), LARGEST_COMPANION).await?;
+        Ok(Self { manifest, signature })
+    }
+
+    fn of(&self, suffix: &str) -> Option<&Versioned<Bytes>> {
+        if suffix == MANIFEST { self.manifest.as_ref() } else { self.signature.as_ref() }
+    }
+
+    fn signed(&self) -> Option<Signed> {
+        let (manifest, signature) = self.manifest.as_ref().zip(self.signature.as_ref())?;
+        Some(Signed { manifest: manifest.value.to_vec(), signature: signature.value.to_vec() })
+    }
+}
+
+/// Whether hosts can update to what the store has now.
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn updates(bucket: &Bucket, subject: &Subject<'_>) -> Result<Updates, StoreError> {
+    let there = There::read(bucket, subject).await?;
+    let Some(manifest) = &there.manifest else {
+        return Ok(Updates::Impossible("there is no manifest beside it".to_owned()));
+    };
+    let checked = match there.signed() {
+        Some(signed) => subject.believes(&signed),
+        None => match subject.fits(&manifest.value) {
+            Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
+            Err(why) => Err(why),
+        },
+    };
+    Ok(checked.map_or_else(|why| Updates::Impossible(why.to_string()), |()| Updates::Possible))
+}
