@@ -395,6 +395,9 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
         read.has("env-file", level, &format!("mode 0{mode:o}"));
         assert_eq!(read.levels("database"), ["ok"], "{}", read.said);
     }
+    let named = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
+    let named = report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
+    named.has("env-file", "ok", "mode 0640");
 
     let (cert, key) = expired();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));
