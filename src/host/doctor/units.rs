@@ -7,6 +7,7 @@ use tokio::process::Command;
 
 use crate::diagnosis::Findings;
 use crate::host::layout::Layout;
+use crate::host::systemd;
 
 /// Those that run as long as the machine does.
 const SERVICES: [&str; 5] = [
@@ -32,7 +33,7 @@ fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
         return Some(named);
     }
-    let runs = layout.root() == Path::new("/") && Path::new("/run/systemd/system").exists();
+    let runs = layout.root() == Path::new("/") && systemd::runs(layout);
     runs.then(|| "systemctl".into())
 }
 
@@ -98,8 +99,7 @@ mod tests {
                      Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-shell.service\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
-        let told =
-            format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
+        let told = format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
         for part in [
             "svc-restore.service failed (exit-code)",
             "svc-code.service is not installed",
