@@ -17,6 +17,12 @@ pub struct ConfigError {
     pub mistakes: Vec<String>,
 }
 
+/// The platform's file with settings: the one given, else the one that `PLATFORM_ENV_FILE` names.
+pub fn platform_env_file(given: Option<PathBuf>) -> Option<PathBuf> {
+    let named = || std::env::var_os("PLATFORM_ENV_FILE").filter(|path| !path.is_empty());
+    given.or_else(|| named().map(PathBuf::from))
+}
+
 /// Variables from the process environment over those from env files, and the mistakes found so far.
 #[derive(Default)]
 pub struct Env {
@@ -28,6 +34,12 @@ impl Env {
     /// The process environment alone. A variable that is set but empty counts as absent.
     pub fn from_process() -> Self {
         Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), mistakes: Vec::new() }
+    }
+
+    /// The process environment, and below it the file, where there is one.
+    pub fn from_process_over(file: Option<&Path>) -> Self {
+        let env = Self::from_process();
+        if let Some(file) = file { env.with_file(file) } else { env }
     }
 
     /// A fixed set of variables, for tests.

@@ -2,6 +2,7 @@
 //!
 //! `ARCHITECTURE.md` has the map. Host and platform never import each other; what both need is beside them here.
 
+pub mod accounts;
 pub mod applet;
 mod chain;
 pub mod clock;

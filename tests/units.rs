@@ -10,13 +10,14 @@ use std::process::{Command, Output};
 use kit::checkers;
 
 /// What `systemd-analyze security` may say at most, in tenths of its scale of ten.
-const LIMITS: [(&str, u32); 12] = [
+const LIMITS: [(&str, u32); 13] = [
     // Rust programs of ours.
     ("svc-apps", 20),
     ("svc-db-backup", 20),
     ("svc-db-backup-request", 20),
     ("svc-gateway", 20),
     ("svc-heartbeat", 20),
+    ("svc-platform", 20),
     ("svc-register", 20),
     ("svc-restore", 20),
     ("svc-shell", 20),
@@ -29,6 +30,9 @@ const LIMITS: [(&str, u32); 12] = [
     ("svc-postgres", 100),
 ];
 
+/// The platform's one unit, by its package.
+const PLATFORM: &str = "packaging/platform/usr/lib/systemd/system/svc-platform.service";
+
 /// Programs that a machine's units name and that are not part of systemd.
 const PROGRAMS: [&str; 2] = ["usr/bin/podman", "bin/sh"];
 
@@ -38,10 +42,22 @@ fn tree() -> PathBuf {
 
 struct Unit {
     name: String,
+    path: PathBuf,
     text: String,
 }
 
 impl Unit {
+    fn read(path: PathBuf) -> Self {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&path).unwrap();
+        Self { name, path, text }
+    }
+
+    /// One that is in no tree.
+    fn written(name: &str, text: &str) -> Self {
+        Self { name: name.to_owned(), path: PathBuf::new(), text: text.to_owned() }
+    }
+
     fn values(&self, key: &str) -> Vec<&str> {
         let lines = self.text.lines().filter_map(|line| line.split_once('='));
         lines.filter(|(name, _)| *name == key).map(|(_, value)| value).collect()
@@ -61,16 +77,19 @@ impl Unit {
 }
 
 fn units() -> Vec<Unit> {
-    let mut units: Vec<Unit> = fs::read_dir(tree().join("system"))
-        .unwrap()
-        .map(|entry| {
-            let path = entry.unwrap().path();
-            let name = path.file_name().unwrap().to_string_lossy().into_owned();
-            Unit { name, text: fs::read_to_string(path).unwrap() }
-        })
-        .collect();
+    let mut units: Vec<Unit> =
+        fs::read_dir(tree().join("system")).unwrap().map(|entry| Unit::read(entry.unwrap().path())).collect();
     units.sort_by(|one, other| one.name.cmp(&other.name));
     units
+}
+
+fn platform() -> Unit {
+    Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM))
+}
+
+/// All that we run: the machine's and the platform's.
+fn services() -> Vec<Unit> {
+    units().into_iter().filter(Unit::is_service).chain([platform()]).collect()
 }
 
 fn said(output: &Output) -> String {
@@ -121,12 +140,13 @@ fn verified(units: &[Unit]) -> String {
 fn systemd_has_nothing_to_say_about_the_units() {
     assert_eq!(verified(&units()), "");
     let first = include_str!("../cloud-init/svc-first-boot.service");
-    assert_eq!(verified(&[Unit { name: "svc-first-boot.service".into(), text: first.into() }]), "");
+    assert_eq!(verified(&[Unit::written("svc-first-boot.service", first)]), "");
+    assert_eq!(verified(&[platform()]), "");
     for wrong in [
         "[Service]\nExecStart=/bin/sh\nRestrat=always\n",
         "[Service]\nExecStart=/opt/svc/bin/x\nType=often\n",
     ] {
-        let words = verified(&[Unit { name: "svc-wrong.service".into(), text: wrong.into() }]);
+        let words = verified(&[Unit::written("svc-wrong.service", wrong)]);
         assert!(words.contains("svc-wrong.service"), "{words}");
     }
 }
@@ -144,13 +164,21 @@ fn exposure(unit: &Path) -> u32 {
 #[test]
 fn no_service_is_more_exposed_than_its_limit() {
     let limits = BTreeMap::from(LIMITS);
-    let services: Vec<Unit> = units().into_iter().filter(Unit::is_service).collect();
+    let services = services();
     assert_eq!(services.len(), limits.len(), "each service has a limit, and each limit a service");
     for service in services {
         let limit = limits[service.name.trim_end_matches(".service")];
-        let found = exposure(&tree().join("system").join(&service.name));
+        let found = exposure(&service.path);
         println!("{}: {found} of {limit}", service.name);
         assert!(found <= limit, "{} has {found}, its limit is {limit}", service.name);
+    }
+}
+
+/// A program of ours, and those that it is linked with, answer an error; being killed they do not.
+#[test]
+fn a_call_that_is_not_allowed_is_refused_and_kills_nobody() {
+    for unit in services().iter().filter(|unit| !unit.values("SystemCallFilter").is_empty()) {
+        assert_eq!(unit.values("SystemCallErrorNumber"), ["EPERM"], "{}", unit.name);
     }
 }
 

@@ -12,6 +12,7 @@ use super::local::Local;
 use super::out::{Out, print};
 use super::show::{self, View};
 use crate::applet::{Exit, Failure};
+use crate::config::platform_env_file;
 use crate::diagnosis::{self, Check, Findings, Level, Report};
 
 /// Where the platform's package has its settings.
@@ -19,7 +20,8 @@ const PLATFORM_ENV: &str = "/etc/svc/platform.env";
 const DEADLINE: Duration = Duration::from_secs(45);
 
 pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Result<(), Failure> {
-    let env_file = args.env_file.or_else(|| Some(PathBuf::from(PLATFORM_ENV)).filter(|file| file.exists()));
+    let packaged = || Some(PathBuf::from(PLATFORM_ENV)).filter(|file| file.exists());
+    let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
         let configured = env_file.is_some() || std::env::var_os("PLATFORM_DATABASE_URL").is_some();
         match configured {

@@ -3,6 +3,13 @@
 use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
+use super::layout::Layout;
+
+/// Whether systemd runs on the machine below a root.
+pub fn runs(layout: &Layout) -> bool {
+    layout.root().join("run/systemd/system").is_dir()
+}
+
 pub fn tell(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::debug!(%error, "systemd was not told");

@@ -43,7 +43,7 @@ use self::rate_budget::SharedBudget;
 use self::router::RouterContext;
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::Env;
+use crate::config::{Env, platform_env_file};
 use crate::http::client::{self, Deadlines};
 use crate::http::server::{self, Limits};
 use crate::http::shards::Shards;
@@ -62,7 +62,7 @@ const DRAIN: Duration = Duration::from_secs(25);
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
-    /// File with settings, below the environment: what is in it is in no /proc/PID/environ
+    /// File with settings, below the environment: what is in it is in no /proc/PID/environ; else PLATFORM_ENV_FILE names it
     #[arg(long, value_name = "FILE", global = true)]
     env_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -80,10 +80,8 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    let env = || match &args.env_file {
-        Some(file) => Env::from_process().with_file(file),
-        None => Env::from_process(),
-    };
+    let file = platform_env_file(args.env_file);
+    let env = || Env::from_process_over(file.as_deref());
     match args.command {
         Some(Command::Probe) => applet::block_on("svc-platform", async { probe::run(env()).await }),
         None => {

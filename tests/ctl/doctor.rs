@@ -280,6 +280,11 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fs::remove_file(&current).unwrap();
     fleet.host().await.has("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
+    // On a real machine the database's own client tools are out of the gateway's reach.
+    let systemd = fleet.disk.join("run/systemd/system");
+    fs::create_dir_all(&systemd).unwrap();
+    fleet.host().await.has("release", "problem", "no PostgreSQL client tools");
+    fs::remove_dir(&systemd).unwrap();
 
     well.has("update", "ok", "none on this machine yet");
     let known = r#"{"version":1,"previous":null,"quarantined":[{"version":"story-2","at":"2026-01-01T00:00:00.000Z","why":"the gateway was not ready"}]}"#;
@@ -430,6 +435,9 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
         read.has("env-file", level, &format!("mode 0{mode:o}"));
         assert_eq!(read.levels("database"), ["ok"], "{}", read.said);
     }
+    let named = [("PLATFORM_ENV_FILE".to_owned(), file.display().to_string())];
+    let named = report(&fleet.stack.svc, &["doctor", "platform"], &named).await;
+    named.has("env-file", "ok", "mode 0640");
 
     let (cert, key) = expired();
     let (cert_file, key_file) = (fleet.stack.dir.join("old.pem"), fleet.stack.dir.join("old.key"));

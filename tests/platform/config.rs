@@ -45,3 +45,38 @@ async fn credentials_that_reach_every_slot_are_warned_about() {
     drop(stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]));
     assert!(stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
 }
+
+/// As the container does it: one file for the service and for its health check, which nobody gives an argument.
+#[tokio::test(flavor = "multi_thread")]
+async fn service_and_probe_take_their_settings_from_the_file_that_a_variable_names() {
+    let stack = Stack::start().await;
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let identity = svc::http::tls::self_signed(&["platform.example".to_owned()]).unwrap();
+    std::fs::write(path("cert.pem"), &identity.cert_pem).unwrap();
+    std::fs::write(path("key.pem"), &identity.key_pem).unwrap();
+    let listen = format!("127.0.0.1:{}", kit::net::free_port().unwrap());
+    let changes = [
+        ("PLATFORM_LISTEN", listen.clone()),
+        ("PLATFORM_TLS_CERT_FILE", path("cert.pem")),
+        ("PLATFORM_TLS_KEY_FILE", path("key.pem")),
+    ];
+    let own = stack.settings().into_iter().filter(|(name, _)| name != "PLATFORM_LISTEN");
+    let lines = own.chain(changes.map(|(name, value)| (name.to_owned(), value)));
+    let lines: String = lines.map(|(name, value)| svc::config::env_line(&name, &value)).collect();
+    std::fs::write(path("platform.env"), lines).unwrap();
+
+    let mut command = stack.command(&[]);
+    command.env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
+    let process = stack.started(command);
+    assert_eq!(process.base, format!("https://{listen}"));
+    let probed = || {
+        let mut probe = Command::new(env!("CARGO_BIN_EXE_svc"));
+        probe.args(["svc-platform", "probe"]).env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
+        probe.output().unwrap()
+    };
+    let ready = probed();
+    assert!(ready.status.success(), "{}", String::from_utf8_lossy(&ready.stderr));
+    drop(process);
+    assert_eq!(probed().status.code(), Some(69));
+}

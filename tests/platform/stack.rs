@@ -97,7 +97,10 @@ impl Stack {
 
     /// A platform process with further or other settings.
     pub fn platform_with(&self, more: &[(&str, &str)]) -> Process {
-        let mut command = self.command(more);
+        self.started(self.command(more))
+    }
+
+    pub fn started(&self, mut command: Command) -> Process {
         command.stdout(Stdio::piped());
         let mut child = command.spawn().expect("the platform starts");
         child::end_with_us(child.id(), AtExit::Kill);

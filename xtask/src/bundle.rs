@@ -29,13 +29,17 @@ pub struct Args {
     /// How long the signed manifest holds, from the commit's date on
     #[arg(long, value_name = "DAYS", default_value_t = bundle::VALID_DAYS)]
     valid_days: u32,
-    /// NAME=DIR or NAME=npm:PACKAGE@VERSION, as runtime/NAME: node, code-server, postgres, agents/NAME; repeatable
+    /// NAME=DIR or NAME=npm:PACKAGE@VERSION, as runtime/NAME: node, code-server, postgres (else the pinned
+    /// client tools of PostgreSQL 16), agents/NAME; repeatable
     #[arg(long = "runtime", value_name = "SOURCE")]
     runtimes: Vec<runtime::Source>,
     /// Without the shell, which takes NEXT_PUBLIC_IDP_PUBLISHABLE_KEY
     #[arg(long)]
     no_shell: bool,
-    /// The smallest one that boots: the binary as the tests build it, and two test apps
+    /// Without PostgreSQL's client tools: for processes that find others; a machine could neither back up nor restore
+    #[arg(long)]
+    no_postgres: bool,
+    /// The smallest one that boots: the binary as the tests build it, two test apps, and PostgreSQL's client tools
     #[arg(long, conflicts_with_all = ["no_shell", "runtimes"])]
     minimal: bool,
 }
@@ -54,10 +58,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
         apps::build(&mut options, &target_dir().join("apps"), key)?;
         options.runtime = runtime::gather(&args.runtimes)?;
     }
+    if !args.no_postgres {
+        runtime::add_client_tools(&mut options.runtime)?;
+    }
     options.svc = match args.svc {
         Some(svc) => svc_or_built(Some(svc))?,
         None if minimal => svc_or_built(None)?,
-        None => static_executable()?,
+        None => dist::of_this_tree()?,
     };
     let built = bundle::build(&options)?;
     println!("{}\n{} bytes, sha256 {}", built.dir.join(ARCHIVE).display(), built.size_bytes, built.sha256);
@@ -65,10 +72,4 @@ pub fn run(args: Args) -> Result<ExitCode> {
         println!("its manifest is not signed (--signing-key): hosts that demand a signature will refuse it");
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// The one of the last `cargo xtask dist`; made, where there is none.
-fn static_executable() -> Result<PathBuf> {
-    let there = target_dir().join("dist/svc");
-    if there.is_file() { Ok(there) } else { dist::build() }
 }

@@ -25,6 +25,49 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 
+/// What goes into the executable, below the root.
+const SOURCES: [&str; 6] = ["src", "migrations", "cloud-init", "build.rs", "Cargo.toml", "Cargo.lock"];
+
+/// `target/dist/svc`, built anew where it is missing or not of this tree's sources.
+pub fn of_this_tree() -> Result<PathBuf> {
+    let there = fetch::target_dir().join("dist/svc");
+    if there.is_file() {
+        let Some(why) = outdated(&there, &cargo::root())? else { return Ok(there) };
+        println!("dist: {} is built anew: {why}", there.display());
+    }
+    build()
+}
+
+/// Why an executable is not of the sources at `root`. Without git nobody knows, and it is taken as it is.
+fn outdated(svc: &Path, root: &Path) -> Result<Option<String>> {
+    let git = |args: &[&str]| {
+        let mut git = Command::new("git");
+        git.args(args).current_dir(root);
+        child::run(git, DEADLINE).ok()
+    };
+    let Some(head) = git(&["rev-parse", "--short=12", "HEAD"]) else { return Ok(None) };
+    let mut ask = Command::new(svc);
+    ask.arg("--version");
+    // "svc 0.1.0 (commit …, date)"
+    let said = child::run(ask, DEADLINE)?;
+    let commit = said.split_once("(commit ").and_then(|(_, rest)| rest.split([',', ')']).next());
+    let (commit, head) = (commit.unwrap_or("unknown"), head.trim());
+    if commit != head {
+        return Ok(Some(format!("it is of commit {commit}, the sources are of {head}")));
+    }
+    let built = fs::metadata(svc)?.modified()?;
+    let mut status = vec!["status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--"];
+    status.extend(SOURCES);
+    let changed = git(&status).unwrap_or_default();
+    // "XY path"
+    let newer = changed.split_terminator('\0').filter_map(|entry| entry.get(3..)).find(|path| {
+        let modified = fs::metadata(root.join(path)).and_then(|meta| meta.modified());
+        // What is gone has no time.
+        modified.map_or(true, |modified| modified > built)
+    });
+    Ok(newer.map(|path| format!("{path} has changed since")))
+}
+
 /// Builds `target/dist/svc` with its `.sha256`, and checks it.
 pub fn build() -> Result<PathBuf> {
     let built = compile()?;
@@ -124,4 +167,53 @@ fn linkage(svc: &Path) -> Result<String> {
 
 fn holds(bytes: &[u8], part: &[u8]) -> bool {
     !part.is_empty() && bytes.windows(part.len()).any(|window| window == part)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::SystemTime;
+
+    use super::*;
+
+    /// A program that says that it is of `commit`.
+    fn program(path: &Path, commit: &str) {
+        fs::write(path, format!("#!/bin/sh\necho 'svc 0.1.0 (commit {commit}, 2026-01-01)'\n")).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    #[test]
+    fn an_executable_of_other_sources_is_built_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, svc) = (dir.path().join("tree"), dir.path().join("svc"));
+        let source = root.join("src/main.rs");
+        fs::create_dir_all(root.join("src")).unwrap();
+        fs::write(&source, "fn main() {}").unwrap();
+        program(&svc, "of-an-archive");
+        let why = || outdated(&svc, &root).unwrap();
+        assert_eq!(why(), None, "without git it is taken as it is");
+
+        let git = |args: &[&str]| {
+            let mut git = Command::new("git");
+            git.args(["-c", "user.name=us", "-c", "user.email=us@localhost"]).args(args).current_dir(&root);
+            child::run(git, DEADLINE).unwrap()
+        };
+        git(&["init", "--quiet"]);
+        git(&["add", "."]);
+        git(&["commit", "--quiet", "--message", "first"]);
+        assert!(why().unwrap().starts_with("it is of commit of-an-archive, the sources are of "));
+        program(&svc, git(&["rev-parse", "--short=12", "HEAD"]).trim());
+        assert_eq!(why(), None);
+
+        let at = |seconds| SystemTime::now() + Duration::from_secs(seconds);
+        fs::write(&source, "fn main() { }").unwrap();
+        fs::File::open(&source).unwrap().set_modified(at(60)).unwrap();
+        assert_eq!(why().unwrap(), "src/main.rs has changed since");
+        fs::File::open(&svc).unwrap().set_modified(at(120)).unwrap();
+        assert_eq!(why(), None, "what it was built of");
+        fs::write(root.join("README.md"), "no part of it").unwrap();
+        assert_eq!(why(), None);
+        fs::remove_file(&source).unwrap();
+        assert_eq!(why().unwrap(), "src/main.rs has changed since");
+    }
 }

@@ -75,7 +75,7 @@ enum Command {
         /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
         #[arg(long)]
         check: bool,
-        /// The binary that they carry; else target/dist/svc, built when missing
+        /// The binary that they carry; else target/dist/svc, built where it is not of these sources
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
     },
@@ -125,14 +125,12 @@ fn setup() -> Result<()> {
 }
 
 fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let target = kit::fetch::target_dir();
-    let shipped = target.join("dist/svc");
     let svc = match svc {
         Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
-        None if shipped.exists() => shipped,
-        None => dist::build()?,
+        None => dist::of_this_tree()?,
     };
-    let options = kit::deb::Options::new(svc, cargo::root(), target.join("deb"));
+    let out = kit::fetch::target_dir().join("deb");
+    let options = kit::deb::Options::new(svc, cargo::root(), out);
     if check {
         let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
         runtime.block_on(kit::deb::check::check(&options))?;

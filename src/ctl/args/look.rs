@@ -10,7 +10,8 @@ pub struct Doctor {
     /// What to look at; without it, what this machine is
     #[arg(value_enum)]
     pub subject: Option<Subject>,
-    /// File with the platform's settings, below the environment; else /etc/svc/platform.env, where it is
+    /// File with the platform's settings, below the environment; else the one that PLATFORM_ENV_FILE names, else
+    /// /etc/svc/platform.env, where it is
     #[arg(long, value_name = "FILE")]
     pub env_file: Option<PathBuf>,
 }

@@ -2,8 +2,9 @@
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use crate::accounts::Accounts;
 use crate::diagnosis::Findings;
 use crate::host::layout::Layout;
 
@@ -23,7 +24,7 @@ pub fn env_files(layout: &Layout) -> Findings {
     let mut findings = Findings::of("env-files");
     let dir = layout.host_env();
     let dir = dir.parent().unwrap_or(Path::new("/"));
-    let users = Users::of(layout);
+    let users = users(layout);
     let mut seen = 0;
     for (name, owner, needed) in ENV_FILES {
         let path = dir.join(name);
@@ -49,7 +50,7 @@ pub fn env_files(layout: &Layout) -> Findings {
 /// What the machine itself has made and keeps to itself.
 pub fn secrets(layout: &Layout) -> Findings {
     let mut findings = Findings::of("secrets");
-    let users = Users::of(layout);
+    let users = users(layout);
     let mut seen = 0;
     for path in [layout.tls_key(), layout.store_credentials(), layout.registration()] {
         match std::fs::metadata(&path) {
@@ -66,7 +67,13 @@ pub fn secrets(layout: &Layout) -> Findings {
     findings.or_ok(format!("{seen} files, each for its owner alone"))
 }
 
-fn judge(findings: Findings, path: &Path, meta: &std::fs::Metadata, owner: &str, users: &Users) -> Findings {
+fn judge(
+    findings: Findings,
+    path: &Path,
+    meta: &std::fs::Metadata,
+    owner: &str,
+    users: &Accounts,
+) -> Findings {
     let mode = meta.permissions().mode() & 0o7777;
     let shown = path.display();
     let findings = if mode & 0o077 == 0 {
@@ -76,7 +83,7 @@ fn judge(findings: Findings, path: &Path, meta: &std::fs::Metadata, owner: &str,
         findings
             .problem(what, format!("chmod 0600 {shown}, then change the secrets in it if others had access"))
     };
-    match users.id(owner) {
+    match users.uid(owner) {
         Some(id) if id != meta.uid() => {
             let what = format!("{shown} belongs to the user {}, not to {owner}", meta.uid());
             findings.problem(what, format!("chown {owner}: {shown}"))
@@ -85,18 +92,8 @@ fn judge(findings: Findings, path: &Path, meta: &std::fs::Metadata, owner: &str,
     }
 }
 
-/// The machine's users, as far as it has ours: below a root of tests there is one user for all.
-struct Users(Option<String>);
-
-impl Users {
-    fn of(layout: &Layout) -> Self {
-        let path: PathBuf = layout.root().join("etc/passwd");
-        let text = std::fs::read_to_string(path).ok();
-        Self(text.filter(|text| text.lines().any(|line| line.starts_with("svc-gateway:"))))
-    }
-
-    fn id(&self, name: &str) -> Option<u32> {
-        let line = self.0.as_ref()?.lines().find(|line| line.split(':').next() == Some(name))?;
-        line.split(':').nth(2)?.parse().ok()
-    }
+/// The machine's users, where it has ours: below a root of tests there is one user for all.
+fn users(layout: &Layout) -> Accounts {
+    let accounts = Accounts::below(layout.root());
+    if accounts.uid(SERVICE).is_some() { accounts } else { Accounts::default() }
 }

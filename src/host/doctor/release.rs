@@ -8,7 +8,9 @@ use serde::Deserialize;
 use crate::diagnosis::Findings;
 use crate::fsx;
 use crate::host::layout::Layout;
+use crate::host::pgtools::PgTools;
 use crate::host::release::{self, Release};
+use crate::host::systemd;
 
 pub fn gate(layout: &Layout) -> Findings {
     let findings = Findings::of("gate");
@@ -40,6 +42,20 @@ pub fn current(layout: &Layout) -> Findings {
     let findings = match layout.link("bin").join("svc").metadata() {
         Ok(_) => findings,
         Err(error) => findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), next),
+    };
+    // The container's are no way out: only root can reach into it.
+    let is_without_tools =
+        systemd::runs(layout) && PgTools::locate(&mut super::settings(layout), layout) == PgTools::Container;
+    let findings = if is_without_tools {
+        findings.problem(
+            format!(
+                "{version} has no PostgreSQL client tools: no {}, so no backup and no restore can work here",
+                layout.runtime().join("postgres/bin/pg_dump").display()
+            ),
+            "publish a bundle with them, as `cargo xtask bundle` makes it without --no-postgres, and update to it",
+        )
+    } else {
+        findings
     };
     let digest = release::digest(&dir).ok().flatten().unwrap_or_default();
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))

@@ -7,6 +7,7 @@ use tokio::process::Command;
 
 use crate::diagnosis::Findings;
 use crate::host::layout::Layout;
+use crate::host::systemd;
 
 /// Those that run as long as the machine does.
 const SERVICES: [&str; 5] = [
@@ -33,7 +34,7 @@ fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
         return Some(named);
     }
-    let runs = layout.root() == Path::new("/") && Path::new("/run/systemd/system").exists();
+    let runs = layout.root() == Path::new("/") && systemd::runs(layout);
     runs.then(|| "systemctl".into())
 }
 

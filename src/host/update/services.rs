@@ -13,6 +13,7 @@ use tokio::process::Command;
 
 use crate::config::Env;
 use crate::host::layout::Layout;
+use crate::host::systemd;
 
 /// Users, directories and units are made known within this.
 const PREPARING: Duration = Duration::from_secs(60);
@@ -83,7 +84,7 @@ impl Systemctl {
         if let Some(program) = env.text("SVC_SYSTEMCTL").map(PathBuf::from) {
             return Some(Self { program, makers: Vec::new() });
         }
-        if !layout.root().join("run/systemd/system").is_dir() {
+        if !systemd::runs(layout) {
             return None;
         }
         let conf = |dir: &str| layout.root().join("etc").join(dir).join("svc.conf").display().to_string();

@@ -29,10 +29,7 @@ pub struct Examined {
 
 /// Looks at what the environment, and below it `file`, says of a platform.
 pub async fn examine(file: Option<&Path>) -> Examined {
-    let mut env = Env::from_process();
-    if let Some(file) = file {
-        env = env.with_file(file);
-    }
+    let mut env = Env::from_process_over(file);
     // Read before the whole is judged: the platform may run well with what this process was given wrongly.
     let url: Option<Url> = env.text("PLATFORM_PUBLIC_URL").and_then(|url| url.parse().ok());
     let operator = url.zip(env.secret("PLATFORM_SECRET"));

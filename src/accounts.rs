@@ -1,0 +1,97 @@
+//! Users and groups of a machine, from its own files: a static binary must not ask the C library for them.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+/// The users and groups of the machine below a root, as far as they can be read.
+#[derive(Default)]
+pub struct Accounts {
+    passwd: String,
+    group: String,
+}
+
+/// Who a process of a user is, as the kernel compares it with a file's owner and group.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Credentials {
+    uid: u32,
+    gids: Vec<u32>,
+}
+
+impl Accounts {
+    pub fn below(root: &Path) -> Self {
+        let read = |path| std::fs::read_to_string(root.join(path)).unwrap_or_default();
+        Self { passwd: read("etc/passwd"), group: read("etc/group") }
+    }
+
+    pub fn uid(&self, user: &str) -> Option<u32> {
+        entry(&self.passwd, user)?.get(2)?.parse().ok()
+    }
+
+    /// The user with its own group and those that list it.
+    pub fn credentials(&self, user: &str) -> Option<Credentials> {
+        let own = entry(&self.passwd, user)?.get(3)?.parse().ok()?;
+        let others = self.group.lines().filter_map(|line| {
+            let fields: Vec<&str> = line.split(':').collect();
+            fields.get(3)?.split(',').find(|member| *member == user)?;
+            fields.get(2)?.parse().ok()
+        });
+        Some(Credentials { uid: self.uid(user)?, gids: std::iter::once(own).chain(others).collect() })
+    }
+}
+
+/// The fields of the line that begins with `name`.
+fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
+    text.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|fields| fields.first() == Some(&name))
+}
+
+impl Credentials {
+    /// Whether the mode of a file lets them read it: as its owner, else as its group, else as any other.
+    pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
+        let shift = if file.uid() == self.uid {
+            6
+        } else if self.gids.contains(&file.gid()) {
+            3
+        } else {
+            0
+        };
+        self.uid == 0 || file.permissions().mode() >> shift & 0o4 != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_has_its_own_group_and_those_that_list_it() {
+        let accounts = Accounts {
+            passwd: "root:x:0:0::/root:/bin/sh\nsvc:x:7:8::/:/usr/sbin/nologin\ntorn:x\n".to_owned(),
+            group: "root:x:0:\nsvc:x:8:\nsvc-two:x:9:other,svc\nother:x:10:svc-two\ntorn:x\n".to_owned(),
+        };
+        assert_eq!(accounts.credentials("svc"), Some(Credentials { uid: 7, gids: vec![8, 9] }));
+        assert_eq!((accounts.uid("root"), accounts.uid("sv")), (Some(0), None));
+        assert_eq!(accounts.credentials("torn"), None);
+        assert_eq!(Accounts::default().credentials("root"), None);
+    }
+
+    #[test]
+    fn a_file_is_readable_by_its_owner_else_its_group_else_all() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (uid, gid) = file.as_file().metadata().map(|meta| (meta.uid(), meta.gid())).unwrap();
+        let owner = Credentials { uid: uid.max(1), gids: vec![gid] };
+        let member = Credentials { uid: uid + 1, gids: vec![gid + 1, gid] };
+        let stranger = Credentials { uid: uid + 1, gids: vec![gid + 1] };
+        for (mode, by_member, by_stranger) in
+            [(0o600, false, false), (0o640, true, false), (0o604, false, true), (0o200, false, false)]
+        {
+            std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+            let meta = file.as_file().metadata().unwrap();
+            assert_eq!(member.can_read(&meta), by_member, "{mode:o}");
+            assert_eq!(stranger.can_read(&meta), by_stranger, "{mode:o}");
+            if owner.uid == uid {
+                assert_eq!(owner.can_read(&meta), mode & 0o400 != 0, "{mode:o}");
+            }
+            assert!(Credentials { uid: 0, gids: vec![0] }.can_read(&meta), "{mode:o}");
+        }
+    }
+}
