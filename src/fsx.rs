@@ -84,11 +84,14 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Removes a file; its absence is no error.
+/// Removes a file; its absence is no error. It is absent as well where something else has its directory's name.
 pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(FileError::at("remove", path)(error)),
-        _ => Ok(()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(())
+        }
+        Err(error) => Err(FileError::at("remove", path)(error)),
+        Ok(()) => Ok(()),
     }
 }
 

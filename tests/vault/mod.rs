@@ -11,5 +11,6 @@ mod meta;
 mod platform;
 mod register;
 mod round_trip;
+mod stage;
 mod sync;
 mod update;

@@ -1,0 +1,194 @@
+//! A machine that runs a release, with a service manager that is a stand-in, and a platform that has published more.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use anyhow::{Context, Result};
+use axum::Router;
+use axum::routing::get;
+use http::StatusCode;
+use kit::bundle::{Manifest, SigningKey};
+use serde_json::Value;
+
+use super::bundle::{self, Source};
+use super::machine::{Ended, Machine};
+
+pub const OLD: &str = "2026.1.0";
+pub const NEW: &str = "2026.2.0";
+pub const MADE: &str = "2026-01-02T03:04:05.000Z";
+const NEVER: &str = "2126-01-02T03:04:05.000Z";
+
+/// It starts a gateway as the current release is, and remembers what it was told. A unit is what its own file says, or
+/// else what the gateway is.
+const SYSTEMCTL: &str = r#"#!/bin/sh
+echo "$*" >>"$SVC_ROOT/calls"
+case $1 in
+  restart) if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then echo failed; else echo active; fi >"$SVC_ROOT/gateway" ;;
+  show)
+    if [ -e "$SVC_ROOT/state-$3" ]; then state=$SVC_ROOT/state-$3; else state=$SVC_ROOT/gateway; fi
+    echo "ActiveState=$(cat "$state")"; echo Result=exit-code; echo NRestarts=0 ;;
+esac
+"#;
+
+pub fn key() -> Result<SigningKey> {
+    SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt"))
+}
+
+/// A bundle as it is published: archive, manifest, signature.
+pub struct Published {
+    pub archive: Vec<u8>,
+    pub manifest: Manifest,
+}
+
+impl Published {
+    pub fn new(version: &str, more: &[(&str, &str)]) -> Result<Self> {
+        let unit = format!("systemd/system/svc-{version}.service");
+        let more: Vec<(&str, &str)> =
+            [(unit.as_str(), "[Unit]\n")].into_iter().chain(more.iter().copied()).collect();
+        let archive = bundle::bundle_with(version, &more)?;
+        let manifest = Manifest {
+            version: 1,
+            image_version: version.to_owned(),
+            sha256: bundle::digest(&archive),
+            size_bytes: archive.len() as u64,
+            min_version: None,
+            created_at: MADE.to_owned(),
+            expires_at: NEVER.to_owned(),
+        };
+        Ok(Self { archive, manifest })
+    }
+
+    pub fn serve(&self, source: &Source) -> Result<()> {
+        let manifest = self.manifest.text()?;
+        let version = &self.manifest.image_version;
+        let end = |suffix: &str| format!("/{version}/svc-host-bundle.tar.gz{suffix}");
+        source.put(&end(".json"), Some(manifest.clone().into_bytes()));
+        source.put(&end(".json.sig"), Some(key()?.signature_line(manifest.as_bytes()).into_bytes()));
+        source.put(&end(""), Some(self.archive.clone()));
+        Ok(())
+    }
+}
+
+/// A machine that runs [`OLD`], and a platform that has published more.
+pub struct Stage {
+    pub machine: Machine,
+    pub source: Source,
+    env: Vec<(&'static str, String)>,
+}
+
+impl Stage {
+    pub async fn new() -> Result<Self> {
+        let old = Published::new(OLD, &[])?;
+        let source = Source::start(old.archive.clone()).await?;
+        let machine = Machine::bare(1)?;
+        let base = format!("http://{}", source.addr);
+        machine.write_boot(&[
+            ("SVC_HOST_BUNDLE_URL", &format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz")),
+            ("SVC_BUNDLE_SHA256", &old.manifest.sha256),
+            ("SVC_IMAGE_VERSION", OLD),
+        ])?;
+        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
+        let keys = format!("SVC_BUNDLE_PUBLIC_KEYS=\"{}\"\n", key()?.public_key_base64());
+        fs::write(machine.path("opt/svc/env/update.env"), keys)?;
+        fs::write(machine.path("opt/svc/restore-complete"), "")?;
+        let systemctl = machine.path("systemctl");
+        fs::write(&systemctl, SYSTEMCTL)?;
+        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755))?;
+        fs::write(machine.path("gateway"), "active\n")?;
+        let listen = gateway(&machine).await?;
+        let env = vec![
+            ("SVC_SYSTEMCTL", systemctl.display().to_string()),
+            ("GATEWAY_LISTEN", listen),
+            ("SVC_UPDATE_HEALTH_SECONDS", "5".to_owned()),
+        ];
+        let stage = Self { machine, source, env };
+        stage.run(&["boot"], None).await?.expect(0);
+        Ok(stage)
+    }
+
+    pub async fn with(published: &Published) -> Result<Self> {
+        let stage = Self::new().await?;
+        published.serve(&stage.source)?;
+        Ok(stage)
+    }
+
+    pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
+        let words: Vec<&str> = ["svc-update"].iter().chain(words).copied().collect();
+        let mut env: Vec<(&str, &str)> =
+            self.env.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        env.extend(failpoints.map(|points| ("FAILPOINTS", points)));
+        let running = self.machine.spawn(&words, &env)?;
+        tokio::task::spawn_blocking(move || running.end()).await?
+    }
+
+    pub async fn apply(&self, version: &str) -> Result<Ended> {
+        self.run(&["apply", "--version", version], None).await
+    }
+
+    pub fn ask_for(&self, version: &str) -> Result<()> {
+        let request = serde_json::json!({"imageVersion": version, "requestId": "asked-for-it"});
+        let path = self.machine.path("var/lib/svc/requests/update");
+        svc::fsx::write_atomic(&path, request.to_string().as_bytes(), 0o600)?;
+        Ok(())
+    }
+
+    pub fn last(&self) -> Result<Value> {
+        let text = fs::read(self.machine.path("var/lib/svc/update/last.json")).context("last.json")?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+
+    pub async fn status(&self) -> Result<Value> {
+        Ok(serde_json::from_str(&self.run(&["status", "--json"], None).await?.expect(0).stdout)?)
+    }
+
+    /// This release is current with its units and runs; nothing is open, and nothing is left over.
+    pub fn runs(&self, version: &str) -> Result<()> {
+        let opt = self.machine.path("opt/svc");
+        assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
+        let mut units: Vec<String> = fs::read_dir(self.machine.path("etc/systemd/system"))?
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<Result<_>>()?;
+        units.sort();
+        assert_eq!(units, [format!("svc-{version}.service")]);
+        assert_eq!(fs::read_to_string(self.machine.path("gateway"))?, "active\n");
+        for gone in ["var/lib/svc/update/journal.json", "var/lib/svc/requests/update"] {
+            assert!(!self.machine.path(gone).exists(), "{gone} is still there");
+        }
+        let partial = fs::read_dir(opt.join("releases"))?.flatten();
+        let partial: Vec<_> = partial
+            .map(|entry| entry.file_name())
+            .filter(|name| name.to_string_lossy().starts_with('.'))
+            .collect();
+        assert!(partial.is_empty(), "{partial:?}");
+        Ok(())
+    }
+
+    /// What the service manager was told to do, in order.
+    pub fn told(&self) -> Result<Vec<String>> {
+        let calls = fs::read_to_string(self.machine.path("calls"))?;
+        Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())
+    }
+
+    /// Nothing was restarted or stopped.
+    pub fn is_untouched(&self) -> Result<()> {
+        self.runs(OLD)?;
+        assert_eq!(self.told()?, ["daemon-reload"], "only the boot's");
+        Ok(())
+    }
+
+    pub fn history(&self) -> Result<Vec<Value>> {
+        let text = fs::read_to_string(self.machine.path("var/lib/svc/update/history.jsonl"))?;
+        text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+    }
+}
+
+/// Answers `/readyz` as the stand-in says that the gateway is.
+async fn gateway(machine: &Machine) -> Result<String> {
+    let state = machine.path("gateway");
+    let ready = move || async move {
+        let active = fs::read_to_string(&state).is_ok_and(|state| state == "active\n");
+        if active { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+    };
+    let listen = super::platform::gateway_of(machine, Router::new().route("/readyz", get(ready))).await?;
+    Ok(listen.to_string())
+}
