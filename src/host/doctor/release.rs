@@ -24,6 +24,8 @@ pub fn gate(layout: &Layout) -> Findings {
     }
 }
 
+const LINKS: &str = "svc-update boot sets the links and installs the units of the current release";
+
 pub fn current(layout: &Layout) -> Findings {
     let findings = Findings::of("release");
     let Some(version) = release::current(layout) else {
@@ -31,7 +33,7 @@ pub fn current(layout: &Layout) -> Findings {
         return findings.problem(format!("{} names no release", layout.current().display()), next);
     };
     let dir = layout.release(&version);
-    let next = "svc-update boot installs it again; or update to another release";
+    let next = "svc-update rollback goes back to the release before; or update to another one";
     let findings = match Release::read(&dir) {
         Ok(read) if read.image_version == version => findings,
         Ok(read) => {
@@ -41,7 +43,7 @@ pub fn current(layout: &Layout) -> Findings {
     };
     let findings = match layout.link("bin").join("svc").metadata() {
         Ok(_) => findings,
-        Err(error) => findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), next),
+        Err(error) => findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), LINKS),
     };
     // The container's are no way out: only root can reach into it.
     let is_without_tools =

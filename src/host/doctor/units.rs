@@ -17,7 +17,7 @@ const SERVICES: [&str; 5] = [
     "svc-code.service",
     "svc-sync-agent.service",
 ];
-const TIMERS: [&str; 4] =
+const TRIGGERS: [&str; 4] =
     ["svc-db-backup.timer", "svc-heartbeat.timer", "svc-update.path", "svc-db-backup-request.path"];
 
 /// Those that have nothing to run where the release comes without that part.
@@ -45,7 +45,7 @@ pub async fn check(layout: &Layout) -> Findings {
     };
     let mut command = Command::new(systemctl);
     command.args(["show", "--no-pager", "--property=Id,LoadState,ActiveState,Result", "--all", "svc-*"]);
-    command.args(SERVICES).args(TIMERS).kill_on_drop(true);
+    command.args(SERVICES).args(TRIGGERS).kill_on_drop(true);
     match command.output().await {
         Ok(output) if output.status.success() => {
             judge(findings, &String::from_utf8_lossy(&output.stdout), |unit| {
@@ -70,7 +70,7 @@ fn judge(findings: Findings, shown: &str, is_left_out: impl Fn(&str) -> bool) ->
         if id.is_empty() || !seen.insert(id.to_owned()) {
             continue;
         }
-        let always = SERVICES.contains(&id) || TIMERS.contains(&id);
+        let always = SERVICES.contains(&id) || TRIGGERS.contains(&id);
         let next = format!("systemctl status {id}; journalctl -u {id} -n 50");
         if always && value("LoadState") == "not-found" {
             findings =
