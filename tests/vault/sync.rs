@@ -78,7 +78,7 @@ async fn a_replaced_machine_learns_it_and_stops() -> Result<()> {
         assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
         let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(note["mine"], 3);
-        end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
+        end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
         assert_eq!(platform.calls().len(), 1, "nothing is sent after that");
     }
     Ok(())

@@ -7,6 +7,7 @@
 mod faults;
 mod life;
 mod look;
+mod packages;
 mod release;
 mod stages;
 mod updates;
@@ -47,7 +48,7 @@ pub enum Acts {
 }
 
 /// In their order, with whether the quick story has them.
-const ACTS: [(&str, bool); 20] = [
+const ACTS: [(&str, bool); 21] = [
     ("boot", true),
     ("sound", true),
     ("use", true),
@@ -68,6 +69,7 @@ const ACTS: [(&str, bool); 20] = [
     ("bad-update", false),
     ("cut-in-backup", false),
     ("full-release", false),
+    ("package", false),
 ];
 
 impl Acts {
@@ -225,6 +227,9 @@ async fn acts(report: &mut Report, options: &Options, stack: &mut Stack) -> Resu
     }
     if has("full-release") {
         report.step("full-release", updates::full_release(stack, &machine)).await?;
+    }
+    if has("package") {
+        report.step("package", packages::platform_package(stack, &machine)).await?;
     }
     if options.acts == Acts::Whole {
         report.step("sound-again", look::sound(stack, &machine)).await?;

@@ -185,8 +185,21 @@ impl Machine {
     /// # Errors
     /// When it cannot be reached, or the script does not end in time; how it ended is in the answer.
     pub async fn run(&self, script: &str, deadline: Duration) -> Result<Said> {
-        let shell = Shell { address: self.address, key: self.image.key() };
-        shell.run(script, deadline).await.with_context(|| self.name.clone())
+        self.shell().run(script, deadline).await.with_context(|| self.name.clone())
+    }
+
+    /// Brings a file; what is at `to` already keeps owner and mode.
+    ///
+    /// # Errors
+    /// As [`Self::run`], and when it cannot be read here or written there.
+    pub async fn bring(&self, file: &Path, to: &str, deadline: Duration) -> Result<()> {
+        let input = fs::File::open(file).with_context(|| format!("read {}", file.display()))?;
+        let said = self.shell().run_with(input.into(), &format!("cat >{to}"), deadline).await?;
+        said.good().map(drop).with_context(|| format!("bring {to} to {}", self.name))
+    }
+
+    fn shell(&self) -> Shell {
+        Shell { address: self.address, key: self.image.key() }
     }
 
     /// The same, again and again until the machine can be reached.

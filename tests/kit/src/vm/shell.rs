@@ -36,6 +36,11 @@ impl Said {
 
 impl Shell {
     pub(super) async fn run(&self, script: &str, deadline: Duration) -> Result<Said> {
+        self.run_with(Stdio::null(), script, deadline).await
+    }
+
+    /// A script that reads this.
+    pub(super) async fn run_with(&self, input: Stdio, script: &str, deadline: Duration) -> Result<Said> {
         let mut ssh = Command::new("ssh");
         ssh.arg("-q").arg("-i").arg(&self.key).args(["-p", &PORT.to_string()]);
         for option in [
@@ -47,7 +52,7 @@ impl Shell {
         ] {
             ssh.args(["-o", option]);
         }
-        ssh.arg(format!("root@{}", self.address)).arg(script).stdin(Stdio::null()).kill_on_drop(true);
+        ssh.arg(format!("root@{}", self.address)).arg(script).stdin(input).kill_on_drop(true);
         let output = tokio::time::timeout(deadline, ssh.output()).await;
         let output = output.with_context(|| format!("{script:?} still runs after {deadline:?}"))??;
         ensure!(output.status.code() != Some(NO_CONNECTION), "no connection to the machine by SSH");
