@@ -27,8 +27,8 @@ pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<
     let build = move || deb::build(&deb::Options::new(svc, source, out));
     let debs: Vec<PathBuf> = tokio::task::spawn_blocking(build).await??;
     let platform = debs.iter().find(|deb| deb.to_string_lossy().contains("svc-platform_"));
-    on.bring(platform.context("no package of the platform")?, "/root/svc-platform.deb", LONG).await?;
-    on.run("dpkg -i /root/svc-platform.deb", LONG).await?.good()?;
+    on.bring(platform.context("no package of the platform")?, "/var/tmp/svc-platform.deb", LONG).await?;
+    on.run("dpkg -i /var/tmp/svc-platform.deb", LONG).await?.good()?;
     let install =
         "install -o root -g svc-platform -m 0640 /etc/svc/platform.env.example /etc/svc/platform.env";
     on.run(install, SHORT).await?.good()?;
@@ -61,7 +61,7 @@ pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<
     let stopped = "systemctl stop svc-platform && systemctl show -P Result svc-platform.service";
     let stopped = on.run(stopped, LONG).await?.good()?;
     ensure!(stopped.trim() == "success", "stopped, it says {}", stopped.trim());
-    on.run("dpkg --purge svc-platform && rm /root/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG)
+    on.run("dpkg --purge svc-platform && rm /var/tmp/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG)
         .await?
         .good()
         .context("purge it")?;
