@@ -11,7 +11,8 @@ async fn near(first: u64, count: u64) {
     if std::env::var_os("SVC_SIM_SEED").is_none() {
         assert!(u64::from(tally.running) > count / 2, "{tally:?}");
         assert!(u64::from(tally.routed) > count / 2, "{tally:?}");
-        assert!(u64::from(tally.resized) > count / 30, "{tally:?}");
+        // Seldom, and fewer get through on a busy machine: four of 125 have been seen.
+        assert!(u64::from(tally.resized) > count / 125, "{tally:?}");
         assert!(u64::from(tally.crashes) > count / 4, "{tally:?}");
         assert!(u64::from(tally.snapshots) > count / 2, "{tally:?}");
     }
