@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::release;
+use super::{look, release};
 use crate::bundle;
 use crate::pg::PgBinaries;
 use crate::s3::{Fault, Rule};
@@ -73,6 +73,7 @@ pub async fn reboot(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
 
 /// The server dies and the provider knows nothing of it any more.
 pub async fn lose(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    look::keep_journal(stack, machine).await;
     stack.provider.vanish_server(&machine.server).await?;
     ensure!(stack.provider.servers().is_empty(), "the provider still has {:?}", stack.provider.servers());
     Ok(((), "its power is cut and the provider has no server".to_owned()))
