@@ -162,14 +162,14 @@ fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Res
 }
 
 fn lab(quick: bool, only: Vec<String>, svc: Option<PathBuf>) -> Result<ExitCode> {
-    let svc = match svc {
-        Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
-        None => dist::build()?,
-    };
     let acts = match (quick, only.is_empty()) {
         (true, _) => kit::lab::Acts::Quick,
         (false, true) => kit::lab::Acts::Whole,
-        (false, false) => kit::lab::Acts::Only(only),
+        (false, false) => kit::lab::Acts::only(only)?,
+    };
+    let svc = match svc {
+        Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
+        None => dist::of_this_tree()?,
     };
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
     let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, acts }))?;

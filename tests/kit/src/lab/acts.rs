@@ -40,7 +40,7 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 22] = [
+static ACTS: [Act; 23] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -69,27 +69,32 @@ static ACTS: [Act; 22] = [
     whole("bad-update", |stack, lives| Box::pin(updates::broken_update(stack, &lives.now))),
     whole("cut-in-backup", |stack, lives| Box::pin(faults::power_cut_in_backup(stack, &lives.now))),
     whole("full-release", |stack, lives| Box::pin(updates::full_release(stack, &lives.now))),
-    whole("package", |stack, lives| Box::pin(packages::platform_package(stack, &lives.now))),
+    whole("platform-package", |stack, lives| Box::pin(packages::platform_package(stack, &lives.now))),
     whole("sound-again", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
+    // Last, since it ends what runs.
+    whole("host-package", |stack, lives| Box::pin(packages::host_package(stack, &lives.now))),
 ];
 
 impl Acts {
-    /// Those that are played.
+    /// These alone.
     ///
     /// # Errors
     /// When one is named that there is not.
-    pub(super) fn chosen(&self) -> Result<Vec<&'static Act>> {
-        if let Self::Only(names) = self
-            && let Some(unknown) = names.iter().find(|name| ACTS.iter().all(|act| act.name != **name))
-        {
+    pub fn only(names: Vec<String>) -> Result<Self> {
+        if let Some(unknown) = names.iter().find(|name| ACTS.iter().all(|act| act.name != **name)) {
             let known: Vec<&str> = ACTS.iter().map(|act| act.name).collect();
             bail!("the lab has no act {unknown}; its acts are {}", known.join(", "));
         }
+        Ok(Self::Only(names))
+    }
+
+    /// Those that are played.
+    pub(super) fn chosen(&self) -> Vec<&'static Act> {
         let is_played = |act: &&Act| match self {
             Self::Quick => act.is_quick,
             Self::Whole => true,
             Self::Only(names) => names.iter().any(|name| name == act.name),
         };
-        Ok(ACTS.iter().filter(is_played).collect())
+        ACTS.iter().filter(is_played).collect()
     }
 }

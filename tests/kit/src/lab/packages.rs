@@ -1,15 +1,15 @@
-//! The platform's package on a real systemd: its unit starts it, confined as it is, and starts it again.
+//! The packages on a real systemd: their units start what they are for, confined as they are, and end it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
+use super::faults::serves_again;
 use crate::deb;
-
 use crate::story::{MachineRecord, Stack, eventually};
-use crate::vm::HOST_FROM_GUEST;
+use crate::vm::{HOST_FROM_GUEST, Machine};
 
 const SHORT: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(400);
@@ -17,17 +17,21 @@ const API: &str = "127.0.0.1:9701";
 const ROUTER: &str = "127.0.0.1:9702";
 const READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz";
 const PID: &str = "systemctl show -P MainPID svc-platform.service";
+const GATEWAY: &str = "systemctl show -P MainPID svc-gateway.service";
+const RUN_CONTAINER: &str = "podman run --detach --name svc-platform --network host --read-only --cap-drop all \
+                             --volume /etc/svc/platform.env:/etc/svc/platform.env:ro localhost/svc-platform";
+/// What cloud-init wrote stays, and what the machine became.
+const BARE: &str = "systemctl disable --now svc.target; systemctl stop 'svc-*' && \
+                    rm -r /opt/svc/releases /opt/svc/current /opt/svc/bin /opt/svc/app /opt/svc/runtime \
+                    /etc/sysusers.d/svc.conf /etc/tmpfiles.d/svc.conf && \
+                    find /etc/systemd/system -maxdepth 1 -type f -name 'svc*' ! -name svc-first-boot.service -delete && \
+                    systemctl daemon-reload";
 
 /// Installed as the README says, one more process of the lab's platform: ready, well by its doctor, up again after a kill,
 /// stopped and purged.
 pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    let (svc, out) = (stack.svc.clone(), stack.dir.join("deb"));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let build = move || deb::build(&deb::Options::new(svc, source, out));
-    let debs: Vec<PathBuf> = tokio::task::spawn_blocking(build).await??;
-    let platform = debs.iter().find(|deb| deb.to_string_lossy().contains("svc-platform_"));
-    on.bring(platform.context("no package of the platform")?, "/var/tmp/svc-platform.deb", LONG).await?;
+    on.bring(&package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG).await?;
     on.run("dpkg -i /var/tmp/svc-platform.deb", LONG).await?.good()?;
     let install =
         "install -o root -g svc-platform -m 0640 /etc/svc/platform.env.example /etc/svc/platform.env";
@@ -65,12 +69,98 @@ pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<
         .await?
         .good()
         .context("purge it")?;
+    let contained = contained(&on).await.context("in a container")?;
     Ok((
         (),
         format!(
-            "ready as svc-platform under its unit, {lines} checks of doctor ok, up again after a kill, purged"
+            "ready as svc-platform under its unit, {lines} checks of doctor ok, up again after a kill, purged; {contained}"
         ),
     ))
+}
+
+/// The same platform from the container recipe, with nothing but its settings: healthy by its own check, and it ends when told.
+async fn contained(on: &Machine) -> Result<String> {
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
+    on.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT)
+        .await?
+        .good()?;
+    on.bring(&recipe, "/var/tmp/Containerfile", SHORT).await?;
+    let build = "podman build --format docker -f /var/tmp/Containerfile -t svc-platform /var/tmp/image";
+    on.run(build, LONG).await?.good().context("build it")?;
+    on.run(&format!("chown 65532 /etc/svc/platform.env && {RUN_CONTAINER}"), LONG)
+        .await?
+        .good()
+        .context("run it")?;
+    let healthy = eventually("the container is healthy", LONG, async || {
+        on.run("podman healthcheck run svc-platform || { podman logs svc-platform >&2; exit 1; }", LONG)
+            .await?
+            .good()
+    });
+    healthy.await?;
+    let ended = "podman stop --time 30 svc-platform && podman inspect -f '{{.State.ExitCode}}' svc-platform";
+    let ended = on.run(ended, LONG).await?.good()?;
+    ensure!(ended.trim().ends_with("\n0"), "told to end, its container says {ended}");
+    on.run(
+        "podman rm svc-platform; podman rmi svc-platform; rm -r /var/tmp/image /var/tmp/Containerfile",
+        LONG,
+    )
+    .await?
+    .good()
+    .context("remove it")?;
+    Ok("the same from its container recipe, read-only and without capabilities".to_owned())
+}
+
+/// On a machine that was provisioned and has neither release nor units, the host's package brings both, and its removal
+/// ends all that it started and keeps what is the owner's.
+pub async fn host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let on = stack.provider.machine(&machine.server)?;
+    let before = stack.web.titles(&stack.owner()).await?;
+    on.run(BARE, LONG).await?.good().context("take release and units away")?;
+    on.bring(&package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG).await?;
+    let told = on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.good()?;
+    ensure!(!told.contains("not provisioned"), "it takes the machine for unprovisioned: {told}");
+    on.run("/usr/lib/svc/svc svc-update boot", LONG).await?.good().context("bring the release")?;
+    let began = Instant::now();
+    on.run("systemctl enable --now svc.target", LONG).await?.good().context("start it")?;
+    let after = serves_again(stack).await?;
+    let seconds = began.elapsed().as_secs_f64();
+    ensure!(after == before, "there were {before:?}, now {after:?}");
+    eventually("its doctor finds it well", LONG, async || {
+        let doctor = on.run("/usr/bin/svcctl doctor host", LONG).await?;
+        ensure!(doctor.status.success(), "it says {}{}", doctor.stdout, doctor.stderr);
+        Ok(())
+    })
+    .await?;
+
+    let gateway = on.run(GATEWAY, SHORT).await?.good()?;
+    on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.good().context("install it over itself")?;
+    ensure!(on.run(GATEWAY, SHORT).await?.good()? == gateway, "an upgrade of the package ended the gateway");
+    let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
+    let owned = on.run(files, SHORT).await?.good()?;
+    on.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG).await?.good().context("purge it")?;
+    let running =
+        "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
+    let running = on.run(running, SHORT).await?.good()?;
+    ensure!(running.trim().is_empty(), "purged, there still is {running}");
+    let kept = on.run(files, SHORT).await?.good()?;
+    ensure!(kept == owned, "of the owner's there was {owned}, now {kept}");
+    Ok((
+        (),
+        format!(
+            "bare, it serves {seconds:.0} s after its package's start; {} rows; purged, all is kept",
+            after.len()
+        ),
+    ))
+}
+
+/// One of this tree's packages, built of the lab's executable.
+async fn package(stack: &Stack, name: &str) -> Result<PathBuf> {
+    let (svc, out) = (stack.svc.clone(), stack.dir.join("deb"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let build = move || deb::build(&deb::Options::new(svc, source, out));
+    let built: Vec<PathBuf> = tokio::task::spawn_blocking(build).await??;
+    let named = built.into_iter().find(|deb| deb.to_string_lossy().contains(&format!("/{name}_")));
+    named.with_context(|| format!("no package {name}"))
 }
 
 /// The lab's own, as they are from there; without TLS, whose files are here.
