@@ -176,14 +176,22 @@ impl Contract {
     }
 
     /// What these operations say that they can answer and has not been seen, but for what `excused` names, by
-    /// operation (or `*`) and code.
-    pub fn unseen(&self, operations: &[&'static Operation], excused: &[(&str, &str)]) -> Vec<String> {
+    /// operation (or `*`) and code, and for what is seen on some days only: `seldom`.
+    pub fn unseen(
+        &self,
+        operations: &[&'static Operation],
+        excused: &[(&str, &str)],
+        seldom: &[(&str, &str)],
+    ) -> Vec<String> {
         let seen = self.seen.lock().unwrap();
         let mut unseen = Vec::new();
         for operation in operations {
             for code in operation.codes() {
                 let (id, code) = (operation.id, code.as_str());
                 let is_excused = excused.iter().any(|(of, what)| (*of == "*" || *of == id) && *what == code);
+                if seldom.contains(&(id, code)) {
+                    continue;
+                }
                 match (seen.contains(&(id, code.to_owned())), is_excused) {
                     (false, false) => unseen.push(format!("{id}: {code} was never seen")),
                     (true, true) if excused.contains(&(id, code)) => {

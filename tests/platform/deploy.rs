@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::stack::{BUCKET, DIGEST, Guest, Process, Stack, beat_of};
 
-const NEXT: &str = "v2";
+pub const NEXT: &str = "v2";
 
 fn key() -> SigningKey {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).unwrap()
@@ -43,14 +43,14 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
     put(".sha256", &format!("{sha256}  svc-host-bundle.tar.gz\n"));
 }
 
-struct Fleet {
-    stack: Stack,
-    process: Process,
-    guests: Vec<Guest>,
+pub struct Fleet {
+    pub stack: Stack,
+    pub process: Process,
+    pub guests: Vec<Guest>,
 }
 
 impl Fleet {
-    async fn of(machines: usize, more: &[(&str, &str)]) -> Self {
+    pub async fn of(machines: usize, more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         publish_signed(&stack, NEXT);
         let keys = public_key();

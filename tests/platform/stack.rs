@@ -258,9 +258,14 @@ impl Stack {
     pub async fn try_beats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
             let guest = Guest::of(server);
-            let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
-            let _ = request.bearer_auth(&guest.upgrade_token).json(&beat_of(&guest)).send().await;
+            self.try_beat(&base, &guest, &beat_of(&guest)).await;
         }
+    }
+
+    /// What a platform that may be gone answered, if it did.
+    pub async fn try_beat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
+        let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
+        request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
     pub async fn status(&self, process: &Process, machine: &str) -> Value {

@@ -18,10 +18,14 @@ use super::context::Platform;
 use super::db::rollouts::{self, Patience, RolloutRow, State};
 use super::db::{self, audit};
 use super::operations::ask_host;
+use crate::failpoint;
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
+
+/// The places of a step that does something where a test can stop it.
+pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
 /// Hosts that are told at one time.
 const AT_ONCE: usize = 8;
@@ -65,6 +69,8 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let pace = if rollout.state == State::Running { Pace::Goes } else { Pace::Stands };
     let most = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
     let effects = plan::next(pace, most, &members);
+    let pass = |point| if effects.is_empty() { Ok(()) } else { failpoint::pass(point) };
+    pass("rollouts.decided")?;
     let mut counted = Vec::new();
     for effect in &effects {
         match effect {
@@ -79,7 +85,9 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         }
     }
     let unheard = rollouts::take_unheard(&tx, rollout.id).await?;
+    pass("rollouts.written")?;
     db::commit(tx).await?;
+    pass("rollouts.committed")?;
     drop(session);
     for stand in counted {
         ROLLOUT_MACHINES.add_one([stand.as_str()]);
