@@ -159,8 +159,8 @@ impl Obedient<'_> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rollout_survives_a_kill_at_every_point_of_every_step() {
-    // Ask the canary; settle it; ask the batch; settle both, perhaps in two steps; succeed.
-    const STEPS: usize = 4;
+    // The canary is asked; it is there, and the others are asked; they are there, and it has succeeded.
+    const STEPS: usize = 3;
     let points: Vec<_> = POINTS.iter().flat_map(|point| (0..STEPS).map(move |nth| (*point, nth))).collect();
     let run = |(point, nth): (&'static str, usize)| async move {
         let killed = format!("{point}={nth}*off->1*return(kill)");
