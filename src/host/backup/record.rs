@@ -1,7 +1,7 @@
 //! What is left of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
 
 use jiff::Timestamp;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::job::Stage;
 use crate::clock;
@@ -27,7 +27,7 @@ pub struct Record {
     pub error: Option<String>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
     Success,

@@ -88,24 +88,24 @@ impl Partial {
     }
 }
 
-/// The whole, checked dump.
+/// The whole, checked dump, as a file in `dir`.
 ///
 /// # Errors
 /// [`DownloadError`].
 pub async fn fetch(
     settings: &Settings,
+    dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
 ) -> Result<PathBuf, DownloadError> {
-    let dir = settings.layout.restore_state();
-    std::fs::create_dir_all(&dir).map_err(FileError::at("create directory", &dir))?;
+    std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
-    remove_others(&dir, &name)?;
+    remove_others(dir, &name)?;
     let path = dir.join(name);
     let opened = path.clone();
     let size = snapshot.size_bytes;
     let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
-    ensure_room(&dir, snapshot, side, partial.length)?;
+    ensure_room(dir, snapshot, side, partial.length)?;
 
     let mut patience = Patience::new(settings.deadline);
     let mut second_try = false;
@@ -210,8 +210,10 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     Ok(())
 }
 
+/// All that is in it; a directory that is not there holds none.
+///
 /// # Errors
 /// [`FileError`].
 pub fn remove_all(dir: &Path) -> Result<(), FileError> {
-    remove_others(dir, "")
+    if dir.exists() { remove_others(dir, "") } else { Ok(()) }
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::download::{self, DownloadError};
 use super::journal::{self, Journal};
-use super::load::{self, LoadError};
+use super::load::{self, LoadError, Roles};
 use super::swap::{self, SwapError};
 use super::{Mode, Settings};
 use crate::applet::{Exit, Failure};
@@ -87,13 +87,13 @@ struct Marker<'a> {
 ///
 /// # Errors
 /// [`Failure`]; the gate is then shut and the old database as it was.
-pub async fn open(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
-    restore(settings).await.map_err(|error| Failure::new(error.exit(), error))
+pub async fn open(_lock: &Lock, settings: &Settings, mode: Mode) -> Result<(), Failure> {
+    restore(settings, mode).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-async fn restore(settings: &Settings) -> Result<(), RestoreError> {
+async fn restore(settings: &Settings, mode: Mode) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
-    let Some(snapshot) = latest(settings).await? else {
+    let Some(snapshot) = latest(settings, mode).await? else {
         tracing::info!("there is no snapshot: this machine begins with an empty database");
         return set_marker(settings, None);
     };
@@ -102,9 +102,9 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         let side = side_record(settings, &snapshot).await?;
-        let dump = download::fetch(settings, &snapshot, &side).await?;
+        let dump = download::fetch(settings, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
-        let scratch = load::into_scratch(settings, &dump, &side).await?;
+        let scratch = load::into_scratch(settings, &dump, &side, Roles::Stay).await?;
         let journal = Journal::new(&snapshot, &scratch);
         let swapped = async {
             journal.write(&settings.layout)?;
@@ -124,10 +124,10 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
 }
 
 /// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.
-async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError> {
+async fn latest(settings: &Settings, mode: Mode) -> Result<Option<SnapshotRef>, RestoreError> {
     let mut patience = Patience::new(settings.deadline);
     loop {
-        match (snapshot::latest(&settings.bucket, &settings.slot).await, settings.mode) {
+        match (snapshot::latest(&settings.bucket, &settings.slot).await, mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(Unusable::Absent), Mode::Empty) => return Ok(None),
             (Err(Unusable::Absent), Mode::Required) => return Err(RestoreError::Absent),

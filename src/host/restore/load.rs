@@ -31,6 +31,18 @@ pub struct Scratch {
     pub number: i64,
 }
 
+/// What becomes of roles that are made for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Roles {
+    /// They stay: it becomes the owner's database.
+    Stay,
+    /// They go with the drill, by [`drop_drills_roles`].
+    OfADrill,
+}
+
+/// The comment of a role that was made for a drill.
+const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
+
 /// Why the snapshot is not in a database.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -95,9 +107,14 @@ pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Cl
 ///
 /// # Errors
 /// [`LoadError`].
-pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -> Result<Scratch, LoadError> {
+pub async fn into_scratch(
+    settings: &Settings,
+    dump: &Path,
+    side: &SideRecord,
+    roles: Roles,
+) -> Result<Scratch, LoadError> {
     let client = connect_patiently(settings, pgconn::MAINTENANCE).await?;
-    create_roles(&client, side).await?;
+    create_roles(&client, side, roles).await?;
     failpoint::pass("restore.roles")?;
     let scratch = create(&client).await?;
     let loaded = async {
@@ -123,7 +140,7 @@ pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -
 }
 
 /// Without LOGIN: the gateway gives passwords to those that it uses.
-async fn create_roles(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+async fn create_roles(client: &Client, side: &SideRecord, roles: Roles) -> Result<(), LoadError> {
     let facts = side.database.iter();
     let owners = facts.flat_map(|facts| &facts.owner);
     for role in side.roles.iter().chain(owners).filter(|role| !role.starts_with("pg_")) {
@@ -131,9 +148,34 @@ async fn create_roles(client: &Client, side: &SideRecord) -> Result<(), LoadErro
         if exists.map_err(query("look for a role"))?.is_some() {
             continue;
         }
-        match client.batch_execute(&format!("CREATE ROLE {} NOLOGIN", ident(role))).await {
+        let mut create = format!("CREATE ROLE {} NOLOGIN", ident(role));
+        if roles == Roles::OfADrill {
+            // One transaction: no role stays that nobody knows for a drill's.
+            create.push_str(&format!("; COMMENT ON ROLE {} IS '{OF_A_DRILL}'", ident(role)));
+        }
+        match client.batch_execute(&create).await {
             Err(error) if error.code() == Some(&SqlState::DUPLICATE_OBJECT) => {}
             end => end.map_err(query(format!("create the role {role}")))?,
+        }
+    }
+    Ok(())
+}
+
+/// Drops the roles of drills, after their databases. One that has come into use since is the owner's.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
+    let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
+    let rows = client.query(drills, &[&OF_A_DRILL]).await.map_err(query("look for the roles of a drill"))?;
+    for row in rows {
+        let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
+        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
+            Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
+                let kept = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
+                client.batch_execute(&kept).await.map_err(query(format!("keep the role {role}")))?;
+            }
+            end => end.map_err(query(format!("drop the role {role}")))?,
         }
     }
     Ok(())

@@ -25,7 +25,10 @@ use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
+pub use download::{DownloadError, fetch, remove_all as remove_dumps};
 pub use gate::POINTS;
+pub use load::{LoadError, Roles, drop_drills_roles, into_scratch};
+pub use swap::{SwapError, drop_scratch, drop_scratches};
 
 #[derive(clap::Parser)]
 #[command(
@@ -56,19 +59,20 @@ impl std::str::FromStr for Mode {
     }
 }
 
-struct Settings {
-    layout: Layout,
-    slot: SlotPrefix,
-    bucket: Bucket,
-    server: Server,
-    tools: PgTools,
-    mode: Mode,
+/// Where snapshots come from and go to.
+#[derive(Clone)]
+pub struct Settings {
+    pub layout: Layout,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    pub server: Server,
+    pub tools: PgTools,
     /// How long store and database may be away, counted from the last progress.
-    deadline: Duration,
+    pub deadline: Duration,
 }
 
 impl Settings {
-    fn read(layout: Layout) -> Result<Self, Failure> {
+    fn read(layout: Layout) -> Result<(Self, Mode), Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
         let store = StoreLink::read(&mut env, &layout);
@@ -78,19 +82,20 @@ impl Settings {
         let deadline = deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
-        Ok(Self {
+        let settings = Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open().or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             layout,
             tools,
-            mode,
             deadline,
-        })
+        };
+        Ok((settings, mode))
     }
 }
 
-fn deadline(env: &mut Env) -> Duration {
+/// `RESTORE_STORE_DEADLINE_SECONDS`.
+pub fn deadline(env: &mut Env) -> Duration {
     Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
 }
 
@@ -107,7 +112,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 tracing::info!("the database of this machine is in use already; nothing is restored over it");
                 return Ok(());
             }
-            let settings = Settings::read(layout)?;
+            let (settings, mode) = Settings::read(layout)?;
             let lock =
                 Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
                     LockError::Held => {
@@ -115,7 +120,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     }
                     error @ LockError::File(_) => Failure::new(Exit::Internal, error),
                 })?;
-            gate::open(&lock, &settings).await
+            gate::open(&lock, &settings, mode).await
         }),
     )
 }

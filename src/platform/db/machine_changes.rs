@@ -242,6 +242,7 @@ pub struct Heartbeat<'a> {
     pub health: &'a Value,
     pub last_backup: Option<&'a Value>,
     pub last_update: Option<&'a Value>,
+    pub checks: Option<&'a Value>,
     /// Its host is at an update.
     pub updating: bool,
     /// When the verified snapshot was taken that it tells of.
@@ -260,7 +261,7 @@ pub async fn heartbeat(
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
                last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
-               last_update = coalesce($6, last_update), updating = $7 \
+               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks) \
                WHERE machine_id = $1";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -271,6 +272,7 @@ pub async fn heartbeat(
         &beat.backup_taken_at,
         &beat.last_update,
         &beat.updating,
+        &beat.checks,
     ];
     execute(client, sql, params).await?;
     // Apart, because naming this column wakes every router.
