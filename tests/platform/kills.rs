@@ -5,10 +5,9 @@ use std::sync::Mutex;
 use futures_util::{StreamExt, stream};
 use serde_json::json;
 use svc::platform::operations::{OperationKind, points};
-use svc::platform::rollouts::POINTS;
 
 use super::deploy::{Fleet, NEXT};
-use super::stack::{SECRET, Stack, beat_of, provision_body};
+use super::stack::{Guest, SECRET, Stack, beat_of, provision_body};
 
 const AT_ONCE: usize = 3;
 
@@ -136,19 +135,20 @@ async fn resize_survives_a_kill_at_every_point() {
 
 /// Hosts that run what they are told to, and the order in which they came to it.
 struct Obedient<'a> {
-    fleet: &'a Fleet,
+    stack: &'a Stack,
+    guests: &'a [Guest],
     updated: Mutex<Vec<usize>>,
 }
 
 impl Obedient<'_> {
     /// A heartbeat of each, to a platform that may be gone.
     async fn beat(&self, base: String) {
-        for (at, guest) in self.fleet.guests.iter().enumerate() {
+        for (at, guest) in self.guests.iter().enumerate() {
             let mut body = beat_of(guest);
             if self.updated.lock().unwrap().contains(&at) {
                 body["imageVersion"] = json!(NEXT);
             }
-            let Some(told) = self.fleet.stack.try_beat(&base, guest, &body).await else { continue };
+            let Some(told) = self.stack.try_beat(&base, guest, &body).await else { continue };
             let mut updated = self.updated.lock().unwrap();
             if told["desiredImageVersion"] == NEXT && !updated.contains(&at) {
                 updated.push(at);
@@ -161,24 +161,27 @@ impl Obedient<'_> {
 async fn a_rollout_survives_a_kill_at_every_point_of_every_step() {
     // The canary is asked; it is there, and the others are asked; they are there, and it has succeeded.
     const STEPS: usize = 3;
-    let points: Vec<_> = POINTS.iter().flat_map(|point| (0..STEPS).map(move |nth| (*point, nth))).collect();
+    let mut points = Vec::new();
+    for point in svc::platform::rollouts::POINTS {
+        points.extend((0..STEPS).map(|nth| (*point, nth)));
+    }
     let run = |(point, nth): (&'static str, usize)| async move {
         let killed = format!("{point}={nth}*off->1*return(kill)");
-        let mut fleet = Fleet::of(3, &[("FAILPOINTS", &killed)]).await;
+        let Fleet { stack, process: mut first, guests } = Fleet::of(3, &[("FAILPOINTS", &killed)]).await;
         let body = json!({"imageVersion": NEXT, "canary": 1, "batchSize": 2});
         // The kill can come before the answer.
-        let _ = fleet.stack.try_post(&fleet.process, "/vps/deploy", &body).await;
-        let mut first = std::mem::replace(&mut fleet.process, fleet.stack.platform());
-        let hosts = Obedient { fleet: &fleet, updated: Mutex::default() };
+        let _ = stack.try_post(&first, "/vps/deploy", &body).await;
+        let hosts = Obedient { stack: &stack, guests: &guests, updated: Mutex::default() };
         first.killed_while(|base| hosts.beat(base)).await;
 
+        let second = stack.platform();
         let look = || async {
-            hosts.beat(fleet.process.base.clone()).await;
-            let list = fleet.stack.get(&fleet.process, "/vps/deploy").await.body;
+            hosts.beat(second.base.clone()).await;
+            let list = stack.get(&second, "/vps/deploy").await.body;
             let rollout = list["rollouts"][0].clone();
             (rollout["state"] != "running").then_some(rollout)
         };
-        let ended = fleet.stack.eventually("the rollout ends", look).await;
+        let ended = stack.eventually("the rollout ends", look).await;
         assert_eq!(ended["state"], "succeeded", "{point} {nth}: {ended}");
         assert_eq!(ended["totals"]["updated"], 3, "{point} {nth}: {ended}");
         assert_eq!(hosts.updated.lock().unwrap().first(), Some(&0), "{point} {nth}: the canary is the first");

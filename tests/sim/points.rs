@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use svc::host::{backup, heartbeat, register, restore, update};
 use svc::platform::operations::{OperationKind, points};
+use svc::platform::rollouts;
 
-/// Enumerations of the host's applets, each with the test that kills at every one of its points.
-fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 7] {
+/// Enumerations, each with the test that kills at every one of its points.
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 8] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (restore::POINTS, "svc::host::restore::POINTS", "tests/vault/gate.rs"),
@@ -16,6 +17,7 @@ fn of_hosts() -> [(&'static [&'static str], &'static str, &'static str); 7] {
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
         (heartbeat::POINTS, "svc::host::heartbeat::POINTS", "tests/heartbeat.rs"),
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
+        (rollouts::POINTS, "svc::platform::rollouts::POINTS", "tests/platform/kills.rs"),
     ]
 }
 
@@ -45,7 +47,7 @@ fn passed(text: &str) -> Vec<String> {
 fn every_point_in_the_source_is_enumerated() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
-    let known: Vec<&str> = of_hosts().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
+    let known: Vec<&str> = enumerations().iter().flat_map(|(points, _, _)| points.iter().copied()).collect();
     let mut found = Vec::new();
     for file in files {
         for name in passed(&fs::read_to_string(&file).unwrap()) {
@@ -63,7 +65,7 @@ fn every_point_in_the_source_is_enumerated() {
 
 #[test]
 fn every_enumeration_is_walked_by_a_kill() {
-    for (points, name, test) in of_hosts() {
+    for (points, name, test) in enumerations() {
         let text = read(test);
         assert!(!points.is_empty());
         let walked = text

@@ -69,8 +69,10 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let pace = if rollout.state == State::Running { Pace::Goes } else { Pace::Stands };
     let most = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
     let effects = plan::next(pace, most, &members);
-    let pass = |point| if effects.is_empty() { Ok(()) } else { failpoint::pass(point) };
-    pass("rollouts.decided")?;
+    let acts = !effects.is_empty();
+    if acts {
+        failpoint::pass("rollouts.decided")?;
+    }
     let mut counted = Vec::new();
     for effect in &effects {
         match effect {
@@ -85,9 +87,13 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         }
     }
     let unheard = rollouts::take_unheard(&tx, rollout.id).await?;
-    pass("rollouts.written")?;
+    if acts {
+        failpoint::pass("rollouts.written")?;
+    }
     db::commit(tx).await?;
-    pass("rollouts.committed")?;
+    if acts {
+        failpoint::pass("rollouts.committed")?;
+    }
     drop(session);
     for stand in counted {
         ROLLOUT_MACHINES.add_one([stand.as_str()]);
