@@ -48,6 +48,27 @@ pub struct DatabaseFacts {
     pub settings: Vec<DatabaseSetting>,
 }
 
+impl SideRecord {
+    /// The same as the pointer would name it.
+    pub fn named(&self) -> SnapshotRef {
+        SnapshotRef {
+            key: self.key.clone(),
+            size_bytes: self.size_bytes,
+            sha256: self.sha256.clone(),
+            etag: None,
+            machine_id: self.machine_id,
+            epoch: self.epoch,
+            taken_at: self.taken_at,
+            verified_at: self.verified_at,
+        }
+    }
+
+    /// The major version of the PostgreSQL that it is of, where it is said.
+    pub fn pg_major(&self) -> Option<u32> {
+        self.pg_version.split(['.', ' ', 'b', 'r', 'd']).next()?.parse().ok()
+    }
+}
+
 /// A right on the database; without `grantee`, everybody's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -97,16 +118,7 @@ pub async fn record(
         || StoreError::Corrupt { key: side.key.clone(), why: "the key is not one of a snapshot".to_owned() };
     let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
     bucket.put_json(&object, side).await?;
-    Ok(Recorded(SnapshotRef {
-        key: side.key.clone(),
-        size_bytes: side.size_bytes,
-        sha256: side.sha256.clone(),
-        etag,
-        machine_id: side.machine_id,
-        epoch: side.epoch,
-        taken_at: side.taken_at,
-        verified_at: side.verified_at,
-    }))
+    Ok(Recorded(SnapshotRef { etag, ..side.named() }))
 }
 
 /// Why there is no snapshot to restore.

@@ -159,7 +159,9 @@ async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
     assert_eq!(left(&machine).await?, ["lock"]);
     assert_eq!(last(&machine, "drill")?["status"], "success");
 
-    for point in DRILL_POINTS.iter().chain(&["restore.roles", "restore.created", "restore.loaded", "restore.counted"]) {
+    for point in
+        DRILL_POINTS.iter().chain(&["restore.roles", "restore.created", "restore.loaded", "restore.counted"])
+    {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "drill"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "drill"])?.expect(0);

@@ -107,7 +107,8 @@ async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<Stri
     failpoint::pass("drill.downloaded")?;
     let scratch = restore::into_scratch(&into, &dump, &side, restore::Roles::OfADrill).await?;
     failpoint::pass("drill.loaded")?;
-    restore::drop_scratch(&into.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?, &scratch.name).await;
+    restore::drop_scratch(&into.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?, &scratch.name)
+        .await;
     failpoint::pass("drill.dropped")?;
     clean(&into).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();

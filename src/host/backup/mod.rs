@@ -154,6 +154,7 @@ impl Settings {
             bucket: self.bucket.clone(),
             server: self.server.clone(),
             tools: self.tools.clone(),
+            chosen: None,
             deadline: self.store_deadline,
         }
     }

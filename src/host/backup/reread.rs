@@ -98,7 +98,8 @@ impl SoFar {
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
         let got = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
-        let wrong = |found| RereadError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
+        let wrong =
+            |found| RereadError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
         if got.meta.size != side.size_bytes {
             return Err(wrong(got.meta.size));
         }

@@ -60,7 +60,7 @@ mod tests {
                 // One more day, since a snapshot's day begins when it is taken.
                 let oldest = known(&taken, &checked).into_iter().map(|one| one.read_at).min();
                 if let Some(oldest) = oldest {
-                    prop_assert!(now - oldest <= (DAY * i32::try_from(within + 1).unwrap()).into(), "{oldest} at {now}");
+                    prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
                 }
             }
         }

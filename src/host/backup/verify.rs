@@ -138,7 +138,10 @@ pub async fn run(
     end.map_err(|error| Failure::new(error.exit(), error))?;
     match found.damaged.as_slice() {
         [] => {
-            println!("{} snapshots, {} bytes, read in full: as they were written", check.snapshots, check.size_bytes);
+            println!(
+                "{} snapshots, {} bytes, read in full: as they were written",
+                check.snapshots, check.size_bytes
+            );
             Ok(())
         }
         damaged => {
@@ -195,8 +198,10 @@ async fn keys(settings: &Settings, which: &Which, memory: &mut Memory) -> Result
     }
     let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
     memory.read_at.retain(|key, _| all.contains(key));
-    let mut taken: Vec<(String, Timestamp)> =
-        all.into_iter().map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH))).collect();
+    let mut taken: Vec<(String, Timestamp)> = all
+        .into_iter()
+        .map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH)))
+        .collect();
     taken.sort_unstable_by(|a, b| b.cmp(a));
     if *which == Which::All {
         return Ok(taken.into_iter().map(|(key, _)| key).collect());

@@ -15,7 +15,9 @@ use super::state::Gateway;
 use crate::host::backup::{Check, CheckKind, Status};
 use crate::host::layout::Layout;
 use crate::http::problem::Problem;
-use crate::metrics::{APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape};
+use crate::metrics::{
+    APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape,
+};
 use crate::store::key;
 
 /// `GET /metrics`.

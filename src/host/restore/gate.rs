@@ -15,6 +15,7 @@ use crate::fsx::{self, FileError};
 use crate::host::lock::Lock;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError};
+use crate::http::request_id;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -44,6 +45,11 @@ enum RestoreError {
     Absent,
     #[error("the snapshot is not usable: {key}: {why}")]
     Damaged { key: String, why: String },
+    #[error(
+        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
+         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
+    )]
+    Newer { key: String, of: u32, here: i32 },
     #[error("the object store could not be read in time; nothing is known about the snapshot")]
     Store(#[source] StoreError),
     #[error(transparent)]
@@ -102,6 +108,7 @@ async fn restore(settings: &Settings, mode: Mode) -> Result<(), RestoreError> {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         let side = side_record(settings, &snapshot).await?;
+        refuse_newer(settings, &side).await?;
         let dump = download::fetch(settings, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
         let scratch = load::into_scratch(settings, &dump, &side, Roles::Stay).await?;
@@ -117,17 +124,42 @@ async fn restore(settings: &Settings, mode: Mode) -> Result<(), RestoreError> {
             return Err(error);
         }
     }
+    if settings.chosen.is_some() {
+        // The pointer names another: until the first backup, that is what a recovery would take.
+        let request = serde_json::json!({"requestId": request_id::current()}).to_string();
+        fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
+    }
     set_marker(settings, Some(&snapshot))?;
     clean(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(())
 }
 
+/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
+async fn refuse_newer(settings: &Settings, side: &SideRecord) -> Result<(), RestoreError> {
+    let client = load::connect_patiently(settings, pgconn::MAINTENANCE).await?;
+    let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
+    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(SwapError::from)?;
+    match side.pg_major() {
+        Some(of) if i64::from(of) > i64::from(here) => {
+            Err(RestoreError::Newer { key: side.key.clone(), of, here })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.
 async fn latest(settings: &Settings, mode: Mode) -> Result<Option<SnapshotRef>, RestoreError> {
     let mut patience = Patience::new(settings.deadline);
     loop {
-        match (snapshot::latest(&settings.bucket, &settings.slot).await, mode) {
+        let found = match &settings.chosen {
+            None => snapshot::latest(&settings.bucket, &settings.slot).await,
+            Some(key) => {
+                let chosen = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
+                chosen.map(|side| side.named())
+            }
+        };
+        match (found, mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(Unusable::Absent), Mode::Empty) => return Ok(None),
             (Err(Unusable::Absent), Mode::Required) => return Err(RestoreError::Absent),

@@ -67,6 +67,8 @@ pub struct Settings {
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
+    /// The snapshot to restore; `None`: the one that the pointer names.
+    pub chosen: Option<String>,
     /// How long store and database may be away, counted from the last progress.
     pub deadline: Duration,
 }
@@ -79,6 +81,7 @@ impl Settings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<Mode>("SVC_RESTORE_MODE");
+        let chosen = env.optional::<String>("SVC_RESTORE_SNAPSHOT");
         let deadline = deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
@@ -88,6 +91,7 @@ impl Settings {
             server: Server::new(database.config()?),
             layout,
             tools,
+            chosen,
             deadline,
         };
         Ok((settings, mode))

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
 use super::endpoint::{
-    CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version, last_backup_told,
-    last_update_told, told,
+    CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
+    last_backup_told, last_update_told, told,
 };
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
