@@ -14,6 +14,7 @@ pub mod patience;
 pub mod pgconn;
 pub mod pgtools;
 pub mod probe;
+pub mod progress;
 pub mod register;
 pub mod release;
 pub mod restore;

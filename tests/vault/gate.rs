@@ -74,7 +74,7 @@ async fn an_earlier_snapshot_is_restored_where_it_is_asked_for_and_a_backup_foll
 
     let new = Machine::new(&store, 2).await?;
     new.write_boot(&[("SVC_RESTORE_SNAPSHOT", &earlier.key)])?;
-    for point in ["restore.renamed", "restore.opened"] {
+    for point in ["restore.loaded", "restore.renamed"] {
         let kill = format!("{point}=return(kill)");
         new.run_with(&["svc-restore"], &[("FAILPOINTS", &kill)])?.expect_killed();
     }

@@ -13,7 +13,7 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::ctl::api::{Api, CallError};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups};
-use crate::ctl::show::human::size;
+use crate::ctl::show::size;
 
 /// Tries without a byte before it is given up.
 const TRIES: u32 = 6;

@@ -89,6 +89,12 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
         damaged: Vec::new(),
         error: end.as_ref().err().map(|error| chain(error)),
     };
+    if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
+        && let Err(error) = restore::remove_dumps(&settings.layout.drill_state())
+    {
+        // The next one removes it, too.
+        tracing::warn!(%error, "could not remove the damaged dump");
+    }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::pass("drill.recorded").or_exit(Exit::Internal)?;
     let told = end.map_err(|error| Failure::new(error.exit(), error))?;

@@ -21,6 +21,7 @@ mod verify;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -156,6 +157,7 @@ impl Settings {
             tools: self.tools.clone(),
             chosen: None,
             deadline: self.store_deadline,
+            progress: Arc::default(),
         }
     }
 }

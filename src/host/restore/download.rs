@@ -23,6 +23,7 @@ use crate::store::snapshot::SideRecord;
 const MARGIN: u64 = 64 << 20;
 /// A database is larger than its compressed dump; where the side record does not say, by this.
 const UNKNOWN_GROWTH: u64 = 6;
+const FETCHING: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
 #[derive(Debug, thiserror::Error)]
@@ -132,6 +133,7 @@ async fn complete(
     partial: &mut Partial,
     patience: &mut Patience,
 ) -> Result<(), DownloadError> {
+    settings.progress.of_bytes(FETCHING, snapshot.size_bytes);
     while partial.length < snapshot.size_bytes {
         let before = partial.length;
         match read_on(settings, snapshot, partial).await {
@@ -170,6 +172,7 @@ async fn read_on(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
+        settings.progress.bytes(FETCHING, partial.length, snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
         if partial.length > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {

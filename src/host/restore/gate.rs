@@ -112,6 +112,7 @@ async fn restore(settings: &Settings, mode: Mode) -> Result<(), RestoreError> {
         let dump = download::fetch(settings, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
         let scratch = load::into_scratch(settings, &dump, &side, Roles::Stay).await?;
+        settings.progress.at("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &scratch);
         let swapped = async {
             journal.write(&settings.layout)?;

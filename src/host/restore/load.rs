@@ -1,6 +1,7 @@
 //! The snapshot in a new database beside the old one: roles, content, the database's own rights and settings, and
 //! the count that shows that nothing is missing.
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -21,6 +22,9 @@ use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 const APPLICATION: &str = "svc-restore";
 /// Nothing on a machine of ours takes longer to load.
 const DEADLINE: Duration = Duration::from_secs(12 * 3600);
+
+/// How often it is asked how much is loaded.
+const WATCH: Duration = Duration::from_secs(2);
 
 /// A database that nobody uses yet.
 #[derive(Debug)]
@@ -119,13 +123,17 @@ pub async fn into_scratch(
     let scratch = create(&client).await?;
     let loaded = async {
         failpoint::pass("restore.created")?;
-        restore(settings, dump, &scratch.name).await?;
+        tokio::select! {
+            end = restore(settings, dump, &scratch.name) => end?,
+            never = watch(settings, &client, &scratch.name, side) => match never {},
+        }
         failpoint::pass("restore.loaded")?;
         let inside = connect_patiently(settings, &scratch.name).await?;
         if let Some(facts) = &side.database {
             apply(&inside, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
+        settings.progress.at("comparing tables and rows with the record");
         compare(&inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
@@ -213,6 +221,21 @@ async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(),
     let said = String::from_utf8_lossy(&said);
     let complaint = pgtools::complaint(&said).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
+}
+
+/// Tells how much of the database is there while it is loaded.
+async fn watch(settings: &Settings, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+    const LOADING: &str = "loading the snapshot";
+    let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    settings.progress.of_bytes(LOADING, whole);
+    loop {
+        tokio::time::sleep(WATCH).await;
+        // What cannot be asked now is asked again.
+        if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
+            let there: i64 = row.try_get(0).unwrap_or_default();
+            settings.progress.bytes(LOADING, there.unsigned_abs(), whole);
+        }
+    }
 }
 
 /// What a dump of the content does not hold: owner, rights and settings of the database itself.

@@ -11,6 +11,7 @@ mod swap;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{self, DatabaseUrl, Identity, begin_log};
@@ -18,6 +19,7 @@ use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
+use super::progress::Progress;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
@@ -71,6 +73,7 @@ pub struct Settings {
     pub chosen: Option<String>,
     /// How long store and database may be away, counted from the last progress.
     pub deadline: Duration,
+    pub progress: Arc<Progress>,
 }
 
 impl Settings {
@@ -93,6 +96,7 @@ impl Settings {
             tools,
             chosen,
             deadline,
+            progress: Arc::default(),
         };
         Ok((settings, mode))
     }
