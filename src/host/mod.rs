@@ -2,6 +2,7 @@
 
 pub mod backup;
 pub mod census;
+pub mod checks;
 pub mod config;
 pub mod doctor;
 pub mod gateway;
@@ -18,6 +19,7 @@ pub mod progress;
 pub mod register;
 pub mod release;
 pub mod restore;
+pub mod scratch;
 pub mod store;
 pub mod store_credentials;
 pub mod sync;

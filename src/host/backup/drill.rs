@@ -1,18 +1,18 @@
 //! `svc-db-backup drill`: the newest snapshot is restored into a database of its own, compared with its record, and
 //! dropped. What a recovery would get is known before one is needed.
 
+use std::path::Path;
 use std::time::Instant;
 
 use super::Settings;
-use super::check::{Check, Kind};
-use super::record::Status;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::lock::Lock;
 use crate::host::pgconn::{self, ConnectError};
-use crate::host::restore::{self, DownloadError, LoadError, SwapError};
+use crate::host::scratch::{self, DownloadError, LoadError, Means, Roles};
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
@@ -34,8 +34,8 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error(transparent)]
-    Swap(#[from] SwapError),
+    #[error("look for what a drill leaves")]
+    Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
     #[error("stopped by a signal")]
@@ -51,7 +51,7 @@ impl DrillError {
             | Self::Download(DownloadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
             Self::Store(_) | Self::Connect(_) | Self::Download(DownloadError::Store(_)) => Exit::Unavailable,
             Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Swap(error) if error.is_unavailable() => Exit::Unavailable,
+            Self::Query(error) if pgconn::is_unavailable(error) => Exit::Unavailable,
             Self::Damaged { .. }
             | Self::Download(DownloadError::WrongSize { .. } | DownloadError::WrongDigest { .. })
             | Self::Load(LoadError::Restore { .. } | LoadError::Differs(_)) => Exit::Refused,
@@ -80,7 +80,7 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
     let check = Check {
         version: Check::VERSION,
         timestamp: clock::now_ms(),
-        check: Kind::Drill,
+        check: CheckKind::Drill,
         status: if end.is_ok() { Status::Success } else { Status::Error },
         snapshots: u64::from(end.is_ok()),
         size_bytes,
@@ -90,7 +90,7 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
         error: end.as_ref().err().map(|error| chain(error)),
     };
     if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
-        && let Err(error) = restore::remove_dumps(&settings.layout.drill_state())
+        && let Err(error) = scratch::remove_dumps(&settings.layout.drill_state())
     {
         // The next one removes it, too.
         tracing::warn!(%error, "could not remove the damaged dump");
@@ -104,19 +104,18 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
 
 async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
     failpoint::pass("drill.begin")?;
-    let into = settings.restore();
-    clean(&into).await?;
+    let (into, dir) = (settings.means(), settings.layout.drill_state());
+    clean(&into, &dir).await?;
     failpoint::pass("drill.cleaned")?;
     let Some((snapshot, side)) = latest(settings, of).await? else { return Ok(String::new()) };
-    let dir = settings.layout.drill_state();
-    let dump = restore::fetch(&into, &dir, &snapshot, &side).await?;
+    let dump = scratch::fetch(&into, &dir, &snapshot, &side).await?;
     failpoint::pass("drill.downloaded")?;
-    let scratch = restore::into_scratch(&into, &dump, &side, restore::Roles::OfADrill).await?;
+    let loaded = scratch::into_scratch(&into, &dump, &side, Roles::OfADrill).await?;
     failpoint::pass("drill.loaded")?;
-    restore::drop_scratch(&into.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?, &scratch.name)
+    scratch::drop_scratch(&into.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?, &loaded.name)
         .await;
     failpoint::pass("drill.dropped")?;
-    clean(&into).await?;
+    clean(&into, &dir).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
     Ok(format!("{} tables, {rows} rows", side.tables.len()))
 }
@@ -138,9 +137,9 @@ async fn latest(
 }
 
 /// What this drill, or one that was killed, leaves: databases, dumps, roles.
-async fn clean(into: &restore::Settings) -> Result<(), DrillError> {
+async fn clean(into: &Means, dir: &Path) -> Result<(), DrillError> {
     let client = into.server.connect(pgconn::MAINTENANCE, "svc-db-backup").await?;
-    restore::drop_scratches(&client).await?;
-    restore::drop_drills_roles(&client).await?;
-    Ok(restore::remove_dumps(&into.layout.drill_state())?)
+    scratch::drop_scratches(&client).await?;
+    scratch::drop_drills_roles(&client).await?;
+    Ok(scratch::remove_dumps(dir)?)
 }

@@ -4,7 +4,6 @@
 //! Here: the command line, the configuration, the locks, the request file and the exit code. A backup is in `job`, the
 //! looks are in `verify` and `drill`.
 
-mod check;
 mod drill;
 mod dump;
 mod job;
@@ -31,7 +30,7 @@ use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
-use super::restore;
+use super::scratch::{self, Means};
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
@@ -41,10 +40,8 @@ use crate::store::key::SlotPrefix;
 use request::Request;
 use verify::Which;
 
-pub use check::{Check, Kind as CheckKind};
 pub use drill::POINTS as DRILL_POINTS;
 pub use job::POINTS;
-pub use record::Status;
 pub use verify::POINTS as VERIFY_POINTS;
 
 /// How long a request waits for a run that began before it was made.
@@ -132,7 +129,7 @@ impl Settings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let verify_within_days = verify_within_days(&mut env);
-        let store_deadline = restore::deadline(&mut env);
+        let store_deadline = scratch::deadline(&mut env);
         let parts = identity.zip(store).zip(database);
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
@@ -147,15 +144,14 @@ impl Settings {
         })
     }
 
-    /// The same, for restoring a snapshot beside the owner's database.
-    fn restore(&self) -> restore::Settings {
-        restore::Settings {
-            layout: self.layout.clone(),
+    /// The same, for a snapshot in a database beside the owner's.
+    fn means(&self) -> Means {
+        Means {
+            name: "svc-db-backup",
             slot: self.slot.clone(),
             bucket: self.bucket.clone(),
             server: self.server.clone(),
             tools: self.tools.clone(),
-            chosen: None,
             deadline: self.store_deadline,
             progress: Arc::default(),
         }

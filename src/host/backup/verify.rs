@@ -8,14 +8,13 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::check::{Check, Kind};
-use super::record::Status;
 use super::reread::{self, RereadError};
 use super::share;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::lock::Lock;
 use crate::host::patience::Patience;
 use crate::http::problem::chain;
@@ -124,7 +123,7 @@ pub async fn run(
     let check = Check {
         version: Check::VERSION,
         timestamp: clock::now_ms(),
-        check: Kind::Verify,
+        check: CheckKind::Verify,
         status: if error.is_none() { Status::Success } else { Status::Error },
         snapshots: found.whole,
         size_bytes: found.bytes,

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use crate::diagnosis::Findings;
 use crate::fsx;
-use crate::host::backup::{Check, CheckKind, Status};
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::layout::Layout;
 use crate::store::key;
 

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::backups;
 use super::state::Gateway;
-use crate::host::backup::{Check, CheckKind, Status};
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::layout::Layout;
 use crate::http::problem::Problem;
 use crate::metrics::{

@@ -3,34 +3,26 @@
 //!
 //! Here: the command line, the configuration, the exit code. The steps are in `gate`.
 
-mod download;
 mod gate;
 mod journal;
-mod load;
 mod swap;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
-use super::progress::Progress;
+use super::scratch::{self, Means};
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::Env;
 use crate::http::request_id;
-use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
-pub use download::{DownloadError, fetch, remove_all as remove_dumps};
 pub use gate::POINTS;
-pub use load::{LoadError, Roles, drop_drills_roles, into_scratch};
-pub use swap::{SwapError, drop_scratch, drop_scratches};
 
 #[derive(clap::Parser)]
 #[command(
@@ -61,23 +53,16 @@ impl std::str::FromStr for Mode {
     }
 }
 
-/// Where snapshots come from and go to.
-#[derive(Clone)]
-pub struct Settings {
-    pub layout: Layout,
-    pub slot: SlotPrefix,
-    pub bucket: Bucket,
-    pub server: Server,
-    pub tools: PgTools,
+struct Settings {
+    layout: Layout,
+    means: Means,
+    mode: Mode,
     /// The snapshot to restore; `None`: the one that the pointer names.
-    pub chosen: Option<String>,
-    /// How long store and database may be away, counted from the last progress.
-    pub deadline: Duration,
-    pub progress: Arc<Progress>,
+    chosen: Option<String>,
 }
 
 impl Settings {
-    fn read(layout: Layout) -> Result<(Self, Mode), Failure> {
+    fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
         let store = StoreLink::read(&mut env, &layout);
@@ -85,26 +70,20 @@ impl Settings {
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<Mode>("SVC_RESTORE_MODE");
         let chosen = env.optional::<String>("SVC_RESTORE_SNAPSHOT");
-        let deadline = deadline(&mut env);
+        let deadline = scratch::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
-        let settings = Self {
+        let means = Means {
+            name: "svc-restore",
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open().or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
-            layout,
             tools,
-            chosen,
             deadline,
             progress: Arc::default(),
         };
-        Ok((settings, mode))
+        Ok(Self { layout, means, mode, chosen })
     }
-}
-
-/// `RESTORE_STORE_DEADLINE_SECONDS`.
-pub fn deadline(env: &mut Env) -> Duration {
-    Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
@@ -120,7 +99,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 tracing::info!("the database of this machine is in use already; nothing is restored over it");
                 return Ok(());
             }
-            let (settings, mode) = Settings::read(layout)?;
+            let settings = Settings::read(layout)?;
             let lock =
                 Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
                     LockError::Held => {
@@ -128,7 +107,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     }
                     error @ LockError::File(_) => Failure::new(Exit::Internal, error),
                 })?;
-            gate::open(&lock, &settings, mode).await
+            gate::open(&lock, &settings).await
         }),
     )
 }

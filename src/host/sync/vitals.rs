@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::Settings;
 use crate::clock;
 use crate::fsx;
-use crate::host::backup::{Check, CheckKind, Status};
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::config;
 use crate::host::probe::{self, Gateway};
 use crate::http::proof::ProofKeys;

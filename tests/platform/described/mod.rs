@@ -24,10 +24,15 @@ struct World {
     rollout: String,
 }
 
+/// A snapshot of the machine that runs.
+const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
+
 impl World {
     async fn start(more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         deploy::publish_signed(&stack, "v1");
+        // Nothing names it, so that there is none to recover from.
+        stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
         let more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
         let process = stack.platform_with(&more);
@@ -51,7 +56,7 @@ impl World {
 
     fn path_of(&self, operation: &Operation, id: &str) -> String {
         let path = operation.path.replace("{id}", id);
-        path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz")
+        path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz").replace("{name}", DUMP)
     }
 
     fn token(&self, credential: &str) -> &str {

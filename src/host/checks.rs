@@ -4,23 +4,30 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::record::Status;
+use super::jsonl;
+use super::layout::Layout;
 use crate::clock;
 use crate::fsx::{self, FileError};
-use crate::host::jsonl;
-use crate::host::layout::Layout;
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    Success,
+    Error,
+}
 
 /// How a snapshot is looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum CheckKind {
     /// Read again from the store.
     Verify,
     /// Restored into a database of its own.
     Drill,
 }
 
-impl Kind {
+impl CheckKind {
     pub const ALL: [Self; 2] = [Self::Verify, Self::Drill];
 
     pub fn as_str(self) -> &'static str {
@@ -39,7 +46,7 @@ pub struct Check {
     /// When it ended.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
-    pub check: Kind,
+    pub check: CheckKind,
     pub status: Status,
     /// Snapshots that were found as they were written.
     pub snapshots: u64,
@@ -70,7 +77,7 @@ impl Check {
     ///
     /// # Errors
     /// [`FileError`]; what is there and cannot be read as one counts as none.
-    pub fn last(layout: &Layout, kind: Kind) -> Result<Option<Self>, FileError> {
+    pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_there(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }

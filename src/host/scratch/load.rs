@@ -10,8 +10,8 @@ use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 
-use super::Settings;
-use super::swap;
+use super::Means;
+use super::database::{self, Scratch};
 use crate::failpoint::{self, Injected};
 use crate::host::census;
 use crate::host::patience::Patience;
@@ -19,21 +19,11 @@ use crate::host::pgconn::{self, ConnectError, ident, literal};
 use crate::host::pgtools;
 use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
-const APPLICATION: &str = "svc-restore";
 /// Nothing on a machine of ours takes longer to load.
 const DEADLINE: Duration = Duration::from_secs(12 * 3600);
 
 /// How often it is asked how much is loaded.
 const WATCH: Duration = Duration::from_secs(2);
-
-/// A database that nobody uses yet.
-#[derive(Debug)]
-pub struct Scratch {
-    pub name: String,
-    pub oid: u32,
-    /// Its number, which the replaced database gets, too.
-    pub number: i64,
-}
 
 /// What becomes of roles that are made for a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,10 +79,10 @@ fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> Loa
 ///
 /// # Errors
 /// [`ConnectError`] after the deadline.
-pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Patience::new(settings.deadline);
+pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, ConnectError> {
+    let mut patience = Patience::new(means.deadline);
     loop {
-        match settings.server.connect(database, APPLICATION).await {
+        match means.server.connect(database, means.name).await {
             Ok(client) => return Ok(client),
             Err(error) => {
                 let for_good = match &error {
@@ -112,28 +102,28 @@ pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Cl
 /// # Errors
 /// [`LoadError`].
 pub async fn into_scratch(
-    settings: &Settings,
+    means: &Means,
     dump: &Path,
     side: &SideRecord,
     roles: Roles,
 ) -> Result<Scratch, LoadError> {
-    let client = connect_patiently(settings, pgconn::MAINTENANCE).await?;
+    let client = connect_patiently(means, pgconn::MAINTENANCE).await?;
     create_roles(&client, side, roles).await?;
     failpoint::pass("restore.roles")?;
     let scratch = create(&client).await?;
     let loaded = async {
         failpoint::pass("restore.created")?;
         tokio::select! {
-            end = restore(settings, dump, &scratch.name) => end?,
-            never = watch(settings, &client, &scratch.name, side) => match never {},
+            end = restore(means, dump, &scratch.name) => end?,
+            never = watch(means, &client, &scratch.name, side) => match never {},
         }
         failpoint::pass("restore.loaded")?;
-        let inside = connect_patiently(settings, &scratch.name).await?;
+        let inside = connect_patiently(means, &scratch.name).await?;
         if let Some(facts) = &side.database {
             apply(&inside, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
-        settings.progress.at("comparing tables and rows with the record");
+        means.progress.at("comparing tables and rows with the record");
         compare(&inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
@@ -141,7 +131,7 @@ pub async fn into_scratch(
     match loaded.await {
         Ok(()) => Ok(scratch),
         Err(error) => {
-            swap::drop_scratch(&client, &scratch.name).await;
+            database::drop_scratch(&client, &scratch.name).await;
             Err(error)
         }
     }
@@ -197,13 +187,13 @@ async fn create(client: &Client) -> Result<Scratch, LoadError> {
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0", ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
-    let oid = swap::oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = database::oid(client, &name).await.map_err(query("look for the new database"))?;
     let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
     Ok(Scratch { name, oid, number })
 }
 
-async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(), LoadError> {
-    let mut command = settings.tools.load(&settings.server, database, dump).map_err(LoadError::Start)?;
+async fn restore(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
+    let mut command = means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?;
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut said = Vec::new();
     let mut stderr = child.stderr.take();
@@ -224,16 +214,16 @@ async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(),
 }
 
 /// Tells how much of the database is there while it is loaded.
-async fn watch(settings: &Settings, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+async fn watch(means: &Means, client: &Client, database: &str, side: &SideRecord) -> Infallible {
     const LOADING: &str = "loading the snapshot";
     let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
-    settings.progress.of_bytes(LOADING, whole);
+    means.progress.of_bytes(LOADING, whole);
     loop {
         tokio::time::sleep(WATCH).await;
         // What cannot be asked now is asked again.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
             let there: i64 = row.try_get(0).unwrap_or_default();
-            settings.progress.bytes(LOADING, there.unsigned_abs(), whole);
+            means.progress.bytes(LOADING, there.unsigned_abs(), whole);
         }
     }
 }
