@@ -11,7 +11,7 @@ use svc::http::openapi::Operation;
 use svc::platform::api::{ENDPOINTS, description};
 
 use super::deploy;
-use super::stack::{Answer, DIGEST, Guest, Process, SECRET, Stack};
+use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
 
 /// A platform with a machine that runs and one that waits for its registration.
