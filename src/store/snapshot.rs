@@ -127,7 +127,7 @@ pub enum Unusable {
     /// Confirmed: no pointer, or a tombstone.
     #[error("there is no snapshot")]
     Absent,
-    #[error("the pointer names {key}, which is not usable: {why}")]
+    #[error("{key} is not usable: {why}")]
     Damaged { key: String, why: String },
     #[error(transparent)]
     Store(StoreError),

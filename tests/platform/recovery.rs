@@ -45,7 +45,7 @@ async fn without_a_usable_snapshot_nothing_changes() {
     stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
     let outside =
         json!({"idpUserId": "user_1", "snapshotKey": "../../user_2/primary/system/db/snapshots/x.dump"});
-    stack.post(&process, "/vps/recover", &outside).await.assert_problem(409, "snapshot_unusable");
+    stack.post(&process, "/vps/recover", &outside).await.assert_problem(400, "invalid_request");
 
     stack.store.down();
     stack.post(&process, "/vps/recover", &body()).await.assert_problem(503, "store_unavailable");

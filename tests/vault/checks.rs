@@ -18,6 +18,9 @@ async fn with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<S
         machine.run(&["svc-db-backup"])?.expect(0);
         let last = machine.backup_records()?.pop().context("a record")?;
         keys.push(last["key"].as_str().context("a key")?.to_owned());
+        // The next one is of something else.
+        let row = format!("INSERT INTO t VALUES ({}, 'more')", 20_000 + keys.len());
+        machine.client().await?.batch_execute(&row).await?;
     }
     Ok((machine, keys))
 }

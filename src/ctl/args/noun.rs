@@ -85,7 +85,7 @@ Example: svcctl backup now ada --wait")]
     },
     /// Download a snapshot, for `pg_restore`
     #[command(after_help = "Its SHA-256 is checked. What an interrupted download left is gone on with.\n\n\
-Examples:\n  svcctl backup download ada\n  svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
+Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
     Download {
         /// A machine's id, or the handle of its user
         machine: Target,

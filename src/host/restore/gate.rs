@@ -156,7 +156,8 @@ async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError
         let found = match &settings.chosen {
             None => snapshot::latest(&settings.means.bucket, &settings.means.slot).await,
             Some(key) => {
-                let chosen = snapshot::by_key(&settings.means.bucket, &settings.means.slot, key).await;
+                let chosen =
+                    snapshot::by_key(&settings.means.bucket, &settings.means.slot, key.as_str()).await;
                 chosen.map(|side| side.named())
             }
         };

@@ -20,7 +20,7 @@ use super::scratch::{self, Means};
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::http::request_id;
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotKey};
 
 pub use gate::POINTS;
 
@@ -58,7 +58,7 @@ struct Settings {
     means: Means,
     mode: Mode,
     /// The snapshot to restore; `None`: the one that the pointer names.
-    chosen: Option<String>,
+    chosen: Option<SnapshotKey>,
 }
 
 impl Settings {
@@ -69,7 +69,7 @@ impl Settings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<Mode>("SVC_RESTORE_MODE");
-        let chosen = env.optional::<String>("SVC_RESTORE_SNAPSHOT");
+        let chosen = env.optional::<SnapshotKey>("SVC_RESTORE_SNAPSHOT");
         let deadline = scratch::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;

@@ -14,7 +14,7 @@ use super::call::Call;
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, slot_name, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{fault, provision};
-use crate::http::openapi::{Operation, any_text, boolean, count, fields, object, uuid};
+use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
@@ -24,7 +24,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot::{self, Unusable};
 use axum::routing::post;
 
@@ -33,7 +33,7 @@ struct Asked {
     slot: Slot,
     empty: EmptyStart,
     /// The snapshot that the operator expects to be restored.
-    snapshot_key: Option<String>,
+    snapshot_key: Option<SnapshotKey>,
 }
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -143,7 +143,8 @@ fn of_slot(found: Option<MachineRow>, asked: &Asked) -> Result<MachineRow, Probl
 async fn begins_with(platform: &Platform, asked: &Asked) -> Result<(RestoreMode, Option<String>), Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     if let Some(key) = &asked.snapshot_key {
-        let chosen = snapshot::by_key(&platform.bucket, &slot, key).await.map_err(fault::unusable)?;
+        let chosen =
+            snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
         return Ok((RestoreMode::Required, Some(chosen.key)));
     }
     match snapshot::latest(&platform.bucket, &slot).await {
@@ -186,7 +187,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: Some(|| {
             fields(
                 &[("idpUserId", idp_user_id())],
-                &[("slot", slot_name()), ("allowEmpty", boolean()), ("snapshotKey", any_text())],
+                &[
+                    ("slot", slot_name()),
+                    ("allowEmpty", boolean()),
+                    ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                ],
             )
         }),
         answers: &[told(202, "The recovery is under way.", || {

@@ -143,6 +143,7 @@ impl Side for World {
         Some(match name {
             "idpUserId" => json!("user_1"),
             "slot" => json!("primary"),
+            "snapshotKey" => json!(format!("system/db/snapshots/{DUMP}")),
             "handle" => json!("h-user-1"),
             "handles" => json!(["h-user-1"]),
             "machineId" => json!(self.guest(operation).machine),
