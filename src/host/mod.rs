@@ -27,3 +27,4 @@ pub mod systemd;
 pub mod unix_socket;
 pub mod update;
 pub mod updated;
+pub mod user;

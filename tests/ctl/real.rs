@@ -1,6 +1,7 @@
 //! `svcctl` against the real parts: a person's day, from the first bundle to the end of a machine.
 
 use std::path::Path;
+use std::time::Duration;
 
 use kit::bundle;
 use kit::story::{Front, Stack};
@@ -57,7 +58,15 @@ async fn a_persons_day() {
         stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
     assert!(at.is_sorted(), "{said}");
     has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
-    has(&operator.does(0, &["list", "--status", "running"]).await, &["ada", "user_1", "cpx22", "ago"]);
+    // Its first heartbeat comes a moment after it is registered.
+    let heard = async || {
+        let listed = operator.does(0, &["list", "--status", "running"]).await;
+        anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
+        Ok(listed)
+    };
+    let listed =
+        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heard).await.unwrap();
+    has(&listed, &["ada", "user_1", "cpx22", "ago"]);
     has(&operator.does(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
 
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["no backups"]);

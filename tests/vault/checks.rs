@@ -206,6 +206,37 @@ async fn a_snapshot_that_does_not_become_what_it_was_fails_the_drill() -> Result
     Ok(())
 }
 
+/// A file that root made could not be written by the next run of a unit.
+#[tokio::test]
+async fn called_by_root_it_works_as_the_user_of_the_units() -> Result<()> {
+    const USER_ID: u32 = 54_321;
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: only root can become another user");
+        return Ok(());
+    }
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute(ROWS).await?;
+    let mut all = vec![machine.root.path().to_owned()];
+    while let Some(path) = all.pop() {
+        std::os::unix::fs::lchown(&path, Some(USER_ID), Some(USER_ID))?;
+        if path.is_dir() {
+            all.extend(std::fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
+        }
+    }
+    for words in
+        [&["svc-db-backup"][..], &["svc-db-backup", "verify", "--all"][..], &["svc-db-backup", "drill"][..]]
+    {
+        machine.run(words)?.expect(0);
+    }
+    let made = ["last-backup.json", "backup.lock", "verified.json", "drill/lock", "last-drill.json"];
+    for path in made.map(|name| machine.path("var/lib/svc").join(name)) {
+        let owner = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(&path)?);
+        assert_eq!(owner, USER_ID, "{}", path.display());
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_database_that_was_lost_does_not_replace_the_snapshot_of_what_it_held() -> Result<()> {
     let store = machine::store()?;

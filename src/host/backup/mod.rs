@@ -32,6 +32,7 @@ use super::pgconn::Server;
 use super::pgtools::PgTools;
 use super::scratch::{self, Means};
 use super::store::StoreLink;
+use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::http::request_id;
@@ -171,8 +172,11 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    begin_log("svc-db-backup", &Layout::from_process());
     let layout = Layout::from_process();
+    if let Err(error) = user::step_down(&layout) {
+        return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
+    }
+    begin_log("svc-db-backup", &layout);
     let command = args.command.unwrap_or(Command::Run(args.run));
     applet::block_on("svc-db-backup", async move {
         match command {

@@ -18,6 +18,7 @@ use super::pgconn::Server;
 use super::pgtools::PgTools;
 use super::scratch::{self, Means};
 use super::store::StoreLink;
+use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::http::request_id;
 use crate::store::key::{SlotPrefix, SnapshotKey};
@@ -90,11 +91,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    begin_log("svc-restore", &Layout::from_process());
+    let layout = Layout::from_process();
+    if let Err(error) = user::step_down(&layout) {
+        return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
+    }
+    begin_log("svc-restore", &layout);
     applet::block_on(
         "svc-restore",
         request_id::own(async {
-            let layout = Layout::from_process();
             if layout.restore_complete().exists() {
                 tracing::info!("the database of this machine is in use already; nothing is restored over it");
                 return Ok(());

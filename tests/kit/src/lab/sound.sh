@@ -86,7 +86,7 @@ no_secret_in_the_open() {
 }
 no_stray_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway)")" = svc-gateway ]; }
 own_users() { as svc test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc/current/bin/svc; }
-timers() { for t in svc-db-backup.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
+timers() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
 swap() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
 doctor() {
   said=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $said"; return 1; }
