@@ -123,7 +123,8 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
     }
 }
 
-fn report(name: &str, failure: &Failure) -> ExitCode {
+/// Says a failure, once.
+pub fn report(name: &str, failure: &Failure) -> ExitCode {
     eprintln!("{name}: {}", chain(failure.error.as_ref()));
     failure.exit.into()
 }

@@ -155,6 +155,17 @@ pub static BACKUP_OK: Gauges<0> = Gauges::new(
     "1 where the last backup of this machine succeeded, 0 where it failed.",
     [],
 );
+pub static CHECK_OK: Gauges<1> = Gauges::new(
+    "svc_snapshot_check_last_success",
+    "1 where the last look at snapshots found them as they were written, 0 where it did not: verify reads them again, \
+     drill restores the latest.",
+    ["check"],
+);
+pub static CHECK_AT: Gauges<1> = Gauges::new(
+    "svc_snapshot_check_last_timestamp_seconds",
+    "When the last look at snapshots ended.",
+    ["check"],
+);
 static BUILD: Gauges<2> = Gauges::new("svc_build_info", "1, with what runs here.", ["version", "commit"]);
 static RESIDENT: Gauges<0> =
     Gauges::new("process_resident_memory_bytes", "Resident memory of this process.", []);

@@ -263,7 +263,7 @@ async fn for_programs_a_failure_is_one_line_of_json() {
 
 #[tokio::test]
 async fn a_backup_that_is_waited_for_ends_with_the_new_snapshot_or_with_the_hosts_error() {
-    let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
+    let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
     let page =
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
     let asked = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));

@@ -10,11 +10,13 @@ use std::process::{Command, Output};
 use kit::checkers;
 
 /// What `systemd-analyze security` may say at most, in tenths of its scale of ten.
-const LIMITS: [(&str, u32); 13] = [
+const LIMITS: [(&str, u32); 15] = [
     // Rust programs of ours.
     ("svc-apps", 20),
     ("svc-db-backup", 20),
     ("svc-db-backup-request", 20),
+    ("svc-db-drill", 20),
+    ("svc-db-verify", 20),
     ("svc-gateway", 20),
     ("svc-heartbeat", 20),
     ("svc-platform", 20),

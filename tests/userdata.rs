@@ -136,6 +136,8 @@ impl Parts {
             heartbeat_at: None,
             health: None,
             last_update: None,
+            checks: None,
+            restore_snapshot: None,
             last_backup: None,
             proof_kids: Vec::new(),
             replaced_by: None,

@@ -119,6 +119,31 @@ impl Api {
         Ok((status, response.text().await.map_err(unreachable)?))
     }
 
+    /// The bytes of a file from an offset on, however long they take.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn open(&self, path: &[&str], from: u64) -> Result<reqwest::Response, CallError> {
+        let unreachable = |why: String| CallError::Unreachable { base: self.base.clone(), why };
+        let client = client::build(Deadlines::DOWNLOAD).map_err(|error| unreachable(format!("{error:#}")))?;
+        let mut request = client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
+        if from > 0 {
+            request = request.header(header::RANGE, format!("bytes={from}-"));
+        }
+        let sent = request_id::onward(request).send().await;
+        let response = sent.map_err(|error| unreachable(problem::chain(&error.without_url())))?;
+        let expected = if from > 0 { StatusCode::PARTIAL_CONTENT } else { StatusCode::OK };
+        match response.status() {
+            status if status == expected => Ok(response),
+            status => {
+                let pause = retry_after(&response);
+                let text = response.text().await.unwrap_or_default();
+                let refusal = Refusal::read(status, &text, pause);
+                Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
+            }
+        }
+    }
+
     fn url(&self, path: &[&str]) -> Url {
         let mut url = self.base.clone();
         if let Ok(mut segments) = url.path_segments_mut() {

@@ -30,6 +30,24 @@ impl Progress {
         Self { spinner, view }
     }
 
+    /// Of so many bytes.
+    pub fn of_bytes(whole: u64) -> Self {
+        let progress = Self::start();
+        let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
+        if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(bar)) {
+            spinner.set_length(whole);
+            spinner.set_style(style);
+        }
+        progress
+    }
+
+    /// So many of them.
+    pub fn bytes(&self, so_far: u64) {
+        if let Some(spinner) = &self.spinner {
+            spinner.set_position(so_far);
+        }
+    }
+
     /// How the lines look.
     pub fn view(&self) -> &View {
         &self.view

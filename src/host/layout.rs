@@ -146,6 +146,21 @@ impl Layout {
         self.state("last-backup.json")
     }
 
+    /// Result of the last check of snapshots of a kind: `verify` or `drill`.
+    pub fn last_check(&self, kind: &str) -> PathBuf {
+        self.state(&format!("last-{kind}.json"))
+    }
+
+    /// When each snapshot was last read again.
+    pub fn verified(&self) -> PathBuf {
+        self.state("verified.json")
+    }
+
+    /// The dump of a drill under way, and the lock of checks.
+    pub fn drill_state(&self) -> PathBuf {
+        self.state("drill")
+    }
+
     pub fn backup_lock(&self) -> PathBuf {
         self.state("backup.lock")
     }

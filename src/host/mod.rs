@@ -2,6 +2,7 @@
 
 pub mod backup;
 pub mod census;
+pub mod checks;
 pub mod config;
 pub mod doctor;
 pub mod gateway;
@@ -14,9 +15,11 @@ pub mod patience;
 pub mod pgconn;
 pub mod pgtools;
 pub mod probe;
+pub mod progress;
 pub mod register;
 pub mod release;
 pub mod restore;
+pub mod scratch;
 pub mod store;
 pub mod store_credentials;
 pub mod sync;
@@ -24,3 +27,4 @@ pub mod systemd;
 pub mod unix_socket;
 pub mod update;
 pub mod updated;
+pub mod user;

@@ -122,6 +122,8 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (failing(row.gateway.as_deref()), "gateway_failing"),
         (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
+        (row.is_snapshot_damaged, "snapshot_damaged"),
+        (row.has_drill_failed, "drill_failed"),
         (row.backup_status.as_deref() == Some("error"), "backup_failing"),
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
@@ -155,6 +157,8 @@ mod tests {
             backup_age: Some(1800.0),
             backup_status: Some("success".to_owned()),
             update_outcome: Some("updated".to_owned()),
+            is_snapshot_damaged: false,
+            has_drill_failed: false,
             operation_age: None,
             operation_attempts: 0,
         }
@@ -180,6 +184,8 @@ mod tests {
             one("update_rolled_back")
         );
         assert_eq!(reasons_of(|row| row.update_outcome = Some("failed".into())), one("update_failed"));
+        assert_eq!(reasons_of(|row| row.is_snapshot_damaged = true), one("snapshot_damaged"));
+        assert_eq!(reasons_of(|row| row.has_drill_failed = true), one("drill_failed"));
         assert_eq!(reasons_of(|row| row.backup_age = Some(9000.0)), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.backup_age = None), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));

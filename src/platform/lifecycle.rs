@@ -43,6 +43,8 @@ pub struct Wanted {
     pub bundle_sha256: String,
     pub https_port: u16,
     pub lives_for: Option<Duration>,
+    /// The snapshot to begin with; `None`: the one that the pointer names.
+    pub restore_snapshot: Option<String>,
 }
 
 /// What goes with an event besides what the transition looks at.
@@ -214,6 +216,7 @@ async fn insert(
         registration_token_hash: mint.hash(id, Purpose::Registration),
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade),
         lives_for: wanted.lives_for,
+        restore_snapshot: wanted.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;
     Ok(file(tx, id, kind).await?)

@@ -112,6 +112,9 @@ fn boot_env(machine: &MachineRow, hosts: &HostSettings, mint: &TokenMint) -> Str
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
     ]);
+    if let Some(key) = &machine.restore_snapshot {
+        text.push_str(&env_line("SVC_RESTORE_SNAPSHOT", key));
+    }
     // The token is for the platform alone, by whichever of its addresses.
     if hosts.is_of_platform(&bundle_url) {
         text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));

@@ -41,14 +41,42 @@ impl SlotPrefix {
     /// The object of a snapshot's key as the pointer names it: relative to the slot, `system/db/snapshots/….dump`.
     /// `None` when the key is not of that form, so that no pointer leads out of the slot.
     pub fn snapshot(&self, key: &str) -> Option<Path> {
-        let name = key.strip_prefix("system/db/snapshots/")?;
-        let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-        (plain && name.ends_with(".dump") && !name.contains("..")).then(|| self.snapshots().join(name))
+        let key: SnapshotKey = key.parse().ok()?;
+        Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
     }
 
     /// The side record of a snapshot.
     pub fn side_record(&self, key: &str) -> Option<Path> {
         self.snapshot(key).map(|path| Path::from(format!("{path}.json")))
+    }
+}
+
+/// The key of a snapshot, relative to its slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SnapshotKey(String);
+
+impl SnapshotKey {
+    pub const PATTERN: &str = "^system/db/snapshots/[A-Za-z0-9._-]{1,200}\\.dump$";
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::str::FromStr for SnapshotKey {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
+        let fits = |name: &str| {
+            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+            plain && (1..=200).contains(&name.len()) && !name.contains("..")
+        };
+        if name.is_some_and(fits) {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err("must be the key of a snapshot, system/db/snapshots/<time>-<epoch>.dump")
+        }
     }
 }
 
@@ -89,6 +117,21 @@ mod tests {
         let path = prefix.snapshot(&key).unwrap();
         assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
         assert_eq!(prefix.side_record(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
+    }
+
+    #[test]
+    fn a_key_is_what_its_pattern_says() {
+        let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
+        assert_eq!(key.parse::<SnapshotKey>().unwrap().as_str(), key);
+        for bad in [
+            "",
+            "x",
+            "system/db/snapshots/.dump",
+            "system/db/snapshots/a..b.dump",
+            "system/db/snapshots/a b.dump",
+        ] {
+            assert!(bad.parse::<SnapshotKey>().is_err(), "{bad}");
+        }
     }
 
     #[test]

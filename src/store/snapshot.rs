@@ -48,6 +48,27 @@ pub struct DatabaseFacts {
     pub settings: Vec<DatabaseSetting>,
 }
 
+impl SideRecord {
+    /// The same as the pointer would name it.
+    pub fn named(&self) -> SnapshotRef {
+        SnapshotRef {
+            key: self.key.clone(),
+            size_bytes: self.size_bytes,
+            sha256: self.sha256.clone(),
+            etag: None,
+            machine_id: self.machine_id,
+            epoch: self.epoch,
+            taken_at: self.taken_at,
+            verified_at: self.verified_at,
+        }
+    }
+
+    /// The major version of the PostgreSQL that it is of, where it is said.
+    pub fn pg_major(&self) -> Option<u32> {
+        self.pg_version.split(['.', ' ', 'b', 'r', 'd']).next()?.parse().ok()
+    }
+}
+
 /// A right on the database; without `grantee`, everybody's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -97,16 +118,7 @@ pub async fn record(
         || StoreError::Corrupt { key: side.key.clone(), why: "the key is not one of a snapshot".to_owned() };
     let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
     bucket.put_json(&object, side).await?;
-    Ok(Recorded(SnapshotRef {
-        key: side.key.clone(),
-        size_bytes: side.size_bytes,
-        sha256: side.sha256.clone(),
-        etag,
-        machine_id: side.machine_id,
-        epoch: side.epoch,
-        taken_at: side.taken_at,
-        verified_at: side.verified_at,
-    }))
+    Ok(Recorded(SnapshotRef { etag, ..side.named() }))
 }
 
 /// Why there is no snapshot to restore.
@@ -115,7 +127,7 @@ pub enum Unusable {
     /// Confirmed: no pointer, or a tombstone.
     #[error("there is no snapshot")]
     Absent,
-    #[error("the pointer names {key}, which is not usable: {why}")]
+    #[error("{key} is not usable: {why}")]
     Damaged { key: String, why: String },
     #[error(transparent)]
     Store(StoreError),
@@ -139,27 +151,40 @@ pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, U
 }
 
 async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, Unusable> {
-    let damaged = |why: String| Unusable::Damaged { key: named.key.clone(), why };
-    let (Some(object), Some(side)) = (slot.snapshot(&named.key), slot.side_record(&named.key)) else {
+    let record = by_key(bucket, slot, &named.key).await?;
+    if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
+        return Err(Unusable::Damaged { key: named.key, why: "its side record does not fit".to_owned() });
+    }
+    Ok(named)
+}
+
+/// The record of the snapshot with this key, whether or not the pointer names it, after a look that its object is there
+/// with that size.
+///
+/// # Errors
+/// [`Unusable`]; never `Absent`.
+pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, Unusable> {
+    let damaged = |why: String| Unusable::Damaged { key: key.to_owned(), why };
+    let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
         return Err(damaged("the key is not one of a snapshot".to_owned()));
     };
     let meta = bucket.head(&object).await.map_err(Unusable::Store)?;
     let Some(meta) = meta else {
         return Err(damaged("the object is missing".to_owned()));
     };
-    if meta.size != named.size_bytes {
-        return Err(damaged(format!("it has {} bytes instead of {}", meta.size, named.size_bytes)));
-    }
     let record = match bucket.get_json::<SideRecord>(&side).await {
         Ok(Some(record)) => record.value,
         Ok(None) => return Err(damaged("its side record is missing".to_owned())),
         Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its side record: {why}"))),
         Err(error) => return Err(Unusable::Store(error)),
     };
-    if record.version != FORMAT || record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
+    if record.version != FORMAT || record.key != key {
         return Err(damaged("its side record does not fit".to_owned()));
     }
-    Ok(named)
+    if meta.size != record.size_bytes {
+        return Err(damaged(format!("it has {} bytes instead of {}", meta.size, record.size_bytes)));
+    }
+    Ok(record)
 }
 
 /// The side record of a snapshot that was checked by [`latest`].

@@ -46,7 +46,10 @@ pub async fn page(
 }
 
 /// Keys as the pointer names them, of every dump that has a side record.
-async fn keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, StoreError> {
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list(Some(&prefix));
     let mut keys = Vec::new();

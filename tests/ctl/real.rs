@@ -1,6 +1,7 @@
 //! `svcctl` against the real parts: a person's day, from the first bundle to the end of a machine.
 
 use std::path::Path;
+use std::time::Duration;
 
 use kit::bundle;
 use kit::story::{Front, Stack};
@@ -57,12 +58,21 @@ async fn a_persons_day() {
         stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
     assert!(at.is_sorted(), "{said}");
     has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
-    has(&operator.does(0, &["list", "--status", "running"]).await, &["ada", "user_1", "cpx22", "ago"]);
+    // Its first heartbeat comes a moment after it is registered.
+    let heard = async || {
+        let listed = operator.does(0, &["list", "--status", "running"]).await;
+        anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
+        Ok(listed)
+    };
+    let listed =
+        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heard).await.unwrap();
+    has(&listed, &["ada", "user_1", "cpx22", "ago"]);
     has(&operator.does(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
 
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["no backups"]);
     has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
+    a_snapshot_is_read(&operator, dir.path()).await;
 
     let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;
     has(&said, &["server_type_not_allowed", "next: "]);
@@ -111,4 +121,38 @@ async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     let said = operator.does(0, &["status", "ada"]).await;
     has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
     operator.0.down().await;
+}
+
+/// Verified, downloaded, gone on with, and found to be damaged.
+async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
+    let whole = ["system/db/snapshots/", "every byte is as it was written"];
+    has(&operator.does(0, &["backup", "verify", "ada"]).await, &whole);
+    let told = operator.json(&["backup", "verify", "ada"]).await;
+    let key = told["key"].as_str().unwrap();
+    let (_, name) = key.rsplit_once('/').unwrap();
+    let object = format!("user_1/primary/{key}");
+    let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
+
+    let file = dir.join("ada.dump");
+    let into = file.to_str().unwrap();
+    // What an interrupted download left.
+    let partial = dir.join("ada.dump.partial");
+    std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
+    has(&operator.does(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);
+    assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
+    has(&operator.does(65, &["backup", "download", "ada", "--output", into]).await, &["is there already"]);
+    has(
+        &operator.does(65, &["backup", "verify", "ada", "x.dump"]).await,
+        &["no snapshot x.dump", "next: `svcctl backup list"],
+    );
+
+    let mut damaged = dump.clone();
+    damaged[100] ^= 1;
+    operator.0.store.write(kit::story::BUCKET, &object, damaged);
+    let said = operator.does(65, &["backup", "verify", "ada", key]).await;
+    has(&said, &["is not what its record says", "next: `svcctl backup now`"]);
+    let other = dir.join("other.dump");
+    operator.does(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
+    assert!(!other.exists() && !dir.join("other.dump.partial").exists());
+    operator.0.store.write(kit::story::BUCKET, &object, dump);
 }

@@ -43,6 +43,9 @@ async fn without_a_usable_snapshot_nothing_changes() {
     stack.snapshot("user_1");
     let other = json!({"idpUserId": "user_1", "snapshotKey": "system/db/snapshots/other.dump"});
     stack.post(&process, "/vps/recover", &other).await.assert_problem(409, "snapshot_unusable");
+    let outside =
+        json!({"idpUserId": "user_1", "snapshotKey": "../../user_2/primary/system/db/snapshots/x.dump"});
+    stack.post(&process, "/vps/recover", &outside).await.assert_problem(400, "invalid_request");
 
     stack.store.down();
     stack.post(&process, "/vps/recover", &body()).await.assert_problem(503, "store_unavailable");
@@ -51,6 +54,28 @@ async fn without_a_usable_snapshot_nothing_changes() {
     stack.store.up().unwrap();
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
     stack.assert_only_server(&guest.machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recovery_begins_with_the_snapshot_that_is_asked_for() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    let earlier = stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z");
+    let (_, key) = earlier.split_once("primary/").unwrap();
+    stack.snapshot("user_1");
+    assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
+    // The pointer may name what cannot be restored: all the more it is another that is asked for.
+    let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
+    stack.store.remove(BUCKET, &latest);
+    let body = json!({"idpUserId": "user_1", "snapshotKey": key});
+    let answer = stack.post(&process, "/vps/recover", &body).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    let operation = stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(guest.restore_mode, "required");
+    assert!(guest.user_data.contains(&format!("SVC_RESTORE_SNAPSHOT=\\\"{key}\\\"")), "{}", guest.user_data);
 }
 
 #[tokio::test(flavor = "multi_thread")]

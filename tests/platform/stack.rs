@@ -289,8 +289,12 @@ impl Stack {
 
     /// Puts a whole snapshot of the slot into the store, with the pointer to it.
     pub fn snapshot(&self, user: &str) -> String {
-        let key = "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump";
-        let at = "2026-01-02T03:04:05.678Z";
+        self.snapshot_at(user, "2026-01-02T03:04:05.678Z")
+    }
+
+    /// One that was taken then.
+    pub fn snapshot_at(&self, user: &str, at: &str) -> String {
+        let key = format!("system/db/snapshots/{}-1.dump", at.replace(':', "-"));
         let machine = uuid::Uuid::nil();
         let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
             "epoch": 1, "takenAt": at, "verifiedAt": at});

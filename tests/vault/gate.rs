@@ -63,6 +63,60 @@ fn restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
 }
 
 #[tokio::test]
+async fn an_earlier_snapshot_is_restored_where_it_is_asked_for_and_a_backup_follows() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let earlier = machine::pointer(&store).await?.context("a pointer")?.snapshot.context("a snapshot")?;
+    old.client().await?.batch_execute("INSERT INTO t VALUES (2)").await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+
+    let new = Machine::new(&store, 2).await?;
+    new.write_boot(&[("SVC_RESTORE_SNAPSHOT", &earlier.key)])?;
+    for point in ["restore.loaded", "restore.renamed"] {
+        let kill = format!("{point}=return(kill)");
+        new.run_with(&["svc-restore"], &[("FAILPOINTS", &kill)])?.expect_killed();
+    }
+    new.run(&["svc-restore"])?.expect(0);
+    let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
+    assert_eq!(rows, 1);
+    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer names another until then");
+    new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    let pointer = machine::pointer(&store).await?.context("a pointer")?;
+    assert_eq!(pointer.snapshot.context("a snapshot")?.epoch, new.epoch);
+
+    // One that is not there is no absence that an empty start is allowed for.
+    let none = Machine::new(&store, 3).await?;
+    let absent = earlier.key.replace("Z-1", "Z-9");
+    none.write_boot(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
+    let ended = none.run(&["svc-restore"])?.expect(70);
+    assert!(ended.stderr.contains(&absent) && !none.marker(), "{}", ended.stderr);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_snapshot_of_a_newer_postgresql_is_refused_and_an_older_one_is_taken() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let key = machine::pointer(&store).await?.context("a pointer")?.snapshot.context("a snapshot")?.key;
+    let side = format!("{USER}/primary/{key}.json");
+    let record = String::from_utf8(store.read(BUCKET, &side).context("its record")?)?;
+    let of = |version: &str| record.replace("\"pgVersion\":\"16.", &format!("\"pgVersion\":\"{version}."));
+    let new = Machine::new(&store, 2).await?;
+    store.write(BUCKET, &side, of("17"));
+    let ended = new.run(&["svc-restore"])?.expect(70);
+    assert!(ended.stderr.contains("is of PostgreSQL 17, and this machine has 16"), "{}", ended.stderr);
+    assert!(!new.marker());
+    store.write(BUCKET, &side, of("15"));
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker());
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     // Two reads of the side record come first. Then more breaks than the store's client bears with by itself.

@@ -4,6 +4,7 @@
 mod apply;
 mod backup;
 mod bundle;
+mod checks;
 mod credentials;
 mod gate;
 pub mod machine;

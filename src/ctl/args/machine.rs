@@ -101,7 +101,7 @@ pub struct Recover {
     /// Start empty when there is no snapshot; only for a new or intentionally empty user
     #[arg(long)]
     pub allow_empty: bool,
-    /// Go on only if this is the latest snapshot, e.g. one that was looked at before
+    /// Begin with this snapshot instead of the latest: its key, as `svcctl backup list` shows it
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
     /// Do not ask

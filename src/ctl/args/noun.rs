@@ -83,6 +83,31 @@ Example: svcctl backup now ada --wait")]
         #[arg(long)]
         cursor: Option<String>,
     },
+    /// Download a snapshot, for `pg_restore`
+    #[command(after_help = "Its SHA-256 is checked. What an interrupted download left is gone on with.\n\n\
+Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
+    Download {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Its key, or the last part of that; without it, the latest
+        #[arg(value_name = "SNAPSHOT")]
+        key: Option<String>,
+        /// The file to write; without it, the last part of the key, here
+        #[arg(long, short)]
+        output: Option<PathBuf>,
+    },
+    /// Read a snapshot in full and compare it with its record
+    #[command(
+        after_help = "It comes here for that, and stays nowhere: a recovery would get these bytes.\n\n\
+Example: svcctl backup verify ada"
+    )]
+    Verify {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Its key, or the last part of that; without it, the latest
+        #[arg(value_name = "SNAPSHOT")]
+        key: Option<String>,
+    },
 }
 
 #[derive(Debug, Subcommand)]

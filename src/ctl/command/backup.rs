@@ -1,11 +1,13 @@
 //! `svcctl backup`: a backup now, and what there is.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::anyhow;
 use http::Method;
 use serde_json::{Value, json};
 
+use super::dump;
 use super::machine::find;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
@@ -24,6 +26,23 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let answer = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
             out.answer(&answer, |view| Ok(list(view, &answer.read::<Backups>()?)))
+        }
+        BackupCommand::Download { machine, key, output } => {
+            let machine = find(api, &machine).await?;
+            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
+            let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
+            dump::download(api, &machine.machine_id, &backup, &into).await?;
+            told(out, &backup, json!({"file": into.display().to_string()}), |shown| {
+                format!("{shown}file    {}\n", into.display())
+            })
+        }
+        BackupCommand::Verify { machine, key } => {
+            let machine = find(api, &machine).await?;
+            let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
+            dump::verify(api, &machine.machine_id, &backup).await?;
+            told(out, &backup, json!({"verified": true}), |shown| {
+                format!("{shown}every byte is as it was written\n")
+            })
         }
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
@@ -49,6 +68,18 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             }
         }
     }
+}
+
+/// The snapshot that was read, and what came of it.
+fn told(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> String) -> Result<(), Failure> {
+    if !out.json {
+        return print(&text(one(&View::of_stdout(), backup)));
+    }
+    let mut all = json!({"key": backup.key, "sizeBytes": backup.size_bytes, "sha256": backup.sha256});
+    if let (Some(all), Value::Object(more)) = (all.as_object_mut(), more) {
+        all.extend(more);
+    }
+    print(&format!("{all}\n"))
 }
 
 struct Asked<'a> {

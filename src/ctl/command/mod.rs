@@ -2,6 +2,7 @@
 
 mod backup;
 mod deploy;
+mod dump;
 mod machine;
 mod slot;
 

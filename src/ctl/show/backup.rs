@@ -19,10 +19,18 @@ pub struct Backups {
 pub struct Backup {
     pub key: String,
     pub size_bytes: u64,
+    pub sha256: String,
     pub taken_at: String,
     pub epoch: u64,
     #[serde(default)]
     pub latest: bool,
+}
+
+impl Backup {
+    /// The last part of its key.
+    pub fn name(&self) -> &str {
+        self.key.rsplit('/').next().unwrap_or_default()
+    }
 }
 
 pub fn list(view: &View, page: &Backups) -> String {

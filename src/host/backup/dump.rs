@@ -9,26 +9,19 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
-use tokio::process::{Child, ChildStdin};
-use tokio::sync::mpsc;
+use tokio::io::{AsyncRead, AsyncReadExt};
 
+use super::read_through::{self, ReadError, ReadThrough};
 use super::toc;
 use crate::failpoint;
 use crate::host::pgconn::Server;
-use crate::host::pgtools::{self, PgTools};
+use crate::host::pgtools::PgTools;
 use crate::store::upload::{Upload, UploadError};
 
 const CHUNK: usize = 256 * 1024;
 const PIPE: i32 = 1 << 20;
-/// Chunks that the reader of the dump may be behind its writer.
-const QUEUE: usize = 8;
 /// The longest silence of `pg_dump`; it may wait a minute for a lock.
 const SILENCE: Duration = Duration::from_secs(600);
-/// How long the tools may take to end after the last byte.
-const ENDING: Duration = Duration::from_secs(600);
-/// What is kept of a tool's complaints.
-const COMPLAINT: usize = 4096;
 
 /// A dump that was read through in full and lies, still invisible, at the store.
 #[derive(Debug, PartialEq, Eq)]
@@ -40,24 +33,18 @@ pub struct VerifiedDump {
 /// Why there is no verified dump.
 #[derive(Debug, thiserror::Error)]
 pub enum DumpError {
-    #[error("start {tool}")]
-    Start {
-        tool: &'static str,
-        #[source]
-        source: std::io::Error,
-    },
     #[error("pg_dump ended with {status}: {complaint}")]
     Dump { status: ExitStatus, complaint: String },
-    #[error("the dump is damaged, pg_restore ended with {status}: {complaint}")]
-    Damaged { status: ExitStatus, complaint: String },
+    #[error(transparent)]
+    Reader(#[from] ReadError),
     #[error("the dump has no table of contents")]
     NoContents,
     #[error("{tool} did not move for {seconds} s")]
     Stuck { tool: &'static str, seconds: u64 },
     #[error("read from pg_dump")]
     Read(#[source] std::io::Error),
-    #[error("the reader of the dump ended early")]
-    ReaderGone,
+    #[error("pg_dump has no output")]
+    NoOutput,
     #[error(transparent)]
     Upload(#[from] UploadError),
     #[error(transparent)]
@@ -74,41 +61,27 @@ pub async fn stream(
     snapshot: &str,
     upload: &mut Upload,
 ) -> Result<VerifiedDump, DumpError> {
-    let mut dump = tools
-        .dump(server, snapshot)
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .map_err(|source| DumpError::Start { tool: "pg_dump", source })?;
-    let mut reader =
-        tools.read_through().spawn().map_err(|source| DumpError::Start { tool: "pg_restore", source })?;
-    if let (Some(from), Some(to)) = (&dump.stdout, &reader.stdin) {
-        widen(from);
-        widen(to);
-    }
-    let complaints = (tokio::spawn(tail(dump.stderr.take())), tokio::spawn(tail(reader.stderr.take())));
-    let (to_reader, chunks) = mpsc::channel(QUEUE);
-    let fed = tokio::spawn(feed(reader.stdin.take(), chunks));
+    let start = |source| ReadError::Start { tool: "pg_dump", source };
+    let mut dump =
+        tools.dump(server, snapshot).stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
+    let reader = ReadThrough::start(tools)?;
+    let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
+    widen(&stdout);
+    let complaint = tokio::spawn(read_through::tail(dump.stderr.take()));
 
-    let pumped = pump(dump.stdout.take(), to_reader, upload).await;
-    if !matches!(pumped, Ok(_) | Err(DumpError::ReaderGone)) {
-        return Err(pumped.err().unwrap_or(DumpError::ReaderGone));
+    let pumped = pump(stdout, &reader, upload).await;
+    let reader_gave_up = matches!(pumped, Err(DumpError::Reader(ReadError::Gone)));
+    if pumped.is_err() && !reader_gave_up {
+        return Err(pumped.err().unwrap_or(DumpError::NoOutput));
     }
-    let dump_status = end(&mut dump, "pg_dump").await?;
-    let read_in_full = fed.await.unwrap_or(false);
-    let reader_status = end(&mut reader, "pg_restore").await?;
-    let complaint = |text: Result<String, _>| text.unwrap_or_default();
+    let status = read_through::ended(&mut dump, "pg_dump").await?;
+    let read = reader.end().await;
     // A reader that gives up breaks the pipe of a healthy pg_dump: then its word comes first.
-    let reader_gave_up = pumped.is_err();
-    if !dump_status.success() && !reader_gave_up {
-        return Err(DumpError::Dump { status: dump_status, complaint: complaint(complaints.0.await) });
+    if !status.success() && !reader_gave_up {
+        return Err(DumpError::Dump { status, complaint: complaint.await.unwrap_or_default() });
     }
-    if !reader_status.success() {
-        return Err(DumpError::Damaged { status: reader_status, complaint: complaint(complaints.1.await) });
-    }
+    read?;
     let (verified, entries) = pumped?;
-    if !read_in_full {
-        return Err(DumpError::ReaderGone);
-    }
     match entries {
         Some(1..) => Ok(verified),
         _ => Err(DumpError::NoContents),
@@ -116,17 +89,16 @@ pub async fn stream(
 }
 
 /// Fewer wake-ups per byte. A kernel that refuses leaves the pipe as it is.
-fn widen(pipe: impl AsFd) {
+pub fn widen(pipe: impl AsFd) {
     let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE));
 }
 
 /// Moves every byte of the dump; the answer counts for nothing until both tools ended well.
 async fn pump(
-    stdout: Option<impl AsyncRead + Unpin>,
-    to_reader: mpsc::Sender<Bytes>,
+    mut stdout: impl AsyncRead + Unpin,
+    reader: &ReadThrough,
     upload: &mut Upload,
 ) -> Result<(VerifiedDump, Option<u32>), DumpError> {
-    let mut stdout = stdout.ok_or(DumpError::ReaderGone)?;
     let mut digest = Sha256::new();
     let mut size_bytes = 0;
     let mut head = Vec::new();
@@ -138,11 +110,10 @@ async fn pump(
         digest.update(&chunk);
         size_bytes += chunk.len() as u64;
         head.extend_from_slice(&chunk[..chunk.len().min(toc::HEAD - head.len())]);
-        to_reader.send(chunk.clone()).await.map_err(|_| DumpError::ReaderGone)?;
+        reader.take(chunk.clone()).await?;
         upload.push(chunk).await?;
         failpoint::pass("backup.streaming")?;
     }
-    drop(to_reader);
     upload.flush().await?;
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::entries(&head)))
 }
@@ -159,34 +130,4 @@ async fn next_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Resul
         }
     }
     Ok(chunk.freeze())
-}
-
-/// Whether every chunk went into the reader.
-async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> bool {
-    let Some(mut stdin) = stdin else { return false };
-    while let Some(chunk) = chunks.recv().await {
-        if stdin.write_all(&chunk).await.is_err() {
-            return false;
-        }
-    }
-    stdin.shutdown().await.is_ok()
-}
-
-async fn end(child: &mut Child, tool: &'static str) -> Result<ExitStatus, DumpError> {
-    let ended = tokio::time::timeout(ENDING, child.wait()).await;
-    ended
-        .map_err(|_| DumpError::Stuck { tool, seconds: ENDING.as_secs() })?
-        .map_err(|source| DumpError::Start { tool, source })
-}
-
-/// The last of what a tool said, in one line.
-async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
-    let Some(mut stderr) = stderr else { return String::new() };
-    let mut kept = Vec::new();
-    let mut piece = [0; 1024];
-    while let Ok(read @ 1..) = stderr.read(&mut piece).await {
-        kept.extend_from_slice(&piece[..read]);
-        kept.drain(..kept.len().saturating_sub(COMPLAINT));
-    }
-    pgtools::complaint(&String::from_utf8_lossy(&kept))
 }

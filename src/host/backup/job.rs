@@ -10,12 +10,14 @@ use serde::Serialize;
 
 use super::Settings;
 use super::dump::{self, DumpError, VerifiedDump};
-use super::record::{self, Record, Status};
+use super::loss::{self, Lost};
+use super::record::{self, Record};
 use super::replaced;
 use super::snapshot::{Snapshot, SnapshotError};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
+use crate::host::checks::Status;
 use crate::host::lock::Lock;
 use crate::host::pgconn;
 use crate::http::problem::chain;
@@ -38,6 +40,15 @@ pub const POINTS: &[&str] = &[
     "backup.cleaned",
     "backup.recorded",
 ];
+
+/// What becomes of a database that holds nothing where the snapshot before held something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Empty {
+    /// It was lost: the snapshot before stays.
+    Refused,
+    /// Somebody says that it is meant.
+    Meant,
+}
 
 /// How far a run came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -74,6 +85,8 @@ enum BackupError {
     Dump(#[from] DumpError),
     #[error(transparent)]
     Upload(#[from] UploadError),
+    #[error(transparent)]
+    Lost(#[from] Lost),
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
@@ -112,6 +125,7 @@ impl BackupError {
             {
                 Exit::Unavailable
             }
+            Self::Lost(_) => Exit::Refused,
             Self::GateShut | Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }
@@ -129,11 +143,16 @@ struct Progress {
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
-pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+pub async fn run(
+    _lock: &Lock,
+    settings: &Settings,
+    empty: Empty,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
     let began = Instant::now();
     let timestamp = clock::now_ms();
     let mut progress = Progress { stage: Stage::Gate, key: None, dump: None };
-    let end = back_up(settings, &mut progress, stop).await;
+    let end = back_up(settings, empty, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
     match end {
@@ -171,6 +190,7 @@ fn record_of(
 
 async fn back_up(
     settings: &Settings,
+    empty: Empty,
     progress: &mut Progress,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BackupError> {
@@ -181,16 +201,14 @@ async fn back_up(
     if !settings.layout.restore_complete().exists() {
         return Err(BackupError::GateShut);
     }
-    refuse_if_fenced(settings).await?;
+    let before = before(settings).await?.filter(|_| empty == Empty::Refused);
 
     progress.stage = Stage::Snapshot;
     let snapshot = Snapshot::open(&settings.server).await?;
     failpoint::pass("backup.snapshot")?;
 
     progress.stage = Stage::Dump;
-    let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
-    progress.key = Some(key.clone());
-    let taken = upload(settings, progress, &snapshot, &key, stop).await?;
+    let taken = upload(settings, progress, &snapshot, before.as_ref(), stop).await?;
     drop(snapshot);
     failpoint::pass("backup.completed")?;
 
@@ -208,14 +226,24 @@ async fn back_up(
     Ok(())
 }
 
+/// The record of the snapshot whose place the new one takes.
+///
 /// A replaced machine need not dump first to learn it. What the store says at the end decides all the same.
-async fn refuse_if_fenced(settings: &Settings) -> Result<(), BackupError> {
+async fn before(settings: &Settings) -> Result<Option<SideRecord>, BackupError> {
     let mine = settings.identity.epoch;
-    match pointer_io::read(&settings.bucket, &settings.slot).await? {
-        Some(pointer) if pointer.value.fence_epoch > mine => {
-            Err(BackupError::Fenced(Fenced { fence: pointer.value.fence_epoch, mine }))
+    let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
+    if pointer.value.fence_epoch > mine {
+        return Err(BackupError::Fenced(Fenced { fence: pointer.value.fence_epoch, mine }));
+    }
+    let Some(named) = pointer.value.snapshot else { return Ok(None) };
+    match stored::side_record(&settings.bucket, &settings.slot, &named).await {
+        Ok(side) => Ok(Some(side)),
+        // A snapshot that cannot be restored is the better replaced.
+        Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
+            tracing::warn!(error = %chain(&error), "nothing is known of the snapshot before");
+            Ok(None)
         }
-        _ => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -230,15 +258,17 @@ async fn upload(
     settings: &Settings,
     progress: &mut Progress,
     snapshot: &Snapshot,
-    key: &str,
+    before: Option<&SideRecord>,
     stop: impl Future<Output = ()>,
 ) -> Result<Uploaded, BackupError> {
-    let object = settings.slot.snapshot(key).expect("our own keys have the form of a snapshot's");
+    let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
+    progress.key = Some(key.clone());
+    let object = settings.slot.snapshot(&key).expect("our own keys have the form of a snapshot's");
     // Text forms and base-2 paddings make a dump larger than the database at worst by a small factor.
     let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(2));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let end = tokio::select! {
-        end = fill(settings, progress, snapshot, key, &mut upload) => end,
+        end = fill(settings, progress, snapshot, &key, before, &mut upload) => end,
         () = stop => Err(BackupError::Stopped),
     };
     if end.is_err() {
@@ -252,6 +282,7 @@ async fn fill(
     progress: &mut Progress,
     snapshot: &Snapshot,
     key: &str,
+    before: Option<&SideRecord>,
     upload: &mut Upload,
 ) -> Result<Uploaded, BackupError> {
     let dumping = async {
@@ -263,6 +294,9 @@ async fn fill(
         Ok::<_, BackupError>(counted)
     };
     let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, counting)?;
+    if let Some(before) = before.filter(|before| loss::rows(&before.tables) > 0 && loss::rows(&tables) == 0) {
+        return Err(Lost { before: before.key.clone(), rows: loss::rows(&before.tables) }.into());
+    }
     failpoint::pass("backup.verified")?;
     let verified_at = clock::now_ms();
     progress.stage = Stage::Upload;

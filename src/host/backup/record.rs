@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::job::Stage;
 use crate::clock;
 use crate::fsx::{self, FileError};
+use crate::host::checks::Status;
 use crate::host::jsonl;
 use crate::host::layout::Layout;
 
@@ -25,13 +26,6 @@ pub struct Record {
     pub duration_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Status {
-    Success,
-    Error,
 }
 
 /// Writes both. The caller holds the lock of the backup, so nobody else appends.

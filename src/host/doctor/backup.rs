@@ -5,11 +5,14 @@ use serde::Deserialize;
 
 use crate::diagnosis::Findings;
 use crate::fsx;
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::layout::Layout;
 use crate::store::key;
 
 /// Backups are hourly: one missed, and time for the next.
 const OVERDUE_SECONDS: i64 = 2 * 3600 + 600;
+/// Drills are weekly: one missed, and time for the next.
+const MOST_DAYS: i64 = 15;
 const NEXT: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
 
 #[derive(Deserialize)]
@@ -41,6 +44,34 @@ pub fn check(layout: &Layout) -> Findings {
         return findings.problem(told, format!("systemctl list-timers svc-db-backup.timer; {NEXT}"));
     }
     findings.ok(told)
+}
+
+/// What the last looks at snapshots said: whether they could be read again, and restored.
+pub fn snapshots(layout: &Layout) -> Findings {
+    let mut findings = Findings::of("snapshots");
+    let mut told = Vec::new();
+    for kind in CheckKind::ALL {
+        let unit = format!("svc-db-{}", kind.as_str());
+        let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
+        match Check::last(layout, kind) {
+            Ok(None) => told.push(format!("no {} yet", kind.as_str())),
+            Ok(Some(check)) if check.status == Status::Success => {
+                let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
+                let last = format!("the last {} succeeded {days} days ago", kind.as_str());
+                if days > MOST_DAYS {
+                    findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
+                } else {
+                    told.push(last);
+                }
+            }
+            Ok(Some(check)) => {
+                let why = check.error.unwrap_or_else(|| "it does not say why".to_owned());
+                findings = findings.problem(format!("the last {} failed: {why}", kind.as_str()), next);
+            }
+            Err(error) => findings = findings.skipped(format!("{error}; run this as root")),
+        }
+    }
+    findings.or_ok(told.join(", "))
 }
 
 /// A machine that has just begun has none yet.

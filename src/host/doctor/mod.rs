@@ -66,6 +66,7 @@ pub async fn examine() -> Report {
         Check::new("clock", ASKED, platform::clock(&layout)),
         Check::new("store", ASKED, store::check(&layout)),
         here.read("backup", backup::check),
+        here.read("snapshots", backup::snapshots),
         here.read("disk", space::check),
         here.read("ports", ports::check),
         Check::new("firewall", ASKED, firewall::check(&layout)),

@@ -17,8 +17,14 @@ const SERVICES: [&str; 5] = [
     "svc-code.service",
     "svc-sync-agent.service",
 ];
-const TRIGGERS: [&str; 4] =
-    ["svc-db-backup.timer", "svc-heartbeat.timer", "svc-update.path", "svc-db-backup-request.path"];
+const TRIGGERS: [&str; 6] = [
+    "svc-db-backup.timer",
+    "svc-db-verify.timer",
+    "svc-db-drill.timer",
+    "svc-heartbeat.timer",
+    "svc-update.path",
+    "svc-db-backup-request.path",
+];
 
 /// Those that have nothing to run where the release comes without that part.
 fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {

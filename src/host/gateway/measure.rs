@@ -12,8 +12,12 @@ use serde::Deserialize;
 
 use super::backups;
 use super::state::Gateway;
+use crate::host::checks::{Check, CheckKind, Status};
+use crate::host::layout::Layout;
 use crate::http::problem::Problem;
-use crate::metrics::{APPS, BACKUP_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape};
+use crate::metrics::{
+    APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape,
+};
 use crate::store::key;
 
 /// `GET /metrics`.
@@ -27,10 +31,11 @@ pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Ext
     });
     POOL_CONNECTIONS.set(["open"], open as f64);
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
-    let log = gateway.config.layout.logs().join("backup.jsonl");
-    // The log is read, and so is /proc.
+    let layout = gateway.config.layout.clone();
+    // Records are read, and so is /proc.
     let told = tokio::task::spawn_blocking(move || {
-        measure_backups(&log);
+        measure_backups(&layout.logs().join("backup.jsonl"));
+        measure_checks(&layout);
         scrape.text()
     });
     match told.await {
@@ -55,6 +60,16 @@ fn measure_backups(log: &Path) {
     let taken = |run: &Run| -> Option<Timestamp> { key::taken_at(run.key.as_deref()?) };
     if let Some(taken) = runs.iter().find(|run| has_succeeded(run)).and_then(taken) {
         SNAPSHOT_TAKEN.set([], taken.as_second() as f64);
+    }
+}
+
+/// Nothing is said of a kind before its first.
+fn measure_checks(layout: &Layout) {
+    for kind in CheckKind::ALL {
+        if let Ok(Some(check)) = Check::last(layout, kind) {
+            CHECK_OK.set([kind.as_str()], f64::from(u8::from(check.status == Status::Success)));
+            CHECK_AT.set([kind.as_str()], check.timestamp.as_second() as f64);
+        }
     }
 }
 

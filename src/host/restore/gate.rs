@@ -3,9 +3,7 @@
 
 use serde::Serialize;
 
-use super::download::{self, DownloadError};
 use super::journal::{self, Journal};
-use super::load::{self, LoadError};
 use super::swap::{self, SwapError};
 use super::{Mode, Settings};
 use crate::applet::{Exit, Failure};
@@ -15,6 +13,8 @@ use crate::fsx::{self, FileError};
 use crate::host::lock::Lock;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError};
+use crate::host::scratch::{self, DownloadError, LoadError, Roles};
+use crate::http::request_id;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -44,6 +44,11 @@ enum RestoreError {
     Absent,
     #[error("the snapshot is not usable: {key}: {why}")]
     Damaged { key: String, why: String },
+    #[error(
+        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
+         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
+    )]
+    Newer { key: String, of: u32, here: i32 },
     #[error("the object store could not be read in time; nothing is known about the snapshot")]
     Store(#[source] StoreError),
     #[error(transparent)]
@@ -102,20 +107,28 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         let side = side_record(settings, &snapshot).await?;
-        let dump = download::fetch(settings, &snapshot, &side).await?;
+        refuse_newer(settings, &side).await?;
+        let dump =
+            scratch::fetch(&settings.means, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
-        let scratch = load::into_scratch(settings, &dump, &side).await?;
-        let journal = Journal::new(&snapshot, &scratch);
+        let loaded = scratch::into_scratch(&settings.means, &dump, &side, Roles::Stay).await?;
+        settings.means.progress.at("putting the snapshot in place");
+        let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;
             failpoint::pass("restore.journal")?;
-            swap::swap(&settings.server, &scratch).await?;
+            swap::swap(&settings.means.server, &loaded).await?;
             Ok(())
         };
         if let Err(error) = swapped.await {
-            swap::undo(&settings.server, &scratch).await;
+            swap::undo(&settings.means.server, &loaded).await;
             return Err(error);
         }
+    }
+    if settings.chosen.is_some() {
+        // The pointer names another: until the first backup, that is what a recovery would take.
+        let request = serde_json::json!({"requestId": request_id::current()}).to_string();
+        fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
     }
     set_marker(settings, Some(&snapshot))?;
     clean(settings);
@@ -123,11 +136,32 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
     Ok(())
 }
 
+/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
+async fn refuse_newer(settings: &Settings, side: &SideRecord) -> Result<(), RestoreError> {
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
+    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(SwapError::from)?;
+    match side.pg_major() {
+        Some(of) if i64::from(of) > i64::from(here) => {
+            Err(RestoreError::Newer { key: side.key.clone(), of, here })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.
 async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError> {
-    let mut patience = Patience::new(settings.deadline);
+    let mut patience = Patience::new(settings.means.deadline);
     loop {
-        match (snapshot::latest(&settings.bucket, &settings.slot).await, settings.mode) {
+        let found = match &settings.chosen {
+            None => snapshot::latest(&settings.means.bucket, &settings.means.slot).await,
+            Some(key) => {
+                let chosen =
+                    snapshot::by_key(&settings.means.bucket, &settings.means.slot, key.as_str()).await;
+                chosen.map(|side| side.named())
+            }
+        };
+        match (found, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(Unusable::Absent), Mode::Empty) => return Ok(None),
             (Err(Unusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
@@ -138,9 +172,9 @@ async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError
 }
 
 async fn side_record(settings: &Settings, snapshot: &SnapshotRef) -> Result<SideRecord, RestoreError> {
-    let mut patience = Patience::new(settings.deadline);
+    let mut patience = Patience::new(settings.means.deadline);
     loop {
-        match snapshot::side_record(&settings.bucket, &settings.slot, snapshot).await {
+        match snapshot::side_record(&settings.means.bucket, &settings.means.slot, snapshot).await {
             Ok(side) => return Ok(side),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {
@@ -161,17 +195,17 @@ async fn bear(patience: &mut Patience, error: StoreError) -> Result<(), RestoreE
 
 /// An earlier run may have been killed between the swap and the marker.
 async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<bool, RestoreError> {
-    let client = load::connect_patiently(settings, pgconn::MAINTENANCE).await?;
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
     let journal = Journal::read(&settings.layout)?;
-    let database = settings.server.database();
+    let database = settings.means.server.database();
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
-        && swap::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
+        && scratch::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
     {
         swap::allow_connections(&client, database).await?;
         return Ok(true);
     }
     journal::remove(&settings.layout)?;
-    swap::drop_scratches(&client).await?;
+    scratch::drop_scratches(&client).await.map_err(SwapError::from)?;
     swap::allow_connections(&client, database).await?;
     Ok(false)
 }
@@ -192,7 +226,7 @@ fn set_marker(settings: &Settings, snapshot: Option<&SnapshotRef>) -> Result<(),
 /// The gate is open: what is left of the way here only takes room.
 fn clean(settings: &Settings) {
     let state = settings.layout.restore_state();
-    if let Err(error) = journal::remove(&settings.layout).and_then(|()| download::remove_all(&state)) {
+    if let Err(error) = journal::remove(&settings.layout).and_then(|()| scratch::remove_dumps(&state)) {
         tracing::warn!(%error, "could not clean up after the restore");
     }
 }

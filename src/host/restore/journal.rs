@@ -3,9 +3,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::load::Scratch;
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
+use crate::host::scratch::Scratch;
 use crate::store::pointer::SnapshotRef;
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -3,27 +3,25 @@
 //!
 //! Here: the command line, the configuration, the exit code. The steps are in `gate`.
 
-mod download;
 mod gate;
 mod journal;
-mod load;
 mod swap;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
 
 use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
+use super::scratch::{self, Means};
 use super::store::StoreLink;
+use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::config::Env;
 use crate::http::request_id;
-use crate::store::Bucket;
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotKey};
 
 pub use gate::POINTS;
 
@@ -58,13 +56,10 @@ impl std::str::FromStr for Mode {
 
 struct Settings {
     layout: Layout,
-    slot: SlotPrefix,
-    bucket: Bucket,
-    server: Server,
-    tools: PgTools,
+    means: Means,
     mode: Mode,
-    /// How long store and database may be away, counted from the last progress.
-    deadline: Duration,
+    /// The snapshot to restore; `None`: the one that the pointer names.
+    chosen: Option<SnapshotKey>,
 }
 
 impl Settings {
@@ -75,34 +70,35 @@ impl Settings {
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
         let mode = env.required::<Mode>("SVC_RESTORE_MODE");
-        let deadline = deadline(&mut env);
+        let chosen = env.optional::<SnapshotKey>("SVC_RESTORE_SNAPSHOT");
+        let deadline = scratch::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
-        Ok(Self {
+        let means = Means {
+            name: "svc-restore",
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open().or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
-            layout,
             tools,
-            mode,
             deadline,
-        })
+            progress: Arc::default(),
+        };
+        Ok(Self { layout, means, mode, chosen })
     }
-}
-
-fn deadline(env: &mut Env) -> Duration {
-    Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
     if let Err(code) = applet::parse::<Args>(args) {
         return code;
     }
-    begin_log("svc-restore", &Layout::from_process());
+    let layout = Layout::from_process();
+    if let Err(error) = user::step_down(&layout) {
+        return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
+    }
+    begin_log("svc-restore", &layout);
     applet::block_on(
         "svc-restore",
         request_id::own(async {
-            let layout = Layout::from_process();
             if layout.restore_complete().exists() {
                 tracing::info!("the database of this machine is in use already; nothing is restored over it");
                 return Ok(());

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
-use super::load::Scratch;
 use crate::failpoint::{self, Injected};
 use crate::host::pgconn::{self, ConnectError, Server, ident};
+use crate::host::scratch::{Scratch, drop_scratch, oid};
 use crate::http::problem::chain;
 
 /// How long sessions may take to end.
@@ -102,15 +102,6 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
     }
 }
 
-/// The oid of a database, which a rename keeps.
-///
-/// # Errors
-/// The database's.
-pub async fn oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
-    let row = client.query_opt("SELECT oid FROM pg_database WHERE datname = $1", &[&database]).await?;
-    row.map(|row| row.try_get(0)).transpose()
-}
-
 /// Lets sessions in; a database that does not exist needs nothing.
 ///
 /// # Errors
@@ -120,28 +111,4 @@ pub async fn allow_connections(client: &Client, database: &str) -> Result<(), Sw
         client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;
     }
     Ok(())
-}
-
-/// What runs that were killed left behind.
-///
-/// # Errors
-/// The database's.
-pub async fn drop_scratches(client: &Client) -> Result<(), SwapError> {
-    let left = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
-    for row in client.query(left, &[]).await? {
-        let name: String = row.try_get(0)?;
-        client.batch_execute(&drop_statement(&name)).await?;
-    }
-    Ok(())
-}
-
-/// Best effort: the next run drops what stays.
-pub async fn drop_scratch(client: &Client, name: &str) {
-    if let Err(error) = client.batch_execute(&drop_statement(name)).await {
-        tracing::warn!(%error, database = name, "could not drop the scratch database");
-    }
-}
-
-fn drop_statement(name: &str) -> String {
-    format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", ident(name))
 }

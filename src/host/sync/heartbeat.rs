@@ -1,11 +1,13 @@
 //! One heartbeat: what is sent, what is answered, and how the answer of a replaced machine is recognised.
 
+use std::collections::BTreeMap;
+
 use http::StatusCode;
 use secrecy::ExposeSecret;
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::vitals::{self, Disk, Health, LastBackup};
+use super::vitals::{self, Disk, Health, LastBackup, LastCheck};
 use crate::host::release;
 use crate::host::updated::{self, Outcome};
 use crate::http::client::{self, Deadlines};
@@ -24,6 +26,8 @@ struct Beat {
     last_backup: Option<LastBackup>,
     #[serde(skip_serializing_if = "Option::is_none")]
     last_update: Option<Outcome>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    checks: BTreeMap<&'static str, LastCheck>,
     updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
@@ -74,6 +78,7 @@ impl<'a> Heart<'a> {
             health: vitals::health(settings).await,
             last_backup: vitals::last_backup(settings),
             last_update: updated::last(&settings.layout).ok().flatten().map(|last| last.outcome),
+            checks: vitals::checks(settings),
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),

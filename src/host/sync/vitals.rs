@@ -1,5 +1,6 @@
 //! How the machine is: gateway, database, disk, the last backup, the proof keys that it accepts.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -8,12 +9,15 @@ use serde::{Deserialize, Serialize};
 use super::Settings;
 use crate::clock;
 use crate::fsx;
+use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::config;
 use crate::host::probe::{self, Gateway};
 use crate::http::proof::ProofKeys;
 use crate::store::key;
 
 const DATABASE_DEADLINE: Duration = Duration::from_secs(5);
+/// The platform takes no more at one time.
+const MOST_DAMAGED: usize = 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -60,6 +64,33 @@ pub struct LastBackup {
     pub size_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+}
+
+/// The last look of a kind at snapshots.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LastCheck {
+    pub status: Status,
+    #[serde(with = "clock::wire")]
+    pub at: Timestamp,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    /// The first of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub damaged: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Of every kind that there was one of.
+pub fn checks(settings: &Settings) -> BTreeMap<&'static str, LastCheck> {
+    let last = |kind: CheckKind| {
+        let Check { status, timestamp, key, mut damaged, error, .. } =
+            Check::last(&settings.layout, kind).ok()??;
+        damaged.truncate(MOST_DAMAGED);
+        Some((kind.as_str(), LastCheck { status, at: timestamp, key, damaged, error }))
+    };
+    CheckKind::ALL.into_iter().filter_map(last).collect()
 }
 
 pub async fn health(settings: &Settings) -> Health {

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
 use super::endpoint::{
-    Endpoint, HOST, MACHINE_ID, UPDATE_ENDS, image_version, last_backup_told, last_update_told, told,
+    CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
+    last_backup_told, last_update_told, told,
 };
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
@@ -39,6 +40,7 @@ struct Beat {
     health: Value,
     last_backup: Option<Value>,
     last_update: Option<Value>,
+    checks: Option<Value>,
     updating: bool,
     /// Of the verified snapshot that it tells of.
     backup_taken_at: Option<Timestamp>,
@@ -68,6 +70,7 @@ pub async fn handle(
             health: &beat.health,
             last_backup: beat.last_backup.as_ref(),
             last_update: beat.last_update.as_ref(),
+            checks: beat.checks.as_ref(),
             updating: beat.updating,
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
@@ -157,6 +160,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
     let last_update = last_update(&mut fields);
+    let checks = checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
@@ -169,6 +173,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             health,
             last_backup,
             last_update,
+            checks,
             updating,
             backup_taken_at,
             epoch,
@@ -245,6 +250,34 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
     Some(told)
 }
 
+/// What the host says of its last looks at snapshots, by kind.
+fn checks(fields: &mut Fields) -> Option<Value> {
+    let mut inner = fields.optional_nested("checks")?;
+    let mut told = serde_json::Map::new();
+    for kind in CHECKS {
+        if let Some(check) = check(&mut inner, kind) {
+            told.insert(kind.to_owned(), check);
+        }
+    }
+    fields.close(inner);
+    Some(Value::Object(told))
+}
+
+fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
+    let mut inner = checks.optional_nested(kind)?;
+    let status: Option<String> = inner.required("status");
+    if status.as_deref().is_some_and(|status| !matches!(status, "success" | "error")) {
+        inner.wrong("status", "must be success or error");
+    }
+    let at = inner.required_time("at");
+    let key: Option<String> = inner.optional("key");
+    let damaged = inner.strings("damaged", MOST_DAMAGED);
+    let error: Option<String> = inner.optional("error");
+    checks.close(inner);
+    let at = crate::clock::rfc3339_ms(at?);
+    Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))
+}
+
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     operation: Operation {
@@ -274,6 +307,7 @@ fn said() -> Value {
         &[
             ("lastBackup", last_backup_told()),
             ("lastUpdate", last_update_told()),
+            ("checks", checks_told()),
             ("updating", boolean()),
             ("proofKids", kids),
         ],

@@ -1,6 +1,7 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
 pub mod backup;
+pub mod backup_file;
 pub mod backups;
 pub mod boot_failure;
 pub mod boot_stage;
@@ -19,6 +20,7 @@ pub mod list;
 pub mod machine;
 pub mod metrics;
 pub mod mutation;
+pub mod object;
 pub mod operation;
 pub mod provision;
 pub mod recover;
@@ -45,7 +47,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 29] = [
+pub static ENDPOINTS: [&Endpoint; 30] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -57,6 +59,7 @@ pub static ENDPOINTS: [&Endpoint; 29] = [
     &fail::ENDPOINT,
     &backup::ENDPOINT,
     &backups::ENDPOINT,
+    &backup_file::ENDPOINT,
     &heartbeat::ENDPOINT,
     &storage_credentials::ENDPOINT,
     &boot_stage::ENDPOINT,

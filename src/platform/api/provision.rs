@@ -139,6 +139,7 @@ async fn make(
         bundle_sha256,
         https_port: config.hosts.https_port,
         lives_for: (asked.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
+        restore_snapshot: None,
     };
     let Some(failed) = failed else {
         let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore).await;

@@ -14,7 +14,7 @@ use super::call::Call;
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, slot_name, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{fault, provision};
-use crate::http::openapi::{Operation, any_text, boolean, count, fields, object, uuid};
+use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
@@ -24,7 +24,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot::{self, Unusable};
 use axum::routing::post;
 
@@ -33,7 +33,7 @@ struct Asked {
     slot: Slot,
     empty: EmptyStart,
     /// The snapshot that the operator expects to be restored.
-    snapshot_key: Option<String>,
+    snapshot_key: Option<SnapshotKey>,
 }
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -75,7 +75,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         None
     } else {
         Some((
-            restore_mode(platform, asked).await?,
+            begins_with(platform, asked).await?,
             provision::digest(&platform.bucket, &image_version).await?,
         ))
     };
@@ -93,7 +93,9 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         db::commit(tx).await?;
         return Ok(reply);
     }
-    let Some((restore, bundle_sha256)) = prepared else { return Err(changed_meanwhile()) };
+    let Some(((restore, restore_snapshot), bundle_sha256)) = prepared else {
+        return Err(changed_meanwhile());
+    };
     let wanted = Wanted {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
@@ -105,6 +107,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         bundle_sha256,
         https_port: platform.config.hosts.https_port,
         lives_for: preview_life(platform, &machine),
+        restore_snapshot,
     };
     let event = Event::RecoverRequested { restore };
     let with = Circumstances { failed_at: None, successor: Some(&wanted) };
@@ -136,17 +139,17 @@ fn of_slot(found: Option<MachineRow>, asked: &Asked) -> Result<MachineRow, Probl
     found.ok_or_else(|| fault::machine_not_found(&format!("in slot {} of {}", asked.slot, asked.user)))
 }
 
-async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
+/// What the new machine begins with: the latest snapshot, or the one that is asked for, which must be there whole.
+async fn begins_with(platform: &Platform, asked: &Asked) -> Result<(RestoreMode, Option<String>), Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
+    if let Some(key) = &asked.snapshot_key {
+        let chosen =
+            snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
+        return Ok((RestoreMode::Required, Some(chosen.key)));
+    }
     match snapshot::latest(&platform.bucket, &slot).await {
-        Ok(latest) => match &asked.snapshot_key {
-            Some(key) if *key != latest.key => Err(Problem::new(
-                Code::SnapshotUnusable,
-                format!("Only the latest snapshot can be recovered from; it is {}.", latest.key),
-            )),
-            _ => Ok(RestoreMode::Required),
-        },
-        Err(Unusable::Absent) if asked.empty == EmptyStart::Allowed => Ok(RestoreMode::Empty),
+        Ok(_) => Ok((RestoreMode::Required, None)),
+        Err(Unusable::Absent) if asked.empty == EmptyStart::Allowed => Ok((RestoreMode::Empty, None)),
         Err(error) => Err(fault::unusable(error)),
     }
 }
@@ -184,7 +187,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: Some(|| {
             fields(
                 &[("idpUserId", idp_user_id())],
-                &[("slot", slot_name()), ("allowEmpty", boolean()), ("snapshotKey", any_text())],
+                &[
+                    ("slot", slot_name()),
+                    ("allowEmpty", boolean()),
+                    ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                ],
             )
         }),
         answers: &[told(202, "The recovery is under way.", || {

@@ -1,6 +1,6 @@
 //! The shapes of what several routes take and answer: names, machines, operations, subscriptions.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::http::openapi::{
     any_text, array, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
@@ -51,6 +51,18 @@ pub fn last_backup_told() -> Value {
     )
 }
 
+/// What a host says of its last looks at snapshots, by kind.
+pub fn checks_told() -> Value {
+    let damaged = json!({ "type": "array", "items": any_text(), "maxItems": MOST_DAMAGED });
+    let check = || {
+        fields(
+            &[("status", one_of(&["success", "error"])), ("at", time())],
+            &[("key", nullable(any_text())), ("damaged", damaged.clone()), ("error", nullable(any_text()))],
+        )
+    };
+    fields(&[], &CHECKS.map(|kind| (kind, check())))
+}
+
 /// What a host says of its last update.
 pub fn last_update_told() -> Value {
     fields(
@@ -63,6 +75,11 @@ pub fn last_update_told() -> Value {
         &[("error", any_text())],
     )
 }
+
+/// Keys of damaged snapshots that a host tells at one time.
+pub const MOST_DAMAGED: usize = 20;
+/// Looks at snapshots: they are read again, or the latest is restored on trial.
+pub const CHECKS: [&str; 2] = ["verify", "drill"];
 
 /// How an update of a host may end.
 pub const UPDATE_ENDS: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
@@ -147,6 +164,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("health", nullable(health())),
         ("lastBackup", nullable(last_backup_told())),
         ("lastUpdate", nullable(last_update_told())),
+        ("checks", nullable(checks_told())),
         ("boot", nullable(boot)),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),

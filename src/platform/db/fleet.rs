@@ -27,6 +27,10 @@ pub struct FleetRow {
     pub backup_status: Option<String>,
     /// Of the last update.
     pub update_outcome: Option<String>,
+    /// The last time that snapshots were read again, one was not as it was written.
+    pub is_snapshot_damaged: bool,
+    /// The last trial restore of a snapshot failed.
+    pub has_drill_failed: bool,
     /// Of the operation under way.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
@@ -42,7 +46,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                extract(epoch FROM now() - (SELECT max(every.backup_taken_at) FROM user_machines every \
                    WHERE every.idp_user_id = m.idp_user_id AND every.slot = m.slot))::float8, \
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
-               coalesce(o.attempts, 0), m.last_update ->> 'outcome' \
+               coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
+               coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
+               coalesce(m.checks #>> '{drill,status}' = 'error', false) \
                FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
                    ORDER BY created_at LIMIT 1) o ON true \
@@ -67,6 +73,8 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             operation_age: row.get(13),
             operation_attempts: row.get(14),
             update_outcome: row.get(15),
+            is_snapshot_damaged: row.get(16),
+            has_drill_failed: row.get(17),
         })
         .collect())
 }

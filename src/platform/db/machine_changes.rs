@@ -26,6 +26,8 @@ pub struct NewMachine {
     pub status: Status,
     pub epoch: Epoch,
     pub restore: RestoreMode,
+    /// Its key, where it is not the one that the pointer names.
+    pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
     pub image_version: ImageVersion,
@@ -42,9 +44,9 @@ pub struct NewMachine {
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
     let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
                restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
-               registration_token_hash, upgrade_token_hash, preview_expires_at) \
+               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
-               now() + make_interval(secs => $16))";
+               now() + make_interval(secs => $16), $17)";
     let epoch = i32::try_from(new.epoch.0)
         .map_err(|_| DbError::Unreadable { what: "epoch", why: new.epoch.to_string() })?;
     let lives_for = new.lives_for.map(|time| time.as_secs_f64());
@@ -68,6 +70,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &new.registration_token_hash,
             &new.upgrade_token_hash,
             &lives_for,
+            &new.restore_snapshot,
         ],
     )
     .await
@@ -242,6 +245,7 @@ pub struct Heartbeat<'a> {
     pub health: &'a Value,
     pub last_backup: Option<&'a Value>,
     pub last_update: Option<&'a Value>,
+    pub checks: Option<&'a Value>,
     /// Its host is at an update.
     pub updating: bool,
     /// When the verified snapshot was taken that it tells of.
@@ -260,7 +264,7 @@ pub async fn heartbeat(
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
                last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
-               last_update = coalesce($6, last_update), updating = $7 \
+               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks) \
                WHERE machine_id = $1";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -271,6 +275,7 @@ pub async fn heartbeat(
         &beat.backup_taken_at,
         &beat.last_update,
         &beat.updating,
+        &beat.checks,
     ];
     execute(client, sql, params).await?;
     // Apart, because naming this column wakes every router.

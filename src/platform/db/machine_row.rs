@@ -19,10 +19,10 @@ use crate::machine::state::{self, FailureCause, State, Status};
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
-    failure_message, epoch, restore_mode, server_type, resize_to, location, image_version, bundle_sha256, \
+    failure_message, epoch, restore_mode, restore_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
-    last_backup, last_update, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
+    last_backup, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
     power_ordered_at, boot_stages, created_at, updated_at";
 
 /// Whether a machine is a paying customer's or an operator's preview.
@@ -72,6 +72,8 @@ pub struct MachineRow {
     pub failure: Option<Failure>,
     pub epoch: Epoch,
     pub restore: RestoreMode,
+    /// The snapshot that it was asked to begin with; `None`: the one that the pointer names.
+    pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub resize_to: Option<ServerType>,
     pub location: Location,
@@ -90,6 +92,8 @@ pub struct MachineRow {
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
     pub last_update: Option<Value>,
+    /// What its host says of its last looks at snapshots, by kind.
+    pub checks: Option<Value>,
     pub proof_kids: Vec<String>,
     pub replaced_by: Option<MachineId>,
     pub retired_at: Option<Timestamp>,
@@ -139,6 +143,7 @@ impl MachineRow {
             failure,
             epoch: Epoch(number(row, "epoch")?),
             restore: read(row, "restore_mode")?,
+            restore_snapshot: row.get("restore_snapshot"),
             server_type: read(row, "server_type")?,
             resize_to: read_option(row, "resize_to")?,
             location: read(row, "location")?,
@@ -157,6 +162,7 @@ impl MachineRow {
             health: row.get("health"),
             last_backup: row.get("last_backup"),
             last_update: row.get("last_update"),
+            checks: row.get("checks"),
             proof_kids: row.get("proof_kids"),
             replaced_by: row.get::<_, Option<_>>("replaced_by").map(MachineId),
             retired_at: row.get("retired_at"),
@@ -240,6 +246,7 @@ impl MachineRow {
             "health": self.health,
             "lastBackup": self.last_backup,
             "lastUpdate": self.last_update,
+            "checks": self.checks,
             "boot": self.boot(),
             "replacedBy": self.replaced_by,
             "retiredAt": time(self.retired_at),

@@ -11,7 +11,7 @@ use svc::http::openapi::Operation;
 use svc::platform::api::{ENDPOINTS, description};
 
 use super::deploy;
-use super::stack::{Answer, DIGEST, Guest, Process, SECRET, Stack};
+use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
 
 /// A platform with a machine that runs and one that waits for its registration.
@@ -24,10 +24,15 @@ struct World {
     rollout: String,
 }
 
+/// A snapshot of the machine that runs.
+const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
+
 impl World {
     async fn start(more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         deploy::publish_signed(&stack, "v1");
+        // Nothing names it, so that there is none to recover from.
+        stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
         let more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
         let process = stack.platform_with(&more);
@@ -51,7 +56,7 @@ impl World {
 
     fn path_of(&self, operation: &Operation, id: &str) -> String {
         let path = operation.path.replace("{id}", id);
-        path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz")
+        path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz").replace("{name}", DUMP)
     }
 
     fn token(&self, credential: &str) -> &str {
@@ -138,6 +143,7 @@ impl Side for World {
         Some(match name {
             "idpUserId" => json!("user_1"),
             "slot" => json!("primary"),
+            "snapshotKey" => json!(format!("system/db/snapshots/{DUMP}")),
             "handle" => json!("h-user-1"),
             "handles" => json!(["h-user-1"]),
             "machineId" => json!(self.guest(operation).machine),

@@ -206,6 +206,12 @@ async fn bundles(rows: &mut Rows<'_>) {
     rows.row(get("/system-bundles/%ff/x"), 400, "invalid_request").await;
     let beyond = get(&format!("/system-bundles/v1/{file}")).header("range", "bytes=100-");
     rows.row(beyond, 416, "range_not_satisfiable").await;
+
+    let backup = |name: &str| get(&format!("/vps/{}/backups/{name}", world.runs.machine));
+    for absent in ["2026-01-01T00-00-00.000Z-2.dump", "x", "..%2f..%2flatest", "x.dump.json"] {
+        rows.row(backup(absent), 404, "not_found").await;
+    }
+    rows.row(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
 /// What the end of a machine leaves: tokens that were good, and a machine that is no more.

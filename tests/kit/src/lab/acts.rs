@@ -40,7 +40,7 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 23] = [
+static ACTS: [Act; 24] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -51,6 +51,7 @@ static ACTS: [Act; 23] = [
     quick("backup", |stack, lives| {
         Box::pin(async { life::backup(stack, &lives.now).await.map(|(_, said)| ((), said)) })
     }),
+    whole("drill", |stack, lives| Box::pin(life::drill(stack, &lives.now))),
     quick("later-row", |stack, _| Box::pin(life::insert_later(stack))),
     quick("loss", |stack, lives| Box::pin(life::lose(stack, &lives.now))),
     whole("bad-restore", |stack, _| Box::pin(life::refused_restore(stack))),

@@ -120,6 +120,32 @@ pub async fn old_machine_learns(stack: &Stack, first: &MachineRecord) -> Result<
     Ok(((), "told that it is replaced: its gateway ends and stays so, its backup is refused".to_owned()))
 }
 
+/// The units that look at snapshots: the latest is restored on trial, and read again; the fleet hears of it.
+pub async fn drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let on = stack.provider.machine(&machine.server)?;
+    let (short, long) = (Duration::from_secs(60), Duration::from_secs(400));
+    for unit in ["svc-db-drill.service", "svc-db-verify.service"] {
+        on.run(&format!("systemctl start {unit}"), long).await?.good().context(unit)?;
+    }
+    let latest = "/opt/svc/bin/svc-db-backup verify --latest";
+    let verified = format!("systemd-run --wait --pipe -q -p User=svc-gateway -p Group=svc-gateway {latest}");
+    let said = on.run(&verified, long).await?.good().context("verify --latest")?;
+    let told = eventually("the fleet hears of both", UP, || async {
+        let run = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?;
+        let record: serde_json::Value = run.json()?;
+        let checks = record["checks"].clone();
+        let both = ["drill", "verify"].iter().all(|kind| checks[*kind]["status"] == "success");
+        ensure!(both, "it knows {checks}");
+        Ok(checks)
+    })
+    .await?;
+    let left = "podman exec svc-postgres psql -U postgres -Atc \"select datname from pg_database where datname ~ '^svc_'\"; \
+                ls /var/lib/svc/drill";
+    let left = on.run(left, short).await?.good()?;
+    ensure!(left.trim() == "lock", "a drill leaves {left}");
+    Ok(((), format!("{} restored on trial; {}", told["drill"]["key"], said.trim())))
+}
+
 /// Power off, another type, power on: the same disk with the same data, more of everything else.
 pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;

@@ -1,6 +1,7 @@
 //! The snapshot in a new database beside the old one: roles, content, the database's own rights and settings, and
 //! the count that shows that nothing is missing.
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -9,8 +10,8 @@ use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 
-use super::Settings;
-use super::swap;
+use super::Means;
+use super::database::{self, Scratch};
 use crate::failpoint::{self, Injected};
 use crate::host::census;
 use crate::host::patience::Patience;
@@ -18,18 +19,23 @@ use crate::host::pgconn::{self, ConnectError, ident, literal};
 use crate::host::pgtools;
 use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
-const APPLICATION: &str = "svc-restore";
 /// Nothing on a machine of ours takes longer to load.
 const DEADLINE: Duration = Duration::from_secs(12 * 3600);
 
-/// A database that nobody uses yet.
-#[derive(Debug)]
-pub struct Scratch {
-    pub name: String,
-    pub oid: u32,
-    /// Its number, which the replaced database gets, too.
-    pub number: i64,
+/// How often it is asked how much is loaded.
+const WATCH: Duration = Duration::from_secs(2);
+
+/// What becomes of roles that are made for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Roles {
+    /// They stay: it becomes the owner's database.
+    Stay,
+    /// They go with the drill, by [`drop_drills_roles`].
+    OfADrill,
 }
+
+/// The comment of a role that was made for a drill.
+const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
 
 /// Why the snapshot is not in a database.
 #[derive(Debug, thiserror::Error)]
@@ -73,10 +79,10 @@ fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> Loa
 ///
 /// # Errors
 /// [`ConnectError`] after the deadline.
-pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Patience::new(settings.deadline);
+pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, ConnectError> {
+    let mut patience = Patience::new(means.deadline);
     loop {
-        match settings.server.connect(database, APPLICATION).await {
+        match means.server.connect(database, means.name).await {
             Ok(client) => return Ok(client),
             Err(error) => {
                 let for_good = match &error {
@@ -95,20 +101,29 @@ pub async fn connect_patiently(settings: &Settings, database: &str) -> Result<Cl
 ///
 /// # Errors
 /// [`LoadError`].
-pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -> Result<Scratch, LoadError> {
-    let client = connect_patiently(settings, pgconn::MAINTENANCE).await?;
-    create_roles(&client, side).await?;
+pub async fn into_scratch(
+    means: &Means,
+    dump: &Path,
+    side: &SideRecord,
+    roles: Roles,
+) -> Result<Scratch, LoadError> {
+    let client = connect_patiently(means, pgconn::MAINTENANCE).await?;
+    create_roles(&client, side, roles).await?;
     failpoint::pass("restore.roles")?;
     let scratch = create(&client).await?;
     let loaded = async {
         failpoint::pass("restore.created")?;
-        restore(settings, dump, &scratch.name).await?;
+        tokio::select! {
+            end = restore(means, dump, &scratch.name) => end?,
+            never = watch(means, &client, &scratch.name, side) => match never {},
+        }
         failpoint::pass("restore.loaded")?;
-        let inside = connect_patiently(settings, &scratch.name).await?;
+        let inside = connect_patiently(means, &scratch.name).await?;
         if let Some(facts) = &side.database {
             apply(&inside, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
+        means.progress.at("comparing tables and rows with the record");
         compare(&inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
@@ -116,14 +131,14 @@ pub async fn into_scratch(settings: &Settings, dump: &Path, side: &SideRecord) -
     match loaded.await {
         Ok(()) => Ok(scratch),
         Err(error) => {
-            swap::drop_scratch(&client, &scratch.name).await;
+            database::drop_scratch(&client, &scratch.name).await;
             Err(error)
         }
     }
 }
 
 /// Without LOGIN: the gateway gives passwords to those that it uses.
-async fn create_roles(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+async fn create_roles(client: &Client, side: &SideRecord, roles: Roles) -> Result<(), LoadError> {
     let facts = side.database.iter();
     let owners = facts.flat_map(|facts| &facts.owner);
     for role in side.roles.iter().chain(owners).filter(|role| !role.starts_with("pg_")) {
@@ -131,9 +146,34 @@ async fn create_roles(client: &Client, side: &SideRecord) -> Result<(), LoadErro
         if exists.map_err(query("look for a role"))?.is_some() {
             continue;
         }
-        match client.batch_execute(&format!("CREATE ROLE {} NOLOGIN", ident(role))).await {
+        let mut create = format!("CREATE ROLE {} NOLOGIN", ident(role));
+        if roles == Roles::OfADrill {
+            // One transaction: no role stays that nobody knows for a drill's.
+            create.push_str(&format!("; COMMENT ON ROLE {} IS '{OF_A_DRILL}'", ident(role)));
+        }
+        match client.batch_execute(&create).await {
             Err(error) if error.code() == Some(&SqlState::DUPLICATE_OBJECT) => {}
             end => end.map_err(query(format!("create the role {role}")))?,
+        }
+    }
+    Ok(())
+}
+
+/// Drops the roles of drills, after their databases. One that has come into use since is the owner's.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
+    let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
+    let rows = client.query(drills, &[&OF_A_DRILL]).await.map_err(query("look for the roles of a drill"))?;
+    for row in rows {
+        let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
+        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
+            Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
+                let kept = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
+                client.batch_execute(&kept).await.map_err(query(format!("keep the role {role}")))?;
+            }
+            end => end.map_err(query(format!("drop the role {role}")))?,
         }
     }
     Ok(())
@@ -147,13 +187,13 @@ async fn create(client: &Client) -> Result<Scratch, LoadError> {
         .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0", ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
-    let oid = swap::oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = database::oid(client, &name).await.map_err(query("look for the new database"))?;
     let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
     Ok(Scratch { name, oid, number })
 }
 
-async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(), LoadError> {
-    let mut command = settings.tools.load(&settings.server, database, dump).map_err(LoadError::Start)?;
+async fn restore(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
+    let mut command = means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?;
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut said = Vec::new();
     let mut stderr = child.stderr.take();
@@ -171,6 +211,21 @@ async fn restore(settings: &Settings, dump: &Path, database: &str) -> Result<(),
     let said = String::from_utf8_lossy(&said);
     let complaint = pgtools::complaint(&said).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
+}
+
+/// Tells how much of the database is there while it is loaded.
+async fn watch(means: &Means, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+    const LOADING: &str = "loading the snapshot";
+    let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    means.progress.of_bytes(LOADING, whole);
+    loop {
+        tokio::time::sleep(WATCH).await;
+        // What cannot be asked now is asked again.
+        if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
+            let there: i64 = row.try_get(0).unwrap_or_default();
+            means.progress.bytes(LOADING, there.unsigned_abs(), whole);
+        }
+    }
 }
 
 /// What a dump of the content does not hold: owner, rights and settings of the database itself.

@@ -10,7 +10,7 @@ use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 use sha2::{Digest, Sha256};
 
-use super::Settings;
+use super::Means;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::patience::Patience;
@@ -23,6 +23,7 @@ use crate::store::snapshot::SideRecord;
 const MARGIN: u64 = 64 << 20;
 /// A database is larger than its compressed dump; where the side record does not say, by this.
 const UNKNOWN_GROWTH: u64 = 6;
+const FETCHING: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
 #[derive(Debug, thiserror::Error)]
@@ -88,29 +89,29 @@ impl Partial {
     }
 }
 
-/// The whole, checked dump.
+/// The whole, checked dump, as a file in `dir`.
 ///
 /// # Errors
 /// [`DownloadError`].
 pub async fn fetch(
-    settings: &Settings,
+    means: &Means,
+    dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
 ) -> Result<PathBuf, DownloadError> {
-    let dir = settings.layout.restore_state();
-    std::fs::create_dir_all(&dir).map_err(FileError::at("create directory", &dir))?;
+    std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
-    remove_others(&dir, &name)?;
+    remove_others(dir, &name)?;
     let path = dir.join(name);
     let opened = path.clone();
     let size = snapshot.size_bytes;
     let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
-    ensure_room(&dir, snapshot, side, partial.length)?;
+    ensure_room(dir, snapshot, side, partial.length)?;
 
-    let mut patience = Patience::new(settings.deadline);
+    let mut patience = Patience::new(means.deadline);
     let mut second_try = false;
     loop {
-        complete(settings, snapshot, &mut partial, &mut patience).await?;
+        complete(means, snapshot, &mut partial, &mut patience).await?;
         let digest = hex::encode(partial.digest.clone().finalize());
         if digest == snapshot.sha256 {
             partial.file.sync_all().map_err(FileError::at("sync", &path))?;
@@ -127,14 +128,15 @@ pub async fn fetch(
 
 /// Reads until the file has the snapshot's size, again from where it broke off.
 async fn complete(
-    settings: &Settings,
+    means: &Means,
     snapshot: &SnapshotRef,
     partial: &mut Partial,
     patience: &mut Patience,
 ) -> Result<(), DownloadError> {
+    means.progress.of_bytes(FETCHING, snapshot.size_bytes);
     while partial.length < snapshot.size_bytes {
         let before = partial.length;
-        match read_on(settings, snapshot, partial).await {
+        match read_on(means, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
                 tracing::warn!(error = %chain(&error), at = partial.length, "the download broke off");
@@ -149,16 +151,12 @@ async fn complete(
     Ok(())
 }
 
-async fn read_on(
-    settings: &Settings,
-    snapshot: &SnapshotRef,
-    partial: &mut Partial,
-) -> Result<(), DownloadError> {
-    let key = settings.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
+async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -> Result<(), DownloadError> {
+    let key = means.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
     let failed = |error| DownloadError::Store(StoreError::of(&key, error));
     let range = (partial.length > 0).then_some(GetRange::Offset(partial.length));
     let options = GetOptions { range, ..GetOptions::default() };
-    let got = settings.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+    let got = means.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
     if got.meta.size != snapshot.size_bytes {
         return Err(DownloadError::WrongSize {
             key: snapshot.key.clone(),
@@ -170,6 +168,7 @@ async fn read_on(
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
+        means.progress.bytes(FETCHING, partial.length, snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
         if partial.length > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
@@ -210,8 +209,10 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     Ok(())
 }
 
+/// All that is in it; a directory that is not there holds none.
+///
 /// # Errors
 /// [`FileError`].
 pub fn remove_all(dir: &Path) -> Result<(), FileError> {
-    remove_others(dir, "")
+    if dir.exists() { remove_others(dir, "") } else { Ok(()) }
 }

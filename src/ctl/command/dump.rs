@@ -1,0 +1,199 @@
+//! A snapshot's dump from the platform, every byte through SHA-256: into a file, or nowhere to verify it.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use futures_util::StreamExt;
+use sha2::{Digest, Sha256};
+
+use crate::applet::{Exit, Failure, OrExit};
+use crate::ctl::api::{Api, CallError};
+use crate::ctl::progress::Progress;
+use crate::ctl::show::backup::{Backup, Backups};
+use crate::ctl::show::size;
+
+/// Tries without a byte before it is given up.
+const TRIES: u32 = 6;
+const PAUSE: Duration = Duration::from_secs(2);
+/// How many snapshots are asked for at one time.
+const PAGE: u32 = 200;
+
+/// The snapshot with this key, or with this last part of a key; without one, the latest.
+///
+/// # Errors
+/// [`Failure`]; `Refused` where there is none.
+pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+    let mut cursor = None;
+    loop {
+        let asked = [("limit", Some(PAGE.to_string())), ("cursor", cursor)];
+        let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+        let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
+        let is_it = |backup: &Backup| match key {
+            Some(key) => backup.key == key || backup.name() == key,
+            None => backup.latest,
+        };
+        if let Some(found) = page.backups.into_iter().find(is_it) {
+            return Ok(found);
+        }
+        cursor = page.next_cursor;
+        if cursor.is_none() {
+            let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
+            let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
+            return Err(Failure::new(Exit::Refused, error));
+        }
+    }
+}
+
+/// Reads it in full and says whether it is what its record says.
+///
+/// # Errors
+/// [`Failure`]; `Refused` where it is not.
+pub async fn verify(api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
+    let mut taken = Taken::nowhere();
+    taken.complete(api, machine, backup).await?;
+    taken.check(backup)
+}
+
+/// Reads it into `into`. What an earlier try left in `<into>.partial` is gone on with.
+///
+/// # Errors
+/// [`Failure`]; `into` is then not there.
+pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
+    if into.exists() {
+        let error = anyhow!("{} is there already\n  next: another --output, or move it away", into.display());
+        return Err(Failure::new(Exit::Refused, error));
+    }
+    let mut name = into.as_os_str().to_owned();
+    name.push(".partial");
+    let partial = PathBuf::from(name);
+    let mut taken = Taken::into(&partial, backup.size_bytes).or_exit(Exit::Internal)?;
+    taken.complete(api, machine, backup).await?;
+    if let Err(failure) = taken.check(backup) {
+        // Nothing of it can be gone on with.
+        fs::remove_file(&partial).ok();
+        return Err(failure);
+    }
+    taken.keep(&partial, into).or_exit(Exit::Internal)
+}
+
+/// The bytes so far.
+struct Taken {
+    file: Option<File>,
+    length: u64,
+    digest: Sha256,
+}
+
+impl Taken {
+    fn nowhere() -> Self {
+        Self { file: None, length: 0, digest: Sha256::new() }
+    }
+
+    /// What is there of it is hashed again; more than it may have is none of it.
+    fn into(partial: &Path, size: u64) -> anyhow::Result<Self> {
+        use std::os::unix::fs::OpenOptionsExt;
+        let mut options = File::options();
+        // It has the owner's data in it.
+        let opened = options.create(true).truncate(false).read(true).write(true).mode(0o600).open(partial);
+        let mut file = opened.with_context(|| format!("write {}", partial.display()))?;
+        if file.metadata()?.len() > size {
+            file.set_len(0)?;
+        }
+        let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
+        loop {
+            match file.read(&mut piece).with_context(|| format!("read {}", partial.display()))? {
+                0 => return Ok(Self { file: Some(file), length, digest }),
+                read => {
+                    digest.update(&piece[..read]);
+                    length += read as u64;
+                }
+            }
+        }
+    }
+
+    async fn complete(&mut self, api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
+        let progress = Progress::of_bytes(backup.size_bytes);
+        let mut tries = 0;
+        while self.length < backup.size_bytes {
+            let before = self.length;
+            let end = self.read_on(api, machine, backup, &progress).await;
+            match end {
+                Ok(()) => {}
+                Err(Broken::Ours(failure)) => return Err(failure),
+                Err(Broken::Theirs(error)) => {
+                    tries = if self.length > before { 1 } else { tries + 1 };
+                    if tries >= TRIES {
+                        let whole = size(backup.size_bytes);
+                        let error = anyhow!("{error}; {} of {whole} came", size(self.length));
+                        return Err(Failure::new(Exit::Unavailable, error));
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn read_on(
+        &mut self,
+        api: &Api,
+        machine: &str,
+        backup: &Backup,
+        progress: &Progress,
+    ) -> Result<(), Broken> {
+        let path = ["vps", machine, "backups", backup.name()];
+        let opened = api.open(&path, self.length).await;
+        let answer = opened.map_err(|error| match error {
+            CallError::Unreachable { .. } => Broken::Theirs(error.into()),
+            error => Broken::Ours(error.into()),
+        })?;
+        let mut bytes = answer.bytes_stream();
+        let mut told = Instant::now();
+        while let Some(chunk) = bytes.next().await {
+            let chunk = chunk.map_err(|error| Broken::Theirs(error.without_url().into()))?;
+            self.digest.update(&chunk);
+            self.length += chunk.len() as u64;
+            if let Some(file) = &mut self.file {
+                let written = file.write_all(&chunk).context("write the dump");
+                written.map_err(|error| Broken::Ours(Failure::new(Exit::Internal, error)))?;
+            }
+            if told.elapsed() > Duration::from_millis(100) {
+                progress.bytes(self.length);
+                told = Instant::now();
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, backup: &Backup) -> Result<(), Failure> {
+        let found = hex::encode(self.digest.clone().finalize());
+        if self.length == backup.size_bytes && found == backup.sha256 {
+            return Ok(());
+        }
+        let error = anyhow!(
+            "{} is not what its record says: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
+             `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
+            backup.key,
+            self.length,
+            backup.size_bytes,
+            backup.sha256
+        );
+        Err(Failure::new(Exit::Refused, error))
+    }
+
+    fn keep(self, partial: &Path, into: &Path) -> anyhow::Result<()> {
+        if let Some(file) = self.file {
+            file.sync_all().with_context(|| format!("write {}", partial.display()))?;
+        }
+        fs::rename(partial, into).with_context(|| format!("rename {}", partial.display()))
+    }
+}
+
+/// Why no more bytes come.
+enum Broken {
+    /// Asking again would not help.
+    Ours(Failure),
+    Theirs(anyhow::Error),
+}

@@ -1,0 +1,38 @@
+//! A snapshot in a database of its own: fetched from the store, loaded, and compared with its record. What becomes of it
+//! then is for whoever asked: the restore puts it in the owner's place, the drill drops it.
+
+mod database;
+mod download;
+mod load;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::pgconn::Server;
+use super::pgtools::PgTools;
+use super::progress::Progress;
+use crate::config::Env;
+use crate::store::Bucket;
+use crate::store::key::SlotPrefix;
+
+pub use database::{Scratch, drop_scratch, drop_scratches, oid};
+pub use download::{DownloadError, fetch, remove_all as remove_dumps};
+pub use load::{LoadError, Roles, connect_patiently, drop_drills_roles, into_scratch};
+
+/// Where snapshots come from and go to.
+pub struct Means {
+    /// Of the program, for the database's log.
+    pub name: &'static str,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    pub server: Server,
+    pub tools: PgTools,
+    /// How long store and database may be away, counted from the last progress.
+    pub deadline: Duration,
+    pub progress: Arc<Progress>,
+}
+
+/// `RESTORE_STORE_DEADLINE_SECONDS`.
+pub fn deadline(env: &mut Env) -> Duration {
+    Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
+}

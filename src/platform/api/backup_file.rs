@@ -1,0 +1,81 @@
+//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. Who has it has
+//! the owner's data, so that each reading is on record.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::get;
+use http::Method;
+use serde_json::json;
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR};
+use super::mutation::{self, Changed};
+use super::{fault, object};
+use crate::http::openapi::{Operation, Parameter, Place, matching};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::store::key::SlotPrefix;
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments((id, name)): Segments<(String, String)>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let id: MachineId = path_id("machineId", &id)?;
+    let mut session = platform.db.session().await?;
+    let machine = db::machines::get(&session, id).await?;
+    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    let absent = || {
+        let detail =
+            format!("The slot has no snapshot {name}; `/vps/{id}/backups` lists those that there are.");
+        Problem::new(Code::NotFound, detail)
+    };
+    let key = format!("system/db/snapshots/{name}");
+    let dump = slot.snapshot(&key).ok_or_else(absent)?;
+    if call.method == Method::GET {
+        let tx = db::begin(&mut session).await?;
+        let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
+        let changed = Changed { action: "backup.read", target: &target, before: None, after: Some(&read) };
+        mutation::audit(&tx, "operator", &changed).await?;
+        db::commit(tx).await?;
+    }
+    drop(session);
+    object::serve(&platform.bucket, &dump, "application/octet-stream", &call, absent).await
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "getBackup",
+        method: Method::GET,
+        path: "/vps/{id}/backups/{name}",
+        summary: "A snapshot's dump, for `pg_restore`; Range, If-Range and If-None-Match as in RFC 9110.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, NAME],
+        body: None,
+        answers: &object::ANSWERS,
+        problems: &[
+            Code::MachineNotFound,
+            Code::NotFound,
+            Code::RangeNotSatisfiable,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || get(handle),
+};
+
+const NAME: Parameter = Parameter {
+    name: "name",
+    place: Place::Path,
+    schema: || matching("^[^/]+\\.dump$"),
+    about: "The last part of its key.",
+};

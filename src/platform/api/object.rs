@@ -1,0 +1,149 @@
+//! An object of the store as the answer to GET and HEAD, streamed, with ranges (RFC 9110).
+
+use std::ops::Range;
+
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::{Method, StatusCode};
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
+
+use super::call::Call;
+use super::fault;
+use crate::http::openapi::{Answer, Content};
+use crate::http::problem::{Code, Problem};
+use crate::store::Bucket;
+
+/// What such a route answers with.
+pub const ANSWERS: [Answer; 3] = [
+    Answer { status: 200, about: "The file.", content: Content::Other("application/octet-stream") },
+    Answer { status: 206, about: "A range of it.", content: Content::Other("application/octet-stream") },
+    Answer { status: 304, about: "It is as it was.", content: Content::Nothing },
+];
+
+/// The object, or the range of it that is asked for; `kind` is its media type.
+///
+/// # Errors
+/// `absent` where there is none; `StoreUnavailable`, `RangeNotSatisfiable`.
+pub async fn serve(
+    bucket: &Bucket,
+    object: &Path,
+    kind: &'static str,
+    call: &Call,
+    absent: impl FnOnce() -> Problem,
+) -> Result<Response, Problem> {
+    let meta = bucket.head(object).await?.ok_or_else(absent)?;
+    let mut headers = base_headers(&meta, kind);
+    if matches_etag(&call.headers, &header::IF_NONE_MATCH, &meta) {
+        return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
+    }
+    let whole = 0..meta.size;
+    let (status, range) = match wanted(&call.headers, &meta) {
+        Wanted::Whole => (StatusCode::OK, whole),
+        Wanted::Part(range) => (StatusCode::PARTIAL_CONTENT, range),
+        Wanted::Outside => return Err(outside(&meta)),
+    };
+    if status == StatusCode::PARTIAL_CONTENT {
+        let text = format!("bytes {}-{}/{}", range.start, range.end - 1, meta.size);
+        insert(&mut headers, header::CONTENT_RANGE, &text);
+    }
+    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(range.end - range.start));
+    if call.method == Method::HEAD || range.is_empty() {
+        return Ok((status, headers).into_response());
+    }
+    // Only the object that the headers describe: one that was written anew meanwhile is an error, not a mixture.
+    let options = GetOptions {
+        range: Some(GetRange::Bounded(range)),
+        if_match: meta.e_tag.clone(),
+        ..GetOptions::default()
+    };
+    let got = bucket.raw().get_opts(object, options).await.map_err(|error| {
+        tracing::warn!(%error, key = %object, "an object could not be read");
+        fault::store_unavailable()
+    })?;
+    Ok((status, headers, Body::from_stream(got.into_stream())).into_response())
+}
+
+fn base_headers(meta: &ObjectMeta, kind: &'static str) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
+    if let Some(etag) = &meta.e_tag {
+        insert(&mut headers, header::ETAG, &quoted(etag));
+    }
+    headers
+}
+
+fn insert(headers: &mut HeaderMap, name: HeaderName, value: &str) {
+    if let Ok(value) = HeaderValue::from_str(value) {
+        headers.insert(name, value);
+    }
+}
+
+fn quoted(etag: &str) -> String {
+    if etag.ends_with('"') { etag.to_owned() } else { format!("\"{etag}\"") }
+}
+
+fn matches_etag(headers: &HeaderMap, name: &HeaderName, meta: &ObjectMeta) -> bool {
+    let Some(etag) = meta.e_tag.as_deref().map(quoted) else { return false };
+    let Some(given) = headers.get(name).and_then(|value| value.to_str().ok()) else { return false };
+    given.split(',').map(str::trim).any(|one| one == "*" || one == etag)
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Wanted {
+    Whole,
+    Part(Range<u64>),
+    Outside,
+}
+
+/// What of the object is asked for (RFC 9110, sections 13.1.5 and 14.2). Several ranges at once are answered whole.
+fn wanted(headers: &HeaderMap, meta: &ObjectMeta) -> Wanted {
+    let Some(text) = headers.get(header::RANGE).and_then(|value| value.to_str().ok()) else {
+        return Wanted::Whole;
+    };
+    if headers.contains_key(header::IF_RANGE) && !matches_etag(headers, &header::IF_RANGE, meta) {
+        return Wanted::Whole;
+    }
+    parse_range(text, meta.size)
+}
+
+fn parse_range(text: &str, size: u64) -> Wanted {
+    let Some((first, last)) = text.strip_prefix("bytes=").and_then(|range| range.split_once('-')) else {
+        return Wanted::Whole;
+    };
+    let (first, last) = (first.trim(), last.trim());
+    let range = match (first.parse::<u64>(), last.parse::<u64>()) {
+        (Ok(first), Ok(last)) if first <= last => first..last.saturating_add(1).min(size),
+        (Ok(first), Err(_)) if last.is_empty() => first..size,
+        (Err(_), Ok(0)) if first.is_empty() => return Wanted::Outside,
+        (Err(_), Ok(suffix)) if first.is_empty() => size.saturating_sub(suffix)..size,
+        _ => return Wanted::Whole,
+    };
+    if range.start < range.end { Wanted::Part(range) } else { Wanted::Outside }
+}
+
+fn outside(meta: &ObjectMeta) -> Problem {
+    Problem::new(Code::RangeNotSatisfiable, format!("The object has {} bytes.", meta.size))
+        .with("sizeBytes", meta.size.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_read_as_the_standard_says() {
+        assert_eq!(parse_range("bytes=0-4", 10), Wanted::Part(0..5));
+        assert_eq!(parse_range("bytes=5-", 10), Wanted::Part(5..10));
+        assert_eq!(parse_range("bytes=-3", 10), Wanted::Part(7..10));
+        assert_eq!(parse_range("bytes=5-99", 10), Wanted::Part(5..10));
+        assert_eq!(parse_range("bytes=10-", 10), Wanted::Outside);
+        assert_eq!(parse_range("bytes=-0", 10), Wanted::Outside);
+        for whole in ["bytes=4-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-"] {
+            assert_eq!(parse_range(whole, 10), Wanted::Whole, "{whole}");
+        }
+    }
+}

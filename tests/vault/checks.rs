@@ -1,0 +1,262 @@
+//! Looks at snapshots that are at the store: what is not as it was written is found, and what is well is said to be.
+
+use anyhow::{Context, Result};
+use kit::s3::{Fault, Rule, S3Server};
+use serde_json::Value;
+
+use super::machine::{self, BUCKET, Machine, USER};
+
+const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, said text); ALTER TABLE t OWNER TO app_t; \
+     INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
+
+/// A machine with so many snapshots; their keys.
+async fn with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<String>)> {
+    let machine = Machine::in_use(store, 1).await?;
+    machine.client().await?.batch_execute(ROWS).await?;
+    let mut keys = Vec::new();
+    for _ in 0..many {
+        machine.run(&["svc-db-backup"])?.expect(0);
+        let last = machine.backup_records()?.pop().context("a record")?;
+        keys.push(last["key"].as_str().context("a key")?.to_owned());
+        // The next one is of something else.
+        let row = format!("INSERT INTO t VALUES ({}, 'more')", 20_000 + keys.len());
+        machine.client().await?.batch_execute(&row).await?;
+    }
+    Ok((machine, keys))
+}
+
+fn object(key: &str) -> String {
+    format!("{USER}/primary/{key}")
+}
+
+fn checks(machine: &Machine) -> Result<Vec<Value>> {
+    let text = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup-checks.jsonl"))?;
+    text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+}
+
+fn last(machine: &Machine, kind: &str) -> Result<Value> {
+    Ok(serde_json::from_slice(&std::fs::read(machine.path(&format!("var/lib/svc/last-{kind}.json")))?)?)
+}
+
+/// The snapshot as if it had been taken at another time.
+fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
+    let as_of = format!("system/db/snapshots/{time}-1.dump");
+    let dump = store.read(BUCKET, &object(key)).context("the object")?;
+    let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("its record")?;
+    store.write(BUCKET, &object(&as_of), dump);
+    store.write(BUCKET, &object(&format!("{as_of}.json")), String::from_utf8(side)?.replace(key, &as_of));
+    Ok(as_of)
+}
+
+#[tokio::test]
+async fn every_damage_of_a_snapshot_is_found_and_nothing_else() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = with_snapshots(&store, 6).await?;
+    let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
+    assert!(ended.stdout.starts_with("6 snapshots, "), "{}", ended.stdout);
+
+    let flipped = {
+        let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object")?;
+        let middle = dump.len() / 2;
+        dump[middle] ^= 0x10;
+        dump
+    };
+    store.write(BUCKET, &object(&keys[0]), flipped);
+    let mut shorter = store.read(BUCKET, &object(&keys[1])).context("the object")?;
+    shorter.truncate(shorter.len() - 10);
+    store.write(BUCKET, &object(&keys[1]), shorter);
+    store.remove(BUCKET, &object(&keys[2]));
+    store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
+    // Another snapshot's bytes, of the same size or not: each is whole in itself.
+    let other = store.read(BUCKET, &object(&keys[5])).context("the object")?;
+    store.write(BUCKET, &object(&keys[4]), other);
+
+    let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(65);
+    let check = last(&machine, "verify")?;
+    let mut damaged: Vec<_> =
+        check["damaged"].as_array().context("damaged")?.iter().filter_map(Value::as_str).collect();
+    damaged.sort_unstable();
+    assert_eq!(damaged, keys[..5], "{check}\n{}", ended.stderr);
+    assert_eq!((&check["status"], &check["snapshots"]), (&"error".into(), &1.into()), "{check}");
+    for key in &keys[..5] {
+        machine.run(&["svc-db-backup", "verify", key])?.expect(65);
+    }
+    machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
+    let check = last(&machine, "verify")?;
+    assert_eq!((&check["status"], &check["key"]), (&"success".into(), &keys[5].as_str().into()), "{check}");
+    machine.run(&["svc-db-backup", "verify", "system/db/snapshots/../../x.dump"])?.expect(65);
+    assert_eq!(checks(&machine)?.len(), 9, "a line for each run");
+    Ok(())
+}
+
+#[tokio::test]
+async fn each_day_has_its_share() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = with_snapshots(&store, 1).await?;
+    // What its backup read just now is not read again.
+    let ended = machine.run(&["svc-db-backup", "verify"])?.expect(0);
+    assert!(ended.stdout.starts_with("0 snapshots"), "{}", ended.stdout);
+
+    let mut old = Vec::new();
+    for day in 1..=9 {
+        old.push(older(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
+    }
+    let within = [("VERIFY_WITHIN_DAYS", "10")];
+    // Ten snapshots in ten days, three days' share at once after the time off: the oldest first.
+    let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
+    assert!(ended.stdout.starts_with("3 snapshots"), "{}", ended.stdout);
+    store.remove(BUCKET, &object(&old[3]));
+    let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(65);
+    assert!(ended.stderr.contains(&old[3]) && ended.stderr.contains("1 of 3"), "{}", ended.stderr);
+    for wrong in ["0", "x"] {
+        machine.run_with(&["svc-db-backup", "verify"], &[("VERIFY_WITHIN_DAYS", wrong)])?.expect(78);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_store_that_fails_is_not_a_damaged_snapshot() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = with_snapshots(&store, 1).await?;
+    // Broken off twice in the middle, it is read on from there.
+    store.fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
+    machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
+    store.heal();
+    store.fault(Rule::new(Fault::Status(503)).method("GET").key_ending(".dump").always());
+    let soon = [("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+    for words in [&["svc-db-backup", "verify", "--latest"][..], &["svc-db-backup", "drill"][..]] {
+        machine.run_with(words, &soon)?.expect(69);
+    }
+    let check = last(&machine, "verify")?;
+    assert_eq!((&check["status"], check.get("damaged")), (&"error".into(), None), "{check}");
+    assert_eq!(last(&machine, "drill")?["key"], keys[0].as_str());
+    Ok(())
+}
+
+/// Databases, roles and files that a drill may have made.
+async fn left(machine: &Machine) -> Result<Vec<String>> {
+    let mut left: Vec<String> =
+        machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
+    let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
+    left.extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
+    let files = std::fs::read_dir(machine.path("var/lib/svc/drill"))?;
+    left.extend(files.flatten().map(|file| file.file_name().to_string_lossy().into_owned()));
+    left.sort_unstable();
+    Ok(left)
+}
+
+#[tokio::test]
+async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert!(ended.stdout.contains("no snapshot yet"), "{}", ended.stdout);
+    machine.client().await?.batch_execute(ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    // A role that the snapshot names and the machine has no more is made for the drill alone.
+    machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
+
+    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert!(ended.stdout.contains("1 tables, 20000 rows"), "{}", ended.stdout);
+    assert_eq!(left(&machine).await?, ["lock"]);
+    assert_eq!(last(&machine, "drill")?["status"], "success");
+
+    let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
+    for point in svc::host::backup::DRILL_POINTS {
+        points.push(point);
+    }
+    for point in points {
+        let kill = format!("{point}=return(kill)");
+        machine.run_with(&["svc-db-backup", "drill"], &[("FAILPOINTS", &kill)])?.expect_killed();
+        machine.run(&["svc-db-backup", "drill"])?.expect(0);
+        assert_eq!(left(&machine).await?, ["lock"], "after a kill at {point}");
+    }
+    for point in svc::host::backup::VERIFY_POINTS {
+        let kill = format!("{point}=return(kill)");
+        machine.run_with(&["svc-db-backup", "verify", "--all"], &[("FAILPOINTS", &kill)])?.expect_killed();
+        machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
+    }
+    // The owner's database was never touched.
+    let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
+    assert_eq!(rows, 20000);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_snapshot_that_does_not_become_what_it_was_fails_the_drill() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = with_snapshots(&store, 1).await?;
+    let side = format!("{}.json", object(&keys[0]));
+    let record = String::from_utf8(store.read(BUCKET, &side).context("its record")?)?;
+    store.write(BUCKET, &side, record.replace("\"rows\":20000", "\"rows\":20001"));
+    let ended = machine.run(&["svc-db-backup", "drill"])?.expect(65);
+    assert!(ended.stderr.contains("public.t has 20000 rows"), "{}", ended.stderr);
+    store.write(BUCKET, &side, record);
+    let mut dump = store.read(BUCKET, &object(&keys[0])).context("the object")?;
+    let middle = dump.len() / 2;
+    dump[middle] ^= 1;
+    store.write(BUCKET, &object(&keys[0]), dump);
+    machine.run(&["svc-db-backup", "drill"])?.expect(65);
+    let check = last(&machine, "drill")?;
+    assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");
+    assert_eq!(left(&machine).await?, ["app_t", "lock"]);
+    // Hourly backups are not held up by any of it.
+    machine.run(&["svc-db-backup"])?.expect(0);
+    machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    Ok(())
+}
+
+/// A file that root made could not be written by the next run of a unit.
+#[tokio::test]
+async fn called_by_root_it_works_as_the_user_of_the_units() -> Result<()> {
+    const USER_ID: u32 = 54_321;
+    if !nix::unistd::geteuid().is_root() {
+        println!("SKIPPED: only root can become another user");
+        return Ok(());
+    }
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute(ROWS).await?;
+    let mut all = vec![machine.root.path().to_owned()];
+    while let Some(path) = all.pop() {
+        std::os::unix::fs::lchown(&path, Some(USER_ID), Some(USER_ID))?;
+        if path.is_dir() {
+            all.extend(std::fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
+        }
+    }
+    for words in
+        [&["svc-db-backup"][..], &["svc-db-backup", "verify", "--all"][..], &["svc-db-backup", "drill"][..]]
+    {
+        machine.run(words)?.expect(0);
+    }
+    let made = ["last-backup.json", "backup.lock", "verified.json", "drill/lock", "last-drill.json"];
+    for path in made.map(|name| machine.path("var/lib/svc").join(name)) {
+        let owner = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(&path)?);
+        assert_eq!(owner, USER_ID, "{}", path.display());
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_database_that_was_lost_does_not_replace_the_snapshot_of_what_it_held() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, keys) = with_snapshots(&store, 1).await?;
+    let good = machine::pointer(&store).await?;
+    // What the gateway makes at its start is no data of the owner's.
+    let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
+                CREATE TABLE notes (id int)";
+    machine.client().await?.batch_execute(lost).await?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    assert!(ended.stderr.contains(&keys[0]) && ended.stderr.contains("20000"), "{}", ended.stderr);
+    assert_eq!(machine::pointer(&store).await?, good);
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "the upload was aborted");
+    let record = machine.backup_records()?.pop().context("a record")?;
+    assert_eq!((&record["status"], &record["stage"]), (&"error".into(), &"dump".into()), "{record}");
+    machine.run(&["svc-db-backup", "run", "--allow-empty"])?.expect(0);
+    assert_ne!(machine::pointer(&store).await?, good);
+    // From an empty one on, empty is what it is.
+    machine.run(&["svc-db-backup"])?.expect(0);
+    machine.client().await?.batch_execute("INSERT INTO notes VALUES (1)").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
