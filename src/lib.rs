@@ -17,6 +17,7 @@ mod log_line;
 pub mod machine;
 mod manual;
 pub mod metrics;
+pub mod partial;
 pub mod platform;
 pub mod provider;
 pub mod store;

@@ -1,11 +1,10 @@
 //! A snapshot's dump from the platform, every byte through SHA-256: into a file, or nowhere to verify it.
 
-use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use futures_util::StreamExt;
 use sha2::{Digest, Sha256};
 
@@ -14,6 +13,8 @@ use crate::ctl::api::{Api, CallError};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups};
 use crate::ctl::show::size;
+use crate::fsx::FileError;
+use crate::partial::Partial;
 
 /// Tries without a byte before it is given up.
 const TRIES: u32 = 6;
@@ -52,7 +53,7 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
 /// # Errors
 /// [`Failure`]; `Refused` where it is not.
 pub async fn verify(api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
-    let mut taken = Taken::nowhere();
+    let mut taken = Taken::Nowhere { length: 0, digest: Sha256::new() };
     taken.complete(api, machine, backup).await?;
     taken.check(backup)
 }
@@ -69,64 +70,70 @@ pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) ->
     let mut name = into.as_os_str().to_owned();
     name.push(".partial");
     let partial = PathBuf::from(name);
-    let mut taken = Taken::into(&partial, backup.size_bytes).or_exit(Exit::Internal)?;
+    let opened = Partial::open(partial.clone(), backup.size_bytes);
+    let mut taken = Taken::Into(opened.or_exit(Exit::Internal)?);
     taken.complete(api, machine, backup).await?;
     if let Err(failure) = taken.check(backup) {
         // Nothing of it can be gone on with.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
-    taken.keep(&partial, into).or_exit(Exit::Internal)
+    if let Taken::Into(whole) = &taken {
+        whole.sync().or_exit(Exit::Internal)?;
+    }
+    fs::rename(&partial, into).map_err(FileError::at("rename", &partial)).or_exit(Exit::Internal)
 }
 
 /// The bytes so far.
-struct Taken {
-    file: Option<File>,
-    length: u64,
-    digest: Sha256,
+enum Taken {
+    /// Hashed, and nothing else.
+    Nowhere {
+        length: u64,
+        digest: Sha256,
+    },
+    Into(Partial),
 }
 
 impl Taken {
-    fn nowhere() -> Self {
-        Self { file: None, length: 0, digest: Sha256::new() }
+    fn length(&self) -> u64 {
+        match self {
+            Self::Nowhere { length, .. } => *length,
+            Self::Into(partial) => partial.length(),
+        }
     }
 
-    /// What is there of it is hashed again; more than it may have is none of it.
-    fn into(partial: &Path, size: u64) -> anyhow::Result<Self> {
-        use std::os::unix::fs::OpenOptionsExt;
-        let mut options = File::options();
-        // It has the owner's data in it.
-        let opened = options.create(true).truncate(false).read(true).write(true).mode(0o600).open(partial);
-        let mut file = opened.with_context(|| format!("write {}", partial.display()))?;
-        if file.metadata()?.len() > size {
-            file.set_len(0)?;
+    fn sha256(&self) -> String {
+        match self {
+            Self::Nowhere { digest, .. } => hex::encode(digest.clone().finalize()),
+            Self::Into(partial) => partial.sha256(),
         }
-        let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
-        loop {
-            match file.read(&mut piece).with_context(|| format!("read {}", partial.display()))? {
-                0 => return Ok(Self { file: Some(file), length, digest }),
-                read => {
-                    digest.update(&piece[..read]);
-                    length += read as u64;
-                }
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
+        match self {
+            Self::Nowhere { length, digest } => {
+                digest.update(bytes);
+                *length += bytes.len() as u64;
+                Ok(())
             }
+            Self::Into(partial) => partial.append(bytes),
         }
     }
 
     async fn complete(&mut self, api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
         let progress = Progress::of_bytes(backup.size_bytes);
         let mut tries = 0;
-        while self.length < backup.size_bytes {
-            let before = self.length;
+        while self.length() < backup.size_bytes {
+            let before = self.length();
             let end = self.read_on(api, machine, backup, &progress).await;
             match end {
                 Ok(()) => {}
                 Err(Broken::Ours(failure)) => return Err(failure),
                 Err(Broken::Theirs(error)) => {
-                    tries = if self.length > before { 1 } else { tries + 1 };
+                    tries = if self.length() > before { 1 } else { tries + 1 };
                     if tries >= TRIES {
                         let whole = size(backup.size_bytes);
-                        let error = anyhow!("{error}; {} of {whole} came", size(self.length));
+                        let error = anyhow!("{error}; {} of {whole} came", size(self.length()));
                         return Err(Failure::new(Exit::Unavailable, error));
                     }
                     tokio::time::sleep(PAUSE).await;
@@ -144,7 +151,7 @@ impl Taken {
         progress: &Progress,
     ) -> Result<(), Broken> {
         let path = ["vps", machine, "backups", backup.name()];
-        let opened = api.open(&path, self.length).await;
+        let opened = api.open(&path, self.length()).await;
         let answer = opened.map_err(|error| match error {
             CallError::Unreachable { .. } => Broken::Theirs(error.into()),
             error => Broken::Ours(error.into()),
@@ -153,14 +160,9 @@ impl Taken {
         let mut told = Instant::now();
         while let Some(chunk) = bytes.next().await {
             let chunk = chunk.map_err(|error| Broken::Theirs(error.without_url().into()))?;
-            self.digest.update(&chunk);
-            self.length += chunk.len() as u64;
-            if let Some(file) = &mut self.file {
-                let written = file.write_all(&chunk).context("write the dump");
-                written.map_err(|error| Broken::Ours(Failure::new(Exit::Internal, error)))?;
-            }
+            self.append(&chunk).map_err(|error| Broken::Ours(Failure::new(Exit::Internal, error)))?;
             if told.elapsed() > Duration::from_millis(100) {
-                progress.bytes(self.length);
+                progress.bytes(self.length());
                 told = Instant::now();
             }
         }
@@ -168,26 +170,19 @@ impl Taken {
     }
 
     fn check(&self, backup: &Backup) -> Result<(), Failure> {
-        let found = hex::encode(self.digest.clone().finalize());
-        if self.length == backup.size_bytes && found == backup.sha256 {
+        let found = self.sha256();
+        if self.length() == backup.size_bytes && found == backup.sha256 {
             return Ok(());
         }
         let error = anyhow!(
             "{} is not what its record says: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
              `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
             backup.key,
-            self.length,
+            self.length(),
             backup.size_bytes,
             backup.sha256
         );
         Err(Failure::new(Exit::Refused, error))
-    }
-
-    fn keep(self, partial: &Path, into: &Path) -> anyhow::Result<()> {
-        if let Some(file) = self.file {
-            file.sync_all().with_context(|| format!("write {}", partial.display()))?;
-        }
-        fs::rename(partial, into).with_context(|| format!("rename {}", partial.display()))
     }
 }
 

@@ -2,19 +2,17 @@
 //!
 //! A part that an earlier run fetched is kept and hashed again, never trusted by its name.
 
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
-use sha2::{Digest, Sha256};
 
 use super::Means;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::patience::Patience;
 use crate::http::problem::chain;
+use crate::partial::Partial;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::SideRecord;
@@ -42,53 +40,6 @@ pub enum DownloadError {
     Injected(#[from] Injected),
 }
 
-/// The file as far as it is there, with the hash of just that.
-struct Partial {
-    path: PathBuf,
-    file: File,
-    length: u64,
-    digest: Sha256,
-}
-
-impl Partial {
-    /// Opens it and hashes what is there; more than the snapshot has is none of it.
-    fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
-        let read = || -> std::io::Result<(File, u64, Sha256)> {
-            let mut file = File::options().create(true).truncate(false).read(true).write(true).open(&path)?;
-            if file.metadata()?.len() > size {
-                file.set_len(0)?;
-            }
-            let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
-            loop {
-                match file.read(&mut piece)? {
-                    0 => return Ok((file, length, digest)),
-                    read => {
-                        digest.update(&piece[..read]);
-                        length += read as u64;
-                    }
-                }
-            }
-        };
-        let (file, length, digest) = read().map_err(FileError::at("read", &path))?;
-        Ok(Self { path, file, length, digest })
-    }
-
-    fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
-        self.digest.update(bytes);
-        self.length += bytes.len() as u64;
-        Ok(())
-    }
-
-    fn restart(&mut self) -> Result<(), FileError> {
-        let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
-        emptied.map_err(FileError::at("empty", &self.path))?;
-        self.length = 0;
-        self.digest = Sha256::new();
-        Ok(())
-    }
-}
-
 /// The whole, checked dump, as a file in `dir`.
 ///
 /// # Errors
@@ -106,15 +57,14 @@ pub async fn fetch(
     let opened = path.clone();
     let size = snapshot.size_bytes;
     let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
-    ensure_room(dir, snapshot, side, partial.length)?;
+    ensure_room(dir, snapshot, side, partial.length())?;
 
     let mut patience = Patience::new(means.deadline);
     let mut second_try = false;
     loop {
         complete(means, snapshot, &mut partial, &mut patience).await?;
-        let digest = hex::encode(partial.digest.clone().finalize());
-        if digest == snapshot.sha256 {
-            partial.file.sync_all().map_err(FileError::at("sync", &path))?;
+        if partial.sha256() == snapshot.sha256 {
+            partial.sync()?;
             return Ok(path);
         }
         partial.restart()?;
@@ -134,13 +84,13 @@ async fn complete(
     patience: &mut Patience,
 ) -> Result<(), DownloadError> {
     means.progress.of_bytes(FETCHING, snapshot.size_bytes);
-    while partial.length < snapshot.size_bytes {
-        let before = partial.length;
+    while partial.length() < snapshot.size_bytes {
+        let before = partial.length();
         match read_on(means, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %chain(&error), at = partial.length, "the download broke off");
-                if partial.length > before {
+                tracing::warn!(error = %chain(&error), at = partial.length(), "the download broke off");
+                if partial.length() > before {
                     patience.progress();
                 }
                 patience.pause().await.map_err(|_| DownloadError::Store(error))?;
@@ -154,7 +104,7 @@ async fn complete(
 async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -> Result<(), DownloadError> {
     let key = means.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
     let failed = |error| DownloadError::Store(StoreError::of(&key, error));
-    let range = (partial.length > 0).then_some(GetRange::Offset(partial.length));
+    let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
     let got = means.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
     if got.meta.size != snapshot.size_bytes {
@@ -168,13 +118,13 @@ async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        means.progress.bytes(FETCHING, partial.length, snapshot.size_bytes);
+        means.progress.bytes(FETCHING, partial.length(), snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
-        if partial.length > snapshot.size_bytes {
+        if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
                 key: snapshot.key.clone(),
                 expected: snapshot.size_bytes,
-                found: partial.length,
+                found: partial.length(),
             });
         }
     }

@@ -1,0 +1,87 @@
+//! A file that is fetched in pieces, with the SHA-256 of what is there: an interrupted fetch is gone on with, and what an
+//! earlier one left is hashed again, never trusted by its name.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use sha2::{Digest, Sha256};
+
+use crate::fsx::FileError;
+
+/// The file as far as it is there, with the hash of just that.
+pub struct Partial {
+    path: PathBuf,
+    file: File,
+    length: u64,
+    digest: Sha256,
+}
+
+impl Partial {
+    /// Opens it, readable by its owner alone, and hashes what is there; more than `size` bytes are none of it.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
+        let read = || -> std::io::Result<(File, u64, Sha256)> {
+            let mut options = File::options();
+            let options = options.create(true).truncate(false).read(true).write(true).mode(0o600);
+            let mut file = options.open(&path)?;
+            if file.metadata()?.len() > size {
+                file.set_len(0)?;
+            }
+            let (mut digest, mut length, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
+            loop {
+                match file.read(&mut piece)? {
+                    0 => return Ok((file, length, digest)),
+                    read => {
+                        digest.update(&piece[..read]);
+                        length += read as u64;
+                    }
+                }
+            }
+        };
+        let (file, length, digest) = read().map_err(FileError::at("read", &path))?;
+        Ok(Self { path, file, length, digest })
+    }
+
+    /// Bytes that are there.
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Of what is there, in hexadecimal digits.
+    pub fn sha256(&self) -> String {
+        hex::encode(self.digest.clone().finalize())
+    }
+
+    /// # Errors
+    /// [`FileError`].
+    pub fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
+        self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
+        self.digest.update(bytes);
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Nothing of it is there any more.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn restart(&mut self) -> Result<(), FileError> {
+        let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
+        emptied.map_err(FileError::at("empty", &self.path))?;
+        self.length = 0;
+        self.digest = Sha256::new();
+        Ok(())
+    }
+
+    /// Makes what is there durable.
+    ///
+    /// # Errors
+    /// [`FileError`].
+    pub fn sync(&self) -> Result<(), FileError> {
+        self.file.sync_all().map_err(FileError::at("sync", &self.path))
+    }
+}
