@@ -31,6 +31,28 @@ impl FileError {
 
 /// Replaces `path` with `content`, durably; `mode` are the permission bits of the new file. Missing parents are made.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
+    place(path, content, mode, |temp| fs::rename(temp, path))
+}
+
+/// As [`write_atomic`], where there is no such file yet; else nothing is done, and the answer is `false`.
+pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, FileError> {
+    let linked = place(path, content, mode, |temp| {
+        fs::hard_link(temp, path)?;
+        fs::remove_file(temp)
+    });
+    match linked {
+        Ok(()) => Ok(true),
+        Err(error) if error.source.kind() == io::ErrorKind::AlreadyExists && path.exists() => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn place(
+    path: &Path,
+    content: &[u8],
+    mode: u32,
+    name: impl FnOnce(&Path) -> io::Result<()>,
+) -> Result<(), FileError> {
     let dir = parent(path);
     fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     let temp = dir.join(format!(".{}.{}.tmp", file_name(path), uuid::Uuid::new_v4().simple()));
@@ -38,7 +60,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileEr
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp)?;
         file.write_all(content)?;
         file.sync_all()?;
-        fs::rename(&temp, path)
+        name(&temp)
     })();
     if let Err(source) = written {
         // The half-written file is ours and useless; the first error is the one to tell.

@@ -161,6 +161,11 @@ impl Layout {
         self.state("drill")
     }
 
+    /// What is known of the side database.
+    pub fn side_state(&self) -> PathBuf {
+        self.state("side.json")
+    }
+
     pub fn backup_lock(&self) -> PathBuf {
         self.state("backup.lock")
     }

@@ -20,6 +20,7 @@ pub mod register;
 pub mod release;
 pub mod restore;
 pub mod scratch;
+pub mod side;
 pub mod store;
 pub mod store_credentials;
 pub mod sync;

@@ -50,6 +50,28 @@ impl PgTools {
         command
     }
 
+    /// A dump of these tables alone, `schema.table` quoted where needed, with what belongs to them.
+    pub fn dump_tables(&self, server: &Server, database: &str, tables: &[&str]) -> Command {
+        let mut command = self.command("pg_dump", Some(server));
+        command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
+        for table in tables {
+            command.args(["-t", table]);
+        }
+        command.arg(database).stdin(Stdio::null()).stdout(Stdio::piped());
+        command
+    }
+
+    /// Loads the dump that comes on stdin into a database, all of it or nothing.
+    pub fn load_stdin(&self, server: &Server, database: &str) -> Command {
+        let mut command = self.command("pg_restore", Some(server));
+        command
+            .args(["--exit-on-error", "--single-transaction", "--no-password", "--no-tablespaces"])
+            .args(["-d", database])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
+        command
+    }
+
     /// Reads a whole dump from stdin and makes nothing of it; fails where the dump is damaged.
     pub fn read_through(&self) -> Command {
         let mut command = self.command("pg_restore", None);

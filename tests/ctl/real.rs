@@ -73,6 +73,8 @@ async fn a_persons_day() {
     has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
     a_snapshot_is_read(&operator, dir.path()).await;
+    has(&operator.does(0, &["backup", "drill", "ada", "--wait=120"]).await, &["drill   success", "key     system/db"]);
+    a_damaged_one_fails_its_drill(&operator).await;
 
     let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;
     has(&said, &["server_type_not_allowed", "next: "]);
@@ -121,6 +123,18 @@ async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     let said = operator.does(0, &["status", "ada"]).await;
     has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
     operator.0.down().await;
+}
+
+async fn a_damaged_one_fails_its_drill(operator: &Operator) {
+    let told = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
+    let object = format!("user_1/primary/{}", told["key"].as_str().unwrap());
+    let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
+    let mut damaged = dump.clone();
+    damaged[100] ^= 1;
+    operator.0.store.write(kit::story::BUCKET, &object, damaged);
+    let said = operator.does(65, &["backup", "drill", "ada", "--wait=120"]).await;
+    has(&said, &["drill   error", "SHA-256", "next: `svcctl backup now"]);
+    operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
 /// Verified, downloaded, gone on with, and found to be damaged.

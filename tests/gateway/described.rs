@@ -75,7 +75,19 @@ impl World {
         claims
     }
 
+    /// A side database is open, and nothing is asked of it.
+    fn side(&self, status: &str) {
+        let machine = &self.host.machine;
+        let state = json!({ "version": 1, "status": status, "updatedAt": "2026-01-02T03:04:05.678Z", "requestId": "r",
+            "key": "system/db/snapshots/x.dump", "tables": [{ "name": "app_notes.notes", "rows": 3 }] });
+        machine.write("var/lib/svc/side.json", &state.to_string()).unwrap();
+        std::fs::remove_file(machine.path("var/lib/svc/requests/side")).ok();
+    }
+
     fn by(&self, credential: &str, method: &Method, path: &str) -> RequestBuilder {
+        if path.starts_with("/api/side-database") {
+            self.side("open");
+        }
         let proof = self.host.machine.signer.sign(&self.claims(credential, method, path));
         let request = self.host.bare(method.clone(), path).header("x-svc-proof", proof);
         if credential == "admin" { request.bearer_auth(ADMIN) } else { request }
@@ -165,8 +177,9 @@ impl Side for World {
             "id" => json!(ROW),
             "maxAffected" => json!(5),
             "operations" => json!([{ "action": "count", "table": "notes" }]),
-            // Of an earlier page; there is none.
-            "after" => Value::Null,
+            "tables" => json!(["app_notes.notes"]),
+            // Of an earlier page; there is none. And a snapshot is named by its key or by a time.
+            "after" | "key" => Value::Null,
             _ => return None,
         })
     }
@@ -293,6 +306,29 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await.unwrap();
     world.send(world.query(&of("find", json!({})))).await.assert_problem(504, "deadline_exceeded");
     held.rollback().await.unwrap();
+
+    let open = || world.by("owner", &Method::POST, "/api/side-database").json(&json!({}));
+    let copy = |table: &str| {
+        let body = json!({ "tables": [table], "mode": "replace", "dryRun": true });
+        world.by("owner", &Method::POST, "/api/side-database/copy").json(&body)
+    };
+    let close = || world.by("owner", &Method::DELETE, "/api/side-database");
+    for again in [open(), copy("app_notes.notes"), close()] {
+        world.side("open");
+        assert_eq!(world.send(open()).await.status, 202);
+        world.send(again).await.assert_problem(409, "invalid_state");
+    }
+    let shown = world.host.bare(Method::GET, "/api/side-database");
+    let proof = world.host.machine.signer.sign(&world.claims("owner", &Method::GET, "/"));
+    let shown = world.send(shown.header("x-svc-proof", proof)).await;
+    assert_eq!((&shown.body["pending"]["action"], &shown.body["status"]), (&"open".into(), &"open".into()));
+    world.send(copy("app_notes.other")).await.assert_problem(404, "not_found");
+    let both = json!({ "key": "system/db/snapshots/x.dump", "at": "2026-01-02T03:04:05Z" });
+    let both = world.by("owner", &Method::POST, "/api/side-database").json(&both);
+    world.send(both).await.assert_problem(400, "invalid_request");
+    let copied = copy("app_notes.notes");
+    world.side("closed");
+    world.send(copied).await.assert_problem(409, "invalid_state");
 
     let changes = |app: &str| format!("/api/bridge/changes?app={app}");
     let listen = |caller: &str, app: &str| world.by(caller, &Method::GET, &changes(app));

@@ -19,6 +19,11 @@ async fn the_host_of_a_running_machine_is_asked_by_proof() {
     assert_eq!(seen.len(), 1);
     assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some("/_svc/internal/backup")));
 
+    let drill = stack.post(&process, &format!("/vps/{}/drill", host.guest.machine), &json!({})).await;
+    assert_eq!(drill.status, 202, "{drill:?}");
+    let asked = host.seen.lock().unwrap().last().unwrap().path.clone();
+    assert_eq!(asked.as_deref(), Some("/_svc/internal/drill"));
+
     stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
     let machine = host.guest.machine.clone();
     drop(host);
@@ -32,6 +37,8 @@ async fn the_host_of_a_running_machine_is_asked_by_proof() {
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1, "only what was asked of the host");
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
 }
 
 fn key(hour: usize) -> String {

@@ -12,6 +12,7 @@ mod meta;
 mod platform;
 mod register;
 mod round_trip;
+mod side;
 mod stage;
 mod sync;
 mod update;

@@ -71,6 +71,16 @@ Example: svcctl backup now ada --wait")]
         #[command(flatten)]
         wait: Wait,
     },
+    /// Ask a running machine to restore its latest snapshot on trial
+    #[command(after_help = "It goes into a database of its own, is compared with its record, and dropped. Machines do it \
+weekly by themselves. With --wait it ends when the machine has told how it went; exits 65 where the snapshot did not \
+become what it was.\n\nExample: svcctl backup drill ada --wait")]
+    Drill {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// List the verified snapshots of a machine's slot, the newest first
     #[command(after_help = "Example: svcctl backup list ada --limit 5")]
     List {

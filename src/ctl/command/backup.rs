@@ -1,4 +1,4 @@
-//! `svcctl backup`: a backup now, and what there is.
+//! `svcctl backup`: a backup or a restore on trial now, and what there is.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -44,6 +44,30 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                 format!("{shown}every byte is as it was written\n")
             })
         }
+        BackupCommand::Drill { machine, wait } => {
+            let machine = find(api, &machine).await?;
+            let id = machine.machine_id.as_str();
+            // The list does not tell the checks; the machine's own record does.
+            let before = last_drill(&wait::look(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
+            let answer = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
+            match wait.wait {
+                None => {
+                    let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
+                    out.answer(&answer, |_| Ok(format!("asked the host for a drill\n{next}\n")))
+                }
+                Some(seconds) => {
+                    let told = until_drilled(api, id, &before, Duration::from_secs(seconds)).await?;
+                    print(&if out.json { format!("{told}\n") } else { drilled(&told) })?;
+                    if told["status"] == "success" {
+                        return Ok(());
+                    }
+                    let error = anyhow!(
+                        "the latest snapshot did not become what it was\n  next: `svcctl backup now {id} --wait` takes a new one"
+                    );
+                    Err(Failure::new(Exit::Refused, error))
+                }
+            }
+        }
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
@@ -68,6 +92,39 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             }
         }
     }
+}
+
+fn last_drill(checks: &Option<Value>) -> Value {
+    checks.as_ref().map(|checks| checks["drill"].clone()).unwrap_or_default()
+}
+
+/// What the machine's heartbeat says of a drill, once it is another one than before.
+async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) -> Result<Value, Failure> {
+    let progress = Progress::start();
+    progress.at("the host restores the latest snapshot on trial".to_owned());
+    let mut clock = Clock::start(within);
+    loop {
+        if let Ok((_, machine)) = wait::look(api, id).await? {
+            let now = last_drill(&machine.checks);
+            if !now.is_null() && now != *before {
+                return Ok(now);
+            }
+        }
+        if clock.is_over() {
+            let error = anyhow!(
+                "nothing was heard of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
+                within.as_secs()
+            );
+            return Err(Failure::new(Exit::TryAgain, error));
+        }
+        clock.pause().await;
+    }
+}
+
+fn drilled(told: &Value) -> String {
+    let word = |name: &str| told[name].as_str().unwrap_or("-").to_owned();
+    let error = told["error"].as_str().map(|error| format!("error   {error}\n")).unwrap_or_default();
+    format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
 }
 
 /// The snapshot that was read, and what came of it.

@@ -31,6 +31,8 @@ pub struct Machine {
     pub heartbeat_at: Option<String>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
+    /// The last looks at its snapshots, by kind.
+    pub checks: Option<Value>,
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub replaced_by: Option<String>,

@@ -108,6 +108,7 @@ async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<Stri
     clean(&into, &dir).await?;
     failpoint::pass("drill.cleaned")?;
     let Some((snapshot, side)) = latest(settings, of).await? else { return Ok(String::new()) };
+    scratch::refuse_newer(&into, &side).await?;
     let dump = scratch::fetch(&into, &dir, &snapshot, &side).await?;
     failpoint::pass("drill.downloaded")?;
     let loaded = scratch::into_scratch(&into, &dump, &side, Roles::OfADrill).await?;

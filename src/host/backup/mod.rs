@@ -14,6 +14,7 @@ mod replaced;
 mod request;
 mod reread;
 mod share;
+mod side;
 mod snapshot;
 mod toc;
 mod verify;
@@ -23,6 +24,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::config::{self, DatabaseUrl, Identity, begin_log};
@@ -31,18 +33,20 @@ use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::pgtools::PgTools;
 use super::scratch::{self, Means};
+use super::side::{Action, Chosen, Copy, Mode};
 use super::store::StoreLink;
 use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::http::request_id;
 use crate::store::Bucket;
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotKey};
 use request::Request;
 use verify::Which;
 
 pub use drill::POINTS as DRILL_POINTS;
 pub use job::POINTS;
+pub use side::POINTS as SIDE_POINTS;
 pub use verify::POINTS as VERIFY_POINTS;
 
 /// How long a request waits for a run that began before it was made.
@@ -71,7 +75,50 @@ enum Command {
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
     Verify(VerifyArgs),
     /// Restore the latest snapshot into a database of its own, compare it with its record, and drop it
-    Drill,
+    Drill {
+        /// Serve the request file: wait for a look under way, and remove the file when done
+        #[arg(long)]
+        request: bool,
+    },
+    /// An earlier snapshot in a database beside the owner's: to look into, and to take tables back from
+    #[command(subcommand)]
+    Side(SideCommand),
+}
+
+#[derive(clap::Subcommand)]
+enum SideCommand {
+    /// Load a snapshot into the database svc_side; one that is there already goes
+    #[command(after_help = "Examples:\n  svc-db-backup side open\n  svc-db-backup side open --at 2026-01-02T03:00:00Z")]
+    Open {
+        /// As `svcctl backup list` and backup.jsonl show it; the latest when not given
+        #[arg(value_name = "KEY")]
+        key: Option<SnapshotKey>,
+        /// The last one that was taken at this time or before
+        #[arg(long, value_name = "TIME", conflicts_with = "key")]
+        at: Option<Timestamp>,
+    },
+    /// What is in it, and how the last copy ended
+    Show,
+    /// Copy the rows of tables back into the owner's database; a table that is gone is made again
+    #[command(after_help = "Example:\n  svc-db-backup side copy app_notes.notes --dry-run")]
+    Copy {
+        /// As `side show` lists them
+        #[arg(value_name = "TABLE", required = true)]
+        tables: Vec<String>,
+        #[arg(long, value_enum, default_value_t = Mode::Missing)]
+        mode: Mode,
+        /// Do it, count, and undo it
+        #[arg(long)]
+        dry_run: bool,
+        /// Do not take a snapshot of what is there first
+        #[arg(long)]
+        no_backup: bool,
+    },
+    /// Drop it
+    Close,
+    /// Do what the gateway was asked for, if anything
+    #[command(hide = true)]
+    Serve,
 }
 
 #[derive(clap::Args)]
@@ -181,14 +228,16 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => take_turn(layout, &args).await,
-            Command::Verify(args) => request_id::own(look(layout, Some(args.which()))).await,
-            Command::Drill => request_id::own(look(layout, None)).await,
+            Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
+            Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
+            Command::Drill { request: true } => drill_as_asked(layout).await,
+            Command::Side(command) => request_id::own(beside(layout, command)).await,
         }
     })
 }
 
 async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
-    let request = args.request.then(|| Request::new(&layout));
+    let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
     let end = match Settings::read(layout) {
         Ok(settings) => request_id::under(id, back_up(&settings, args, request.as_ref())).await,
@@ -212,14 +261,46 @@ async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>)
     job::run(&lock, settings, empty, stopped()?).await
 }
 
+async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {
+    let request = Request::new(&layout, "drill");
+    let id = request.id().unwrap_or_else(request_id::fresh);
+    let end = request_id::under(id, look(layout, None, REQUEST_WAIT)).await;
+    // As with a backup: a drill that failed is over, too.
+    request.done();
+    end
+}
+
 /// A look at snapshots: they are read, or with `None`, the latest is restored.
-async fn look(layout: Layout, which: Option<Which>) -> Result<(), Failure> {
+async fn look(layout: Layout, which: Option<Which>, wait: Duration) -> Result<(), Failure> {
     let settings = Settings::read(layout)?;
-    let lock = Lock::take(&settings.layout.drill_state().join("lock"));
+    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
     match which {
         Some(which) => verify::run(&lock, &settings, &which, stopped()?).await,
         None => drill::run(&lock, &settings, stopped()?).await,
+    }
+}
+
+async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
+    let action = match command {
+        SideCommand::Show => return side::show(&layout),
+        SideCommand::Open { key, at } => {
+            Some(Action::Open(Chosen { key: key.map(|key| key.as_str().to_owned()), at }))
+        }
+        SideCommand::Copy { tables, mode, dry_run, no_backup } => {
+            Some(Action::Copy(Copy { tables, mode, dry_run, backup: !no_backup }))
+        }
+        SideCommand::Close => Some(Action::Close),
+        SideCommand::Serve => None,
+    };
+    let settings = Settings::read(layout)?;
+    // A drill has the same place for its dump and its databases.
+    let wait = if action.is_none() { REQUEST_WAIT } else { Duration::ZERO };
+    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
+    let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
+    match action {
+        Some(action) => side::run(&lock, &settings, &action, &request_id::current(), stopped()?).await,
+        None => side::serve(&lock, &settings, stopped()?).await,
     }
 }
 

@@ -1,4 +1,4 @@
-//! The request file: whoever wants a backup writes it, the run that serves it removes it.
+//! A request file: whoever wants a backup or a drill writes it, the run that serves it removes it.
 //!
 //! A request made while a run is under way asks for a later snapshot than that run's: it is left for the next one.
 
@@ -19,8 +19,8 @@ pub struct Request {
 type Version = (u64, i64, i64);
 
 impl Request {
-    pub fn new(layout: &Layout) -> Self {
-        let path = layout.request("backup");
+    pub fn new(layout: &Layout, name: &str) -> Self {
+        let path = layout.request(name);
         let seen = Cell::new(version(&path));
         Self { path, seen }
     }
@@ -62,7 +62,7 @@ mod tests {
         let layout = Layout::new(dir.path());
         let path = layout.request("backup");
         fsx::write_atomic(&path, b"1", 0o600).unwrap();
-        let request = Request::new(&layout);
+        let request = Request::new(&layout, "backup");
         request.begin();
         fsx::write_atomic(&path, b"2", 0o600).unwrap();
         request.done();

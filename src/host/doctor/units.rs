@@ -17,13 +17,15 @@ const SERVICES: [&str; 5] = [
     "svc-code.service",
     "svc-sync-agent.service",
 ];
-const TRIGGERS: [&str; 6] = [
+const TRIGGERS: [&str; 8] = [
     "svc-db-backup.timer",
     "svc-db-verify.timer",
     "svc-db-drill.timer",
     "svc-heartbeat.timer",
     "svc-update.path",
     "svc-db-backup-request.path",
+    "svc-db-drill-request.path",
+    "svc-db-side.path",
 ];
 
 /// Those that have nothing to run where the release comes without that part.

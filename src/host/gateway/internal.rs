@@ -24,7 +24,17 @@ use crate::machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
 pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
-    let path = gateway.config.layout.request("backup");
+    ask_for(&gateway, "backup").await
+}
+
+/// `POST /_svc/internal/drill`: asks that the latest snapshot is restored on trial soon.
+pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Response {
+    ask_for(&gateway, "drill").await
+}
+
+/// Writes the request file of this name.
+async fn ask_for(gateway: &Gateway, what: &'static str) -> Response {
+    let path = gateway.config.layout.request(what);
     let requested_at = rfc3339_ms(Timestamp::now());
     let content =
         json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
@@ -33,7 +43,7 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
         tokio::task::spawn_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await;
     match written {
         Ok(Ok(())) => {
-            let body = json!({ "request": "backup", "requestedAt": requested_at });
+            let body = json!({ "request": what, "requestedAt": requested_at });
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
         Ok(Err(error)) => Problem::internal(&error).into_response(),
@@ -109,4 +119,22 @@ pub static BACKUP: Endpoint = Endpoint {
     },
     largest_body: OWN_BODY,
     serve: || post(backup),
+};
+
+pub static DRILL: Endpoint = Endpoint {
+    operation: Operation {
+        id: "askForDrill",
+        method: Method::POST,
+        path: "/_svc/internal/drill",
+        summary: "Asks that the latest snapshot is restored on trial soon.",
+        credentials: &[PLATFORM],
+        parameters: &[],
+        body: None,
+        answers: &[told(202, "It is asked for.", || {
+            object(&[("request", one_of(&["drill"])), ("requestedAt", time())], &[])
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || post(drill),
 };

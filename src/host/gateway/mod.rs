@@ -18,6 +18,7 @@ mod lifetime;
 mod measure;
 mod proxy;
 mod router;
+mod side;
 mod state;
 
 use std::ffi::OsString;

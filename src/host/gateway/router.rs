@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
-use super::{apps, backups, body, bridge, health, internal, measure, proxy};
+use super::{apps, backups, body, bridge, health, internal, measure, proxy, side};
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
-pub static ENDPOINTS: [&Endpoint; 14] = [
+pub static ENDPOINTS: [&Endpoint; 19] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
     &bridge::CHANGES,
@@ -30,7 +30,12 @@ pub static ENDPOINTS: [&Endpoint; 14] = [
     &apps::FOLDER,
     &apps::PAGE,
     &backups::LIST,
+    &side::SHOW,
+    &side::OPEN,
+    &side::COPY,
+    &side::CLOSE,
     &internal::BACKUP,
+    &internal::DRILL,
     &internal::UPDATE,
     &health::LIVE,
     &health::READY,
@@ -40,7 +45,12 @@ const API: Api = Api {
     title: "svc gateway",
     about: "A machine's own API: the owner's, its apps' bridge, and what the platform asks.",
     version: env!("CARGO_PKG_VERSION"),
-    schemas: &[("App", apps::told_app), ("AppSchema", bridge::app_schema), ("Backup", backups::told_run)],
+    schemas: &[
+        ("App", apps::told_app),
+        ("AppSchema", bridge::app_schema),
+        ("Backup", backups::told_run),
+        ("SideDatabase", side::told_side),
+    ],
 };
 
 /// The document of all routes.

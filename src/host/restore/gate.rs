@@ -44,11 +44,6 @@ enum RestoreError {
     Absent,
     #[error("the snapshot is not usable: {key}: {why}")]
     Damaged { key: String, why: String },
-    #[error(
-        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
-         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
-    )]
-    Newer { key: String, of: u32, here: i32 },
     #[error("the object store could not be read in time; nothing is known about the snapshot")]
     Store(#[source] StoreError),
     #[error(transparent)]
@@ -107,7 +102,7 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
         let side = side_record(settings, &snapshot).await?;
-        refuse_newer(settings, &side).await?;
+        scratch::refuse_newer(&settings.means, &side).await?;
         let dump =
             scratch::fetch(&settings.means, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
@@ -134,19 +129,6 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
     clean(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(())
-}
-
-/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
-async fn refuse_newer(settings: &Settings, side: &SideRecord) -> Result<(), RestoreError> {
-    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
-    let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
-    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(SwapError::from)?;
-    match side.pg_major() {
-        Some(of) if i64::from(of) > i64::from(here) => {
-            Err(RestoreError::Newer { key: side.key.clone(), of, here })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.

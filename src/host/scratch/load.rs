@@ -40,6 +40,11 @@ const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
 /// Why the snapshot is not in a database.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
+    #[error(
+        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
+         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
+    )]
+    Newer { key: String, of: u32, here: i32 },
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error("{action}")]
@@ -94,6 +99,22 @@ pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, 
                 }
             }
         }
+    }
+}
+
+/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
+///
+/// # Errors
+/// [`LoadError::Newer`].
+pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadError> {
+    let client = connect_patiently(means, pgconn::MAINTENANCE).await?;
+    let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
+    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(query("ask for the server's version"))?;
+    match side.pg_major() {
+        Some(of) if i64::from(of) > i64::from(here) => {
+            Err(LoadError::Newer { key: side.key.clone(), of, here })
+        }
+        _ => Ok(()),
     }
 }
 

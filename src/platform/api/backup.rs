@@ -1,12 +1,12 @@
-//! POST `/vps/:id/backup`: asks the host of a running machine for a backup now. Whether it made one shows in its next
-//! heartbeats and in `/vps/:id/backups`.
+//! POST `/vps/:id/backup` and `/vps/:id/drill`: asks the host of a running machine for a backup now, or to restore the latest
+//! snapshot on trial. What came of it shows in its next heartbeats and in `/vps/:id/backups`.
 
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
@@ -24,10 +24,43 @@ use crate::platform::db::{self};
 use crate::platform::operations::ask_host;
 use axum::routing::post;
 
-pub async fn handle(
+/// What is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Backup,
+    Drill,
+}
+
+impl What {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Backup => "backup",
+            Self::Drill => "drill",
+        }
+    }
+}
+
+pub async fn back_up(
+    state: State<Arc<Platform>>,
+    id: Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    handle(state, id, request, What::Backup).await
+}
+
+pub async fn drill(
+    state: State<Arc<Platform>>,
+    id: Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    handle(state, id, request, What::Drill).await
+}
+
+async fn handle(
     State(platform): State<Arc<Platform>>,
     Segments(id): Segments<String>,
     request: Request,
+    what: What,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     call.operator(&platform)?;
@@ -35,10 +68,15 @@ pub async fn handle(
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
     let mutation = Mutation::of(&call)?;
-    Ok(backup(&platform, id, &mutation).await?.into_response())
+    Ok(ask(&platform, id, &mutation, what).await?.into_response())
 }
 
-async fn backup(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
+async fn ask(
+    platform: &Platform,
+    id: MachineId,
+    mutation: &Mutation,
+    what: What,
+) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
@@ -48,8 +86,13 @@ async fn backup(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     drop(session);
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     running(&machine)?;
-    if let Err(error) = ask_host::backup(platform, &machine).await {
-        tracing::warn!(machine = %id, error = format!("{error:#}"), "the host cannot be asked for a backup");
+    let asked = match what {
+        What::Backup => ask_host::backup(platform, &machine).await,
+        What::Drill => ask_host::drill(platform, &machine).await,
+    };
+    if let Err(error) = asked {
+        let what = what.as_str();
+        tracing::warn!(machine = %id, what, error = format!("{error:#}"), "the host cannot be asked");
         return Err(Problem::new(Code::HostUnreachable, "The machine's host did not take the request."));
     }
     let reply =
@@ -60,7 +103,7 @@ async fn backup(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         return Ok(first);
     }
     let target = id.to_string();
-    let changed = Changed { action: "backup", target: &target, before: None, after: Some(&reply.body) };
+    let changed = Changed { action: what.as_str(), target: &target, before: None, after: Some(&reply.body) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
@@ -79,8 +122,19 @@ fn running(machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The route and its description.
-pub static ENDPOINT: Endpoint = Endpoint {
+const PROBLEMS: &[Code] = &[
+    Code::MachineNotFound,
+    Code::InvalidState,
+    Code::HostUnreachable,
+    Code::DatabaseUnavailable,
+    Code::IdempotencyMismatch,
+];
+
+fn asked() -> Value {
+    object(&[("machineId", uuid()), ("requestedAt", time())], &[])
+}
+
+pub static BACKUP: Endpoint = Endpoint {
     operation: Operation {
         id: "backUp",
         method: Method::POST,
@@ -89,16 +143,23 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[told(202, "The host is asked.", || {
-            object(&[("machineId", uuid()), ("requestedAt", time())], &[])
-        })],
-        problems: &[
-            Code::MachineNotFound,
-            Code::InvalidState,
-            Code::HostUnreachable,
-            Code::DatabaseUnavailable,
-            Code::IdempotencyMismatch,
-        ],
+        answers: &[told(202, "The host is asked.", asked)],
+        problems: PROBLEMS,
     },
-    serve: || post(handle),
+    serve: || post(back_up),
+};
+
+pub static DRILL: Endpoint = Endpoint {
+    operation: Operation {
+        id: "drill",
+        method: Method::POST,
+        path: "/vps/{id}/drill",
+        summary: "Asks the host of a running machine to restore the latest snapshot on trial.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| fields(&[], &[])),
+        answers: &[told(202, "The host is asked.", asked)],
+        problems: PROBLEMS,
+    },
+    serve: || post(drill),
 };

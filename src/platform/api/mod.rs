@@ -47,7 +47,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 30] = [
+pub static ENDPOINTS: [&Endpoint; 31] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -57,7 +57,8 @@ pub static ENDPOINTS: [&Endpoint; 30] = [
     &delete::ENDPOINT,
     &resize::ENDPOINT,
     &fail::ENDPOINT,
-    &backup::ENDPOINT,
+    &backup::BACKUP,
+    &backup::DRILL,
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
     &heartbeat::ENDPOINT,

@@ -1,4 +1,4 @@
-//! Asks a host for an update; and for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
+//! Asks a host for an update, and for a drill; and for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
 //! deadline, best effort.
 //!
 //! Nothing depends on the answer: the pointer alone says whether there is a newer snapshot.
@@ -25,6 +25,7 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 
 const BACKUP: &str = "/_svc/internal/backup";
+const DRILL: &str = "/_svc/internal/drill";
 const UPDATE: &str = "/_svc/internal/update";
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
 const ASK: Deadlines = Deadlines {
@@ -85,9 +86,15 @@ async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
 /// # Errors
 /// When it has not taken the request.
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
-    let address = machine.public_ipv4.context("the machine has no address")?;
-    let pin = machine.tls_pin.context("the machine never registered")?;
-    ask(platform, machine, address, pin, &Ask { path: BACKUP, body: None }).await
+    ask_known(platform, machine, &Ask { path: BACKUP, body: None }).await
+}
+
+/// Asks the host of a machine to restore the latest snapshot on trial; what comes of it, its heartbeats tell.
+///
+/// # Errors
+/// When it has not taken the request.
+pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
+    ask_known(platform, machine, &Ask { path: DRILL, body: None }).await
 }
 
 /// Asks the host of a machine for a release; what became of it, its heartbeats tell.
@@ -95,10 +102,15 @@ pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result
 /// # Errors
 /// When it has not taken the request.
 pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
+    let body = json!({"imageVersion": version});
+    ask_known(platform, machine, &Ask { path: UPDATE, body: Some(body) }).await
+}
+
+/// Asks a machine that has registered.
+async fn ask_known(platform: &Platform, machine: &MachineRow, what: &Ask) -> anyhow::Result<()> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
-    let body = json!({"imageVersion": version});
-    ask(platform, machine, address, pin, &Ask { path: UPDATE, body: Some(body) }).await
+    ask(platform, machine, address, pin, what).await
 }
 
 /// What is asked.

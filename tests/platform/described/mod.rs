@@ -297,7 +297,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         let answer = world.send(right_call(&world, operation)).await;
         // The host of a record does not answer, and it has no snapshot.
         let refused = match operation.id {
-            "backUp" => Some((502, "host_unreachable")),
+            "backUp" | "drill" => Some((502, "host_unreachable")),
             "recover" => Some((409, "snapshot_unusable")),
             // The machine that waited has registered by then.
             "reportBootFailure" => Some((409, "invalid_state")),

@@ -25,8 +25,10 @@ const OPTIONAL: [(&str, &str); 2] = [(SHELL, "current/app/shell"), (CODE, "curre
 
 /// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
-const PATH_UNITS: [PathUnit; 2] = [
+const PATH_UNITS: [PathUnit; 4] = [
     (&["requests/backup"], "svc-db-backup", &["run", "--request"]),
+    (&["requests/drill"], "svc-db-backup", &["drill", "--request"]),
+    (&["requests/side"], "svc-db-backup", &["side", "serve"]),
     (&["requests/update", "update/journal.json"], "svc-update", &["apply", "--request"]),
 ];
 const PATH_POLL: Duration = Duration::from_millis(50);

@@ -1,0 +1,99 @@
+//! What a database's catalogue says of its tables, as far as copying rows needs it.
+
+use tokio_postgres::{Error, GenericClient};
+
+use super::plan::Column;
+
+/// Of a session that reads or copies: no setting of the owner's changes what comes out, and nothing ends it early.
+pub const PLAIN_SESSION: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
+     SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
+     SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
+     SET extra_float_digits = 1; SET xmlbinary = 'base64'";
+
+/// Whether there is such an ordinary table; `table` is quoted where needed.
+///
+/// # Errors
+/// The database's.
+pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
+    let found = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
+    client.query_one(found, &[&table]).await?.try_get(0)
+}
+
+/// A table's columns, in order.
+///
+/// # Errors
+/// The database's.
+pub async fn columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
+    let columns = "
+        SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
+               coalesce(a.attnum = ANY (k.conkey), false), a.attgenerated <> '', a.attidentity = 'a'
+          FROM pg_attribute a
+          LEFT JOIN pg_constraint k ON k.conrelid = a.attrelid AND k.contype = 'p'
+         WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
+         ORDER BY a.attnum";
+    let column = |row: &tokio_postgres::Row| {
+        Ok(Column {
+            name: row.try_get(0)?,
+            kind: row.try_get(1)?,
+            key: row.try_get(2)?,
+            generated: row.try_get(3)?,
+            always_identity: row.try_get(4)?,
+        })
+    };
+    client.query(columns, &[&table]).await?.iter().map(column).collect()
+}
+
+/// A foreign key, by its two tables.
+pub struct Reference {
+    pub from: String,
+    pub to: String,
+    /// A deleted row changes the rows that refer to it.
+    pub passes_on: bool,
+}
+
+/// Foreign keys that refer to one of these tables.
+///
+/// # Errors
+/// The database's.
+pub async fn references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<Reference>, Error> {
+    let references = "
+        SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
+          FROM unnest($1::text[]) AS t (name)
+          JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
+          JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";
+    let reference = |row: &tokio_postgres::Row| {
+        Ok(Reference { from: row.try_get(0)?, to: row.try_get(1)?, passes_on: row.try_get(2)? })
+    };
+    client.query(references, &[&to]).await?.iter().map(reference).collect()
+}
+
+/// Statements that bring the sequences of a table's columns past the largest value that is there.
+///
+/// # Errors
+/// The database's.
+pub async fn sequences(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
+    let sequences = "
+        SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
+                        WHERE m > s.last_value OR (m = s.last_value AND NOT s.is_called)',
+                      format('%I.%I', n.nspname, q.relname), a.attname, $1::text, n.nspname, q.relname)
+          FROM pg_depend d
+          JOIN pg_class q ON q.oid = d.objid AND q.relkind = 'S'
+          JOIN pg_namespace n ON n.oid = q.relnamespace
+          JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid
+         WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass
+           AND d.refobjid = to_regclass($1) AND d.deptype IN ('a', 'i')";
+    client.query(sequences, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
+}
+
+/// The schema's name and who owns it.
+///
+/// # Errors
+/// The database's.
+pub async fn schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
+    let schema = "
+        SELECT n.nspname::text, r.rolname::text FROM pg_class c
+          JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_roles r ON r.oid = n.nspowner
+         WHERE c.oid = to_regclass($1)";
+    let row = client.query_one(schema, &[&table]).await?;
+    Ok((row.try_get(0)?, row.try_get(1)?))
+}

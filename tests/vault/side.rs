@@ -1,0 +1,248 @@
+//! The side database: what was lost comes back out of an earlier snapshot, exactly as far as it was asked for.
+
+use anyhow::{Context, Result};
+use kit::s3::S3Server;
+use serde_json::{Value, json};
+
+use super::machine::{self, Machine};
+
+const SHOP: &str = r#"
+    CREATE ROLE app_shop NOLOGIN; CREATE SCHEMA app_shop AUTHORIZATION app_shop;
+    CREATE TYPE app_shop.mood AS ENUM ('good', 'bad');
+    CREATE TABLE app_shop.customers (
+        id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, email text UNIQUE, mood app_shop.mood, moods app_shop.mood[],
+        doc json, more jsonb, raw bytea, price numeric, "when" timestamptz DEFAULT '2026-01-02 03:04:05+00',
+        shout text GENERATED ALWAYS AS (upper(email)) STORED);
+    CREATE TABLE app_shop.orders (
+        id serial PRIMARY KEY, customer int NOT NULL REFERENCES app_shop.customers ON DELETE CASCADE, "Odd ""Name" text);
+    CREATE TABLE app_shop.log (said text);
+    CREATE INDEX log_said ON app_shop.log (said);
+    ALTER TABLE app_shop.customers OWNER TO app_shop; ALTER TABLE app_shop.orders OWNER TO app_shop;
+    ALTER TABLE app_shop.log OWNER TO app_shop;
+    INSERT INTO app_shop.customers (email, mood, moods, doc, more, raw, price)
+        SELECT 'c' || n, 'good', '{good,bad}', '{"a":  1}', '{"n": 1}', '\xdeadbeef', n * 1.10 FROM generate_series(1, 500) n;
+    INSERT INTO app_shop.customers (email) VALUES (NULL), ('lonely');
+    INSERT INTO app_shop.orders (customer, "Odd ""Name") SELECT 1 + n % 500, E'tab\t\\n' || n FROM generate_series(1, 2000) n;
+    INSERT INTO app_shop.log SELECT 'line ' || n FROM generate_series(1, 300) n;
+"#;
+
+/// A machine that sells something, with a snapshot of it, which is opened beside.
+async fn opened(store: &S3Server) -> Result<Machine> {
+    let machine = Machine::in_use(store, 1).await?;
+    machine.client().await?.batch_execute(SHOP).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let ended = side(&machine, &["open"])?.expect(0);
+    assert!(ended.stdout.contains("app_shop.orders") && ended.stdout.contains("2000 rows"), "{}", ended.stdout);
+    Ok(machine)
+}
+
+fn side(machine: &Machine, words: &[&str]) -> Result<machine::Ended> {
+    let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
+    machine.run(&words)
+}
+
+/// All rows of a table, as text.
+async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<String>> {
+    let client = machine.postgres.as_ref().context("a database")?.connect(database).await?;
+    let rows = client.query(&format!("SELECT t::text FROM {table} t ORDER BY 1"), &[]).await?;
+    Ok(rows.iter().map(|row| row.get(0)).collect())
+}
+
+/// The table is what it was in the snapshot, every byte.
+async fn as_it_was(machine: &Machine, tables: &[&str]) -> Result<()> {
+    for table in tables {
+        let (now, then) = (rows(machine, "svc", table).await?, rows(machine, "svc_side", table).await?);
+        assert_eq!(now, then, "{table}");
+    }
+    Ok(())
+}
+
+fn state(machine: &Machine) -> Result<Value> {
+    Ok(serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/side.json"))?)?)
+}
+
+const ALL: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.orders"];
+
+#[tokio::test]
+async fn rows_that_are_gone_come_back_and_none_that_is_there_is_touched() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let client = machine.client().await?;
+    client
+        .batch_execute(
+            "DELETE FROM app_shop.customers WHERE id <= 100 OR email = 'lonely'; UPDATE app_shop.customers SET price = 7 WHERE id = 200;
+             INSERT INTO app_shop.customers (email) VALUES ('new'), ('lonely');
+             ALTER TABLE app_shop.customers DROP COLUMN raw, ADD COLUMN added text DEFAULT 'x'",
+        )
+        .await?;
+    let rest = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
+    let tables = ["app_shop.orders", "app_shop.customers"];
+    let tried = side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
+    let nothing_yet = client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
+    assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", tried.stdout);
+    let backups = machine.backup_records()?.len();
+    let copied = side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
+    assert_eq!(machine.backup_records()?.len(), backups + 1, "what is there is saved first");
+    let told = state(&machine)?["lastCopy"].clone();
+    // The address of one is another customer's now: that one stays away.
+    let of = |name: &str| told["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone();
+    let customers = of("app_shop.customers");
+    assert_eq!((&customers["inserted"], &customers["skipped"]), (&100.into(), &1.into()), "{}", copied.stdout);
+    assert_eq!(customers["leftOut"], json!(["raw"]));
+    assert_eq!(client.query_one(rest, &[]).await?.get::<_, i64>(0), 2);
+    assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, rows(&machine, "svc_side", "app_shop.orders").await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_row_that_nobody_can_refer_to_ends_the_copy_and_nothing_is_changed() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let client = machine.client().await?;
+    client.batch_execute("DELETE FROM app_shop.customers WHERE id = 5").await?;
+    let before = rows(&machine, "svc", "app_shop.orders").await?;
+    let ended = side(&machine, &["copy", "app_shop.orders"])?.expect(65);
+    assert!(ended.stderr.contains("app_shop.orders") && ended.stderr.contains("orders_customer_fkey"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("(customer)=(5)"), "no row is quoted: {}", ended.stderr);
+    assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, before);
+    assert_eq!(state(&machine)?["status"], "open");
+    assert!(state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
+    side(&machine, &["copy", "app_shop.orders", "app_shop.customers"])?.expect(0);
+    as_it_was(&machine, &ALL).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let client = machine.client().await?;
+    let harm = "UPDATE app_shop.customers SET price = 7, doc = '[]' WHERE id % 2 = 0; DELETE FROM app_shop.orders WHERE id % 3 = 0;
+                INSERT INTO app_shop.customers (email) VALUES ('new');
+                INSERT INTO app_shop.orders (customer) SELECT id FROM app_shop.customers WHERE email = 'new'";
+    client.batch_execute(harm).await?;
+    // Without a key, rows are alike: only the whole table can come back.
+    let ended = side(&machine, &["copy", "app_shop.log"])?.expect(65);
+    assert!(ended.stderr.contains("no primary key") && ended.stderr.contains("replace"), "{}", ended.stderr);
+
+    side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
+    let told = state(&machine)?["lastCopy"]["tables"].clone();
+    assert_eq!((&told[0]["updated"], &told[0]["inserted"], &told[0]["deleted"]), (&251.into(), &0.into(), &0.into()), "{told}");
+    assert_eq!((&told[1]["updated"], &told[1]["inserted"]), (&0.into(), &666.into()), "{told}");
+    assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer stays");
+
+    // The new customer's order is not named: it would go with the customer.
+    let ended = side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
+    assert!(ended.stderr.contains("app_shop.orders"), "{}", ended.stderr);
+    client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
+    side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
+    as_it_was(&machine, &ALL).await?;
+    // Sequences go on after what came back.
+    client.batch_execute("INSERT INTO app_shop.orders (customer) VALUES (1); DELETE FROM app_shop.orders WHERE id > 2000").await?;
+
+    client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
+    let tried = side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
+    assert!(tried.stdout.contains("300 inserted"), "{}", tried.stdout);
+    // Its type is not a table's: what cannot be made again says why, and leaves nothing.
+    let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
+    assert!(ended.stderr.contains("pg_restore") && ended.stderr.contains("mood"), "{}", ended.stderr);
+    client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
+    side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
+    as_it_was(&machine, &ALL).await?;
+    let owner = client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
+    let indexes = client.query("SELECT FROM pg_indexes WHERE tablename = 'log'", &[]).await?;
+    assert_eq!((owner.get::<_, &str>(0), indexes.len()), ("app_shop", 1));
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_snapshot_of_a_time_is_opened_and_closing_leaves_nothing() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let first = state(&machine)?["key"].clone();
+    let between = jiff::Timestamp::now().to_string();
+    machine.client().await?.batch_execute("DELETE FROM app_shop.orders; DROP TABLE app_shop.log").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    side(&machine, &["open"])?.expect(0);
+    assert_ne!(state(&machine)?["key"], first);
+    assert_eq!(state(&machine)?["tables"].as_array().map(Vec::len), Some(2));
+    side(&machine, &["open", "--at", &between])?.expect(0);
+    assert_eq!(state(&machine)?["key"], first);
+    let ended = side(&machine, &["open", "--at", "2020-01-01T00:00:00Z"])?.expect(65);
+    assert!(ended.stderr.contains("no snapshot of 2020-01-01"), "{}", ended.stderr);
+    let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
+    assert!(ended.stderr.contains("side open"), "{}", ended.stderr);
+    side(&machine, &["open", first.as_str().context("a key")?])?.expect(0);
+    for stranger in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
+        side(&machine, &["copy", stranger])?.expect(65);
+    }
+    // Hourly backups and drills are as they were beside it, and it outlives them.
+    machine.run(&["svc-db-backup"])?.expect(0);
+    machine.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert!(machine.databases().await?.contains(&"svc_side".to_owned()));
+    side(&machine, &["close"])?.expect(0);
+    side(&machine, &["close"])?.expect(0);
+    assert_eq!(state(&machine)?["status"], "closed");
+    let left: Vec<_> = machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
+    assert_eq!(left, Vec::<String>::new());
+    let files: Vec<_> = std::fs::read_dir(machine.path("var/lib/svc/drill"))?.flatten().map(|file| file.file_name()).collect();
+    assert_eq!(files, ["lock"]);
+    Ok(())
+}
+
+/// A request is served by a run that a path unit starts; killed anywhere, it is served by the next one, once.
+#[tokio::test]
+async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let client = machine.client().await?;
+    let ask = |action: Value| -> Result<()> {
+        let request = json!({"requestId": uuid::Uuid::now_v7(), "requestedAt": "2026-01-02T03:04:05.678Z", "action": action});
+        Ok(svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/side"), request.to_string().as_bytes(), 0o600)?)
+    };
+    let serve = |points: &str| machine.run_with(&["svc-db-backup", "side", "serve"], &[("FAILPOINTS", points)]);
+    let opens = ["side.cleaned", "side.downloaded", "side.loaded", "side.renamed", "side.opened"];
+    let copies = ["side.saved", "side.made", "side.fetched", "side.copied", "side.committed", "side.told"];
+    let mut points = vec!["side.begin", "side.dropped"];
+    points.extend(opens.iter().chain(&copies));
+    points.sort_unstable();
+    let mut all = svc::host::backup::SIDE_POINTS.to_vec();
+    all.sort_unstable();
+    assert_eq!(points, all, "every point is tried");
+
+    for point in ["side.begin"].iter().chain(&opens) {
+        ask(json!({"action": "open"}))?;
+        serve(&format!("{point}=return(kill)"))?.expect_killed();
+        serve("")?.expect(0);
+        assert_eq!(state(&machine)?["status"], "open", "after a kill at {point}");
+        assert!(!machine.path("var/lib/svc/requests/side").exists());
+    }
+    for point in copies {
+        client.batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log").await?;
+        let tables = json!(ALL);
+        ask(json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}))?;
+        serve(&format!("{point}=return(kill)"))?.expect_killed();
+        let is_done = ["side.committed", "side.told"].contains(&point);
+        if is_done {
+            // Written after the copy: what goes on must not undo it.
+            client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;
+        }
+        serve("")?.expect(0);
+        let told = state(&machine)?;
+        assert_eq!((&told["status"], told["lastCopy"].get("error")), (&"open".into(), None), "after a kill at {point}");
+        if is_done {
+            let price = client.query_one("SELECT price::text FROM app_shop.customers WHERE id = 9", &[]).await?;
+            assert_eq!(price.get::<_, &str>(0), "42", "after a kill at {point}");
+            client.batch_execute("UPDATE app_shop.customers SET price = 9.90 WHERE id = 9").await?;
+        }
+        as_it_was(&machine, &ALL).await?;
+    }
+    ask(json!({"action": "close"}))?;
+    serve("side.dropped=return(kill)")?.expect_killed();
+    serve("")?.expect(0);
+    assert_eq!(state(&machine)?["status"], "closed");
+    ask(json!({"action": "fly"}))?;
+    serve("")?.expect(65);
+    serve("")?.expect(0);
+    Ok(())
+}
