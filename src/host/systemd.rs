@@ -1,5 +1,8 @@
 //! A service's life as systemd sees it: ready, alive, stopping. Outside systemd nobody listens and nothing happens.
 
+use std::ffi::OsString;
+use std::path::Path;
+
 use sd_notify::NotifyState;
 use tokio_util::sync::CancellationToken;
 
@@ -8,6 +11,15 @@ use super::layout::Layout;
 /// Whether systemd runs on the machine below a root.
 pub fn runs(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
+}
+
+/// The `systemctl` of this machine; `SVC_SYSTEMCTL` names another, for a root that no systemd runs.
+pub fn systemctl(layout: &Layout) -> Option<OsString> {
+    if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
+        return Some(named);
+    }
+    let runs = layout.root() == Path::new("/") && runs(layout);
+    runs.then(|| "systemctl".into())
 }
 
 pub fn tell(states: &[NotifyState<'_>]) {

@@ -73,7 +73,10 @@ async fn a_persons_day() {
     has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
     a_snapshot_is_read(&operator, dir.path()).await;
-    has(&operator.does(0, &["backup", "drill", "ada", "--wait=120"]).await, &["drill   success", "key     system/db"]);
+    has(
+        &operator.does(0, &["backup", "drill", "ada", "--wait=120"]).await,
+        &["drill   success", "key     system/db"],
+    );
     a_damaged_one_fails_its_drill(&operator).await;
 
     let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;

@@ -32,7 +32,11 @@ async fn opened(store: &S3Server) -> Result<Machine> {
     machine.client().await?.batch_execute(SHOP).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let ended = side(&machine, &["open"])?.expect(0);
-    assert!(ended.stdout.contains("app_shop.orders") && ended.stdout.contains("2000 rows"), "{}", ended.stdout);
+    assert!(
+        ended.stdout.contains("app_shop.orders") && ended.stdout.contains("2000 rows"),
+        "{}",
+        ended.stdout
+    );
     Ok(machine)
 }
 
@@ -78,19 +82,30 @@ async fn rows_that_are_gone_come_back_and_none_that_is_there_is_touched() -> Res
     let rest = "SELECT count(*) FROM app_shop.customers WHERE id = 200 AND price = 7 OR email = 'new' AND added = 'x'";
     let tables = ["app_shop.orders", "app_shop.customers"];
     let tried = side(&machine, &["copy", tables[0], tables[1], "--dry-run"])?.expect(0);
-    let nothing_yet = client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
+    let nothing_yet =
+        client.query_one("SELECT count(*) FROM app_shop.customers WHERE id <= 100", &[]).await?;
     assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", tried.stdout);
     let backups = machine.backup_records()?.len();
     let copied = side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
     assert_eq!(machine.backup_records()?.len(), backups + 1, "what is there is saved first");
     let told = state(&machine)?["lastCopy"].clone();
     // The address of one is another customer's now: that one stays away.
-    let of = |name: &str| told["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone();
+    let of = |name: &str| {
+        told["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
+    };
     let customers = of("app_shop.customers");
-    assert_eq!((&customers["inserted"], &customers["skipped"]), (&100.into(), &1.into()), "{}", copied.stdout);
+    assert_eq!(
+        (&customers["inserted"], &customers["skipped"]),
+        (&100.into(), &1.into()),
+        "{}",
+        copied.stdout
+    );
     assert_eq!(customers["leftOut"], json!(["raw"]));
     assert_eq!(client.query_one(rest, &[]).await?.get::<_, i64>(0), 2);
-    assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, rows(&machine, "svc_side", "app_shop.orders").await?);
+    assert_eq!(
+        rows(&machine, "svc", "app_shop.orders").await?,
+        rows(&machine, "svc_side", "app_shop.orders").await?
+    );
     Ok(())
 }
 
@@ -102,7 +117,11 @@ async fn a_row_that_nobody_can_refer_to_ends_the_copy_and_nothing_is_changed() -
     client.batch_execute("DELETE FROM app_shop.customers WHERE id = 5").await?;
     let before = rows(&machine, "svc", "app_shop.orders").await?;
     let ended = side(&machine, &["copy", "app_shop.orders"])?.expect(65);
-    assert!(ended.stderr.contains("app_shop.orders") && ended.stderr.contains("orders_customer_fkey"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("app_shop.orders") && ended.stderr.contains("orders_customer_fkey"),
+        "{}",
+        ended.stderr
+    );
     assert!(!ended.stderr.contains("(customer)=(5)"), "no row is quoted: {}", ended.stderr);
     assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, before);
     assert_eq!(state(&machine)?["status"], "open");
@@ -127,7 +146,11 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
 
     side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
     let told = state(&machine)?["lastCopy"]["tables"].clone();
-    assert_eq!((&told[0]["updated"], &told[0]["inserted"], &told[0]["deleted"]), (&251.into(), &0.into(), &0.into()), "{told}");
+    assert_eq!(
+        (&told[0]["updated"], &told[0]["inserted"], &told[0]["deleted"]),
+        (&251.into(), &0.into(), &0.into()),
+        "{told}"
+    );
     assert_eq!((&told[1]["updated"], &told[1]["inserted"]), (&0.into(), &666.into()), "{told}");
     assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer stays");
 
@@ -138,7 +161,11 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
     side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
     as_it_was(&machine, &ALL).await?;
     // Sequences go on after what came back.
-    client.batch_execute("INSERT INTO app_shop.orders (customer) VALUES (1); DELETE FROM app_shop.orders WHERE id > 2000").await?;
+    client
+        .batch_execute(
+            "INSERT INTO app_shop.orders (customer) VALUES (1); DELETE FROM app_shop.orders WHERE id > 2000",
+        )
+        .await?;
 
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
     let tried = side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
@@ -149,7 +176,8 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
     side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
     as_it_was(&machine, &ALL).await?;
-    let owner = client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
+    let owner =
+        client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
     let indexes = client.query("SELECT FROM pg_indexes WHERE tablename = 'log'", &[]).await?;
     assert_eq!((owner.get::<_, &str>(0), indexes.len()), ("app_shop", 1));
     Ok(())
@@ -183,9 +211,13 @@ async fn the_snapshot_of_a_time_is_opened_and_closing_leaves_nothing() -> Result
     side(&machine, &["close"])?.expect(0);
     side(&machine, &["close"])?.expect(0);
     assert_eq!(state(&machine)?["status"], "closed");
-    let left: Vec<_> = machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
+    let left: Vec<_> =
+        machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
     assert_eq!(left, Vec::<String>::new());
-    let files: Vec<_> = std::fs::read_dir(machine.path("var/lib/svc/drill"))?.flatten().map(|file| file.file_name()).collect();
+    let files: Vec<_> = std::fs::read_dir(machine.path("var/lib/svc/drill"))?
+        .flatten()
+        .map(|file| file.file_name())
+        .collect();
     assert_eq!(files, ["lock"]);
     Ok(())
 }
@@ -198,9 +230,14 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
     let client = machine.client().await?;
     let ask = |action: Value| -> Result<()> {
         let request = json!({"requestId": uuid::Uuid::now_v7(), "requestedAt": "2026-01-02T03:04:05.678Z", "action": action});
-        Ok(svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/side"), request.to_string().as_bytes(), 0o600)?)
+        Ok(svc::fsx::write_atomic(
+            &machine.path("var/lib/svc/requests/side"),
+            request.to_string().as_bytes(),
+            0o600,
+        )?)
     };
-    let serve = |points: &str| machine.run_with(&["svc-db-backup", "side", "serve"], &[("FAILPOINTS", points)]);
+    let serve =
+        |points: &str| machine.run_with(&["svc-db-backup", "side", "serve"], &[("FAILPOINTS", points)]);
     let opens = ["side.cleaned", "side.downloaded", "side.loaded", "side.renamed", "side.opened"];
     let copies = ["side.saved", "side.made", "side.fetched", "side.copied", "side.committed", "side.told"];
     let mut points = vec!["side.begin", "side.dropped"];
@@ -218,9 +255,13 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
         assert!(!machine.path("var/lib/svc/requests/side").exists());
     }
     for point in copies {
-        client.batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log").await?;
+        client
+            .batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log")
+            .await?;
         let tables = json!(ALL);
-        ask(json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}))?;
+        ask(
+            json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
+        )?;
         serve(&format!("{point}=return(kill)"))?.expect_killed();
         let is_done = ["side.committed", "side.told"].contains(&point);
         if is_done {
@@ -229,9 +270,14 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
         }
         serve("")?.expect(0);
         let told = state(&machine)?;
-        assert_eq!((&told["status"], told["lastCopy"].get("error")), (&"open".into(), None), "after a kill at {point}");
+        assert_eq!(
+            (&told["status"], told["lastCopy"].get("error")),
+            (&"open".into(), None),
+            "after a kill at {point}"
+        );
         if is_done {
-            let price = client.query_one("SELECT price::text FROM app_shop.customers WHERE id = 9", &[]).await?;
+            let price =
+                client.query_one("SELECT price::text FROM app_shop.customers WHERE id = 9", &[]).await?;
             assert_eq!(price.get::<_, &str>(0), "42", "after a kill at {point}");
             client.batch_execute("UPDATE app_shop.customers SET price = 9.90 WHERE id = 9").await?;
         }

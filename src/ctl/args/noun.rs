@@ -72,9 +72,11 @@ Example: svcctl backup now ada --wait")]
         wait: Wait,
     },
     /// Ask a running machine to restore its latest snapshot on trial
-    #[command(after_help = "It goes into a database of its own, is compared with its record, and dropped. Machines do it \
+    #[command(
+        after_help = "It goes into a database of its own, is compared with its record, and dropped. Machines do it \
 weekly by themselves. With --wait it ends when the machine has told how it went; exits 65 where the snapshot did not \
-become what it was.\n\nExample: svcctl backup drill ada --wait")]
+become what it was.\n\nExample: svcctl backup drill ada --wait"
+    )]
     Drill {
         /// A machine's id, or the handle of its user
         machine: Target,

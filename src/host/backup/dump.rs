@@ -1,7 +1,7 @@
-//! The stream: `pg_dump` → SHA-256 → the upload's parts, while `pg_restore` reads the same bytes in full.
+//! The stream: `pg_dump` → SHA-256 → where it goes, while `pg_restore` reads the same bytes in full.
 //!
-//! A [`VerifiedDump`] exists only when both tools ended well, every byte is at the store and the dump has a table of
-//! contents; without one nobody completes an upload. Memory is bounded by the parts and two short queues.
+//! A [`VerifiedDump`] exists only when both tools ended well, every byte has arrived and the dump has a table of contents;
+//! without one nobody completes an upload. Memory is bounded by the upload's parts and two short queues.
 
 use std::os::fd::AsFd;
 use std::process::ExitStatus;
@@ -12,10 +12,14 @@ use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 use super::read_through::{self, ReadError, ReadThrough};
+use super::snapshot::Snapshot;
 use super::toc;
+use crate::clock;
 use crate::failpoint;
+use crate::host::config::Identity;
 use crate::host::pgconn::Server;
 use crate::host::pgtools::PgTools;
+use crate::store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount};
 use crate::store::upload::{Upload, UploadError};
 
 const CHUNK: usize = 256 * 1024;
@@ -23,8 +27,35 @@ const PIPE: i32 = 1 << 20;
 /// The longest silence of `pg_dump`; it may wait a minute for a lock.
 const SILENCE: Duration = Duration::from_secs(600);
 
-/// A dump that was read through in full and lies, still invisible, at the store.
-#[derive(Debug, PartialEq, Eq)]
+/// Where a dump goes.
+pub trait Sink {
+    /// How many bytes it takes at once.
+    fn room(&self) -> usize;
+
+    /// # Errors
+    /// [`DumpError`], as all of these.
+    async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError>;
+
+    /// After the last byte: all have arrived.
+    async fn flush(&mut self) -> Result<(), DumpError>;
+}
+
+impl Sink for Upload {
+    fn room(&self) -> usize {
+        Self::room(self)
+    }
+
+    async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
+        Ok(Self::push(self, chunk).await?)
+    }
+
+    async fn flush(&mut self) -> Result<(), DumpError> {
+        Ok(Self::flush(self).await?)
+    }
+}
+
+/// A dump that was read through in full, and is where it goes to, which nobody takes for whole yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedDump {
     pub size_bytes: u64,
     pub sha256: String,
@@ -47,19 +78,70 @@ pub enum DumpError {
     NoOutput,
     #[error(transparent)]
     Upload(#[from] UploadError),
+    #[error("write the dump")]
+    Write(#[source] std::io::Error),
+    #[error("read the database's catalogue")]
+    Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::Injected),
 }
 
-/// Dumps the exported snapshot into the upload.
+/// A verified dump with what its side record says of that moment.
+pub struct Told {
+    pub dump: VerifiedDump,
+    pub tables: Vec<TableCount>,
+    pub roles: Vec<String>,
+    pub facts: DatabaseFacts,
+}
+
+impl Told {
+    /// The side record of the dump, verified now, under this key.
+    pub fn side_record(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> SideRecord {
+        SideRecord {
+            version: stored::FORMAT,
+            key: key.to_owned(),
+            size_bytes: self.dump.size_bytes,
+            sha256: self.dump.sha256,
+            pg_version: snapshot.pg_version.clone(),
+            machine_id: identity.machine,
+            epoch: identity.epoch,
+            taken_at: snapshot.taken_at,
+            verified_at: clock::now_ms(),
+            roles: self.roles,
+            tables: self.tables,
+            database: Some(self.facts),
+        }
+    }
+}
+
+/// Dumps the snapshot, and counts and notes what the dump does not say, at once.
 ///
 /// # Errors
-/// [`DumpError`]; the upload is then good for nothing but to be aborted.
-pub async fn stream(
+/// [`DumpError`].
+pub async fn take(
+    tools: &PgTools,
+    server: &Server,
+    snapshot: &Snapshot,
+    sink: &mut impl Sink,
+) -> Result<Told, DumpError> {
+    let telling = async {
+        let told = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
+        Ok::<_, DumpError>(told)
+    };
+    let dumping = stream(tools, server, &snapshot.id, sink);
+    let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, telling)?;
+    Ok(Told { dump, tables, roles, facts })
+}
+
+/// Dumps the exported snapshot.
+///
+/// # Errors
+/// [`DumpError`]; what has arrived is then good for nothing.
+async fn stream(
     tools: &PgTools,
     server: &Server,
     snapshot: &str,
-    upload: &mut Upload,
+    sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
     let start = |source| ReadError::Start { tool: "pg_dump", source };
     let mut dump =
@@ -69,7 +151,7 @@ pub async fn stream(
     widen(&stdout);
     let complaint = tokio::spawn(read_through::tail(dump.stderr.take()));
 
-    let pumped = pump(stdout, &reader, upload).await;
+    let pumped = pump(stdout, &reader, sink).await;
     let reader_gave_up = matches!(pumped, Err(DumpError::Reader(ReadError::Gone)));
     if pumped.is_err() && !reader_gave_up {
         return Err(pumped.err().unwrap_or(DumpError::NoOutput));
@@ -97,13 +179,13 @@ pub fn widen(pipe: impl AsFd) {
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
     reader: &ReadThrough,
-    upload: &mut Upload,
+    sink: &mut impl Sink,
 ) -> Result<(VerifiedDump, Option<u32>), DumpError> {
     let mut digest = Sha256::new();
     let mut size_bytes = 0;
     let mut head = Vec::new();
     loop {
-        let chunk = next_chunk(&mut stdout, upload.room().min(CHUNK)).await?;
+        let chunk = next_chunk(&mut stdout, sink.room().min(CHUNK)).await?;
         if chunk.is_empty() {
             break;
         }
@@ -111,10 +193,10 @@ async fn pump(
         size_bytes += chunk.len() as u64;
         head.extend_from_slice(&chunk[..chunk.len().min(toc::HEAD - head.len())]);
         reader.take(chunk.clone()).await?;
-        upload.push(chunk).await?;
+        sink.push(chunk).await?;
         failpoint::pass("backup.streaming")?;
     }
-    upload.flush().await?;
+    sink.flush().await?;
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::entries(&head)))
 }
 

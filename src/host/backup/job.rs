@@ -79,8 +79,6 @@ enum BackupError {
     Pointer(PointerError),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    #[error("read the database's catalogue")]
-    Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Dump(#[from] DumpError),
     #[error(transparent)]
@@ -120,7 +118,7 @@ impl BackupError {
             | Self::Upload(UploadError::Store(_))
             | Self::Dump(DumpError::Upload(UploadError::Store(_)))
             | Self::Snapshot(SnapshotError::Connect(_)) => Exit::Unavailable,
-            Self::Query(error) | Self::Snapshot(SnapshotError::Query(error))
+            Self::Dump(DumpError::Query(error)) | Self::Snapshot(SnapshotError::Query(error))
                 if pgconn::is_unavailable(error) =>
             {
                 Exit::Unavailable
@@ -285,39 +283,16 @@ async fn fill(
     before: Option<&SideRecord>,
     upload: &mut Upload,
 ) -> Result<Uploaded, BackupError> {
-    let dumping = async {
-        let streamed = dump::stream(&settings.tools, &settings.server, &snapshot.id, upload).await;
-        streamed.map_err(BackupError::from)
-    };
-    let counting = async {
-        let counted = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
-        Ok::<_, BackupError>(counted)
-    };
-    let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, counting)?;
-    if let Some(before) = before.filter(|before| loss::rows(&before.tables) > 0 && loss::rows(&tables) == 0) {
+    let told = dump::take(&settings.tools, &settings.server, snapshot, upload).await?;
+    if let Some(before) =
+        before.filter(|before| loss::rows(&before.tables) > 0 && loss::rows(&told.tables) == 0)
+    {
         return Err(Lost { before: before.key.clone(), rows: loss::rows(&before.tables) }.into());
     }
     failpoint::pass("backup.verified")?;
-    let verified_at = clock::now_ms();
     progress.stage = Stage::Upload;
-    let (size_bytes, sha256) = (dump.size_bytes, dump.sha256.clone());
-    progress.dump = Some(dump);
+    progress.dump = Some(told.dump.clone());
+    let side = told.side_record(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;
-    Ok(Uploaded {
-        etag: meta.e_tag,
-        side: SideRecord {
-            version: stored::FORMAT,
-            key: key.to_owned(),
-            size_bytes,
-            sha256,
-            pg_version: snapshot.pg_version.clone(),
-            machine_id: settings.identity.machine,
-            epoch: settings.identity.epoch,
-            taken_at: snapshot.taken_at,
-            verified_at,
-            roles,
-            tables,
-            database: Some(facts),
-        },
-    })
+    Ok(Uploaded { etag: meta.e_tag, side })
 }

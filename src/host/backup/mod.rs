@@ -6,6 +6,7 @@
 
 mod drill;
 mod dump;
+mod export;
 mod job;
 mod loss;
 mod read_through;
@@ -20,6 +21,7 @@ mod toc;
 mod verify;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +47,7 @@ use request::Request;
 use verify::Which;
 
 pub use drill::POINTS as DRILL_POINTS;
+pub use export::POINTS as EXPORT_POINTS;
 pub use job::POINTS;
 pub use side::POINTS as SIDE_POINTS;
 pub use verify::POINTS as VERIFY_POINTS;
@@ -80,6 +83,16 @@ enum Command {
         #[arg(long)]
         request: bool,
     },
+    /// Write everything that is the owner's into one archive: database, home, records, manifest
+    #[command(
+        after_help = "Run it as root. Any `tar` reads it, a stock pg_restore its database.dump, and `svc-restore import` \
+all of it.\n\nExample:\n  svc-db-backup export --output /root/ada.tar"
+    )]
+    Export {
+        /// The archive; it appears when it is whole
+        #[arg(long, short, value_name = "FILE")]
+        output: PathBuf,
+    },
     /// An earlier snapshot in a database beside the owner's: to look into, and to take tables back from
     #[command(subcommand)]
     Side(SideCommand),
@@ -88,7 +101,9 @@ enum Command {
 #[derive(clap::Subcommand)]
 enum SideCommand {
     /// Load a snapshot into the database svc_side; one that is there already goes
-    #[command(after_help = "Examples:\n  svc-db-backup side open\n  svc-db-backup side open --at 2026-01-02T03:00:00Z")]
+    #[command(
+        after_help = "Examples:\n  svc-db-backup side open\n  svc-db-backup side open --at 2026-01-02T03:00:00Z"
+    )]
     Open {
         /// As `svcctl backup list` and backup.jsonl show it; the latest when not given
         #[arg(value_name = "KEY")]
@@ -220,17 +235,26 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    if let Err(error) = user::step_down(&layout) {
+    let command = args.command.unwrap_or(Command::Run(args.run));
+    // The home is another user's than the database's: only root reads all of both, and an export leaves no state.
+    let is_export = matches!(command, Command::Export { .. });
+    if !is_export && let Err(error) = user::step_down(&layout) {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
     }
     begin_log("svc-db-backup", &layout);
-    let command = args.command.unwrap_or(Command::Run(args.run));
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => take_turn(layout, &args).await,
             Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
             Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
             Command::Drill { request: true } => drill_as_asked(layout).await,
+            Command::Export { output } => {
+                request_id::own(async {
+                    let settings = Settings::read(layout)?;
+                    export::run(&settings, &output, stopped()?).await
+                })
+                .await
+            }
             Command::Side(command) => request_id::own(beside(layout, command)).await,
         }
     })

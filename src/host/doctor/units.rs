@@ -1,7 +1,6 @@
 //! The services as systemd has them: which failed, which should run and do not.
 
-use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use tokio::process::Command;
 
@@ -37,18 +36,9 @@ fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {
     }
 }
 
-/// The `systemctl` of this machine; `SVC_SYSTEMCTL` names another, for a root that no systemd runs.
-fn systemctl(layout: &Layout) -> Option<OsString> {
-    if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
-        return Some(named);
-    }
-    let runs = layout.root() == Path::new("/") && systemd::runs(layout);
-    runs.then(|| "systemctl".into())
-}
-
 pub async fn check(layout: &Layout) -> Findings {
     let findings = Findings::of("units");
-    let Some(systemctl) = systemctl(layout) else {
+    let Some(systemctl) = systemd::systemctl(layout) else {
         return findings.skipped("systemd does not run here");
     };
     let mut command = Command::new(systemctl);

@@ -104,7 +104,8 @@ pub async fn copy(
     };
     let named = |table: &&String| state.tables.iter().any(|known| known.name == **table);
     if let Some(stranger) = wanted.tables.iter().find(|table| !named(table)) {
-        let detail = format!("{stranger:?} is not a table of the side database: GET /api/side-database lists them.");
+        let detail =
+            format!("{stranger:?} is not a table of the side database: GET /api/side-database lists them.");
         return Err(Problem::new(Code::NotFound, detail));
     }
     ask(&gateway, Action::Copy(wanted)).await
@@ -127,10 +128,10 @@ async fn asked(headers: &HeaderMap, body: Body) -> Result<Fields, Problem> {
 async fn ask(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
     let layout = gateway.config.layout.clone();
     let request = Request::new(action);
-    let answer =
-        json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
+    let answer = json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
     if !blocking(move || request.ask(&layout)).await? {
-        let detail = "Something is asked of the side database already: GET /api/side-database tells when it is done.";
+        let detail =
+            "Something is asked of the side database already: GET /api/side-database tells when it is done.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
     Ok((StatusCode::ACCEPTED, Json(answer)).into_response())

@@ -1,13 +1,16 @@
 //! `svc-restore`: the gate before the gateway. It opens only on a whole restored snapshot, on a database that was
 //! restored before, or where there is confirmed to be nothing to restore and that is allowed.
 //!
-//! Here: the command line, the configuration, the exit code. The steps are in `gate`.
+//! Here: the command line, the configuration, the exit code. The steps are in `gate`; `import` brings an owner's archive onto a
+//! machine whose gate is open.
 
 mod gate;
+mod import;
 mod journal;
 mod swap;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -21,9 +24,11 @@ use super::store::StoreLink;
 use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::http::request_id;
+use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 
 pub use gate::POINTS;
+pub use import::POINTS as IMPORT_POINTS;
 
 #[derive(clap::Parser)]
 #[command(
@@ -31,7 +36,31 @@ pub use gate::POINTS;
     version = applet::VERSION,
     about = "Restores the latest snapshot before the gateway may start"
 )]
-struct Args {}
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
+    #[command(
+        after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
+stays: the database as svc_before_<n> until the next good backup, files in ~/.before-import-<n>.\n\n\
+Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
+    )]
+    Import {
+        /// The archive
+        #[arg(value_name = "FILE")]
+        archive: PathBuf,
+        /// Look at it and change nothing
+        #[arg(long)]
+        check: bool,
+        /// It may be of another user than this machine
+        #[arg(long)]
+        of_another_user: bool,
+    },
+}
 
 /// What a confirmed absence of a snapshot means. It rules nothing else: a snapshot that is there is restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +85,8 @@ impl std::str::FromStr for Mode {
 
 struct Settings {
     layout: Layout,
+    /// Whose machine this is.
+    user: IdpUserId,
     means: Means,
     mode: Mode,
     /// The snapshot to restore; `None`: the one that the pointer names.
@@ -83,35 +114,50 @@ impl Settings {
             deadline,
             progress: Arc::default(),
         };
-        Ok(Self { layout, means, mode, chosen })
+        Ok(Self { layout, user: identity.user, means, mode, chosen })
     }
 }
 
 pub fn run(args: Vec<OsString>) -> ExitCode {
-    if let Err(code) = applet::parse::<Args>(args) {
-        return code;
-    }
+    let args = match applet::parse::<Args>(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
     let layout = Layout::from_process();
-    if let Err(error) = user::step_down(&layout) {
+    // An import writes for both users of a machine, and only root can.
+    if args.command.is_none()
+        && let Err(error) = user::step_down(&layout)
+    {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
     }
     begin_log("svc-restore", &layout);
     applet::block_on(
         "svc-restore",
         request_id::own(async {
-            if layout.restore_complete().exists() {
-                tracing::info!("the database of this machine is in use already; nothing is restored over it");
-                return Ok(());
+            match args.command {
+                None => open_gate(layout).await,
+                Some(Command::Import { archive, check, of_another_user }) => {
+                    let wanted = import::Wanted { archive: &archive, check, of_another: of_another_user };
+                    let settings = Settings::read(layout)?;
+                    import::run(&lock(&settings)?, &settings, &wanted).await
+                }
             }
-            let settings = Settings::read(layout)?;
-            let lock =
-                Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
-                    LockError::Held => {
-                        Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way"))
-                    }
-                    error @ LockError::File(_) => Failure::new(Exit::Internal, error),
-                })?;
-            gate::open(&lock, &settings).await
         }),
     )
+}
+
+async fn open_gate(layout: Layout) -> Result<(), Failure> {
+    if layout.restore_complete().exists() {
+        tracing::info!("the database of this machine is in use already; nothing is restored over it");
+        return Ok(());
+    }
+    let settings = Settings::read(layout)?;
+    gate::open(&lock(&settings)?, &settings).await
+}
+
+fn lock(settings: &Settings) -> Result<Lock, Failure> {
+    Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way")),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    })
 }

@@ -131,8 +131,11 @@ async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -
     Ok(())
 }
 
-/// Dump and database must both fit, as far as this file system holds them both.
-fn ensure_room(
+/// Dump and database must both fit, as far as this file system holds them both; `there` bytes of the dump are there.
+///
+/// # Errors
+/// [`DownloadError::NoSpace`].
+pub fn ensure_room(
     dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,

@@ -71,12 +71,7 @@ async fn handle(
     Ok(ask(&platform, id, &mutation, what).await?.into_response())
 }
 
-async fn ask(
-    platform: &Platform,
-    id: MachineId,
-    mutation: &Mutation,
-    what: What,
-) -> Result<Reply, Problem> {
+async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);

@@ -78,14 +78,14 @@ impl CopyError {
 
     /// What is asked cannot be done so.
     pub fn is_refusal(&self) -> bool {
-        match self {
+        matches!(
+            self,
             Self::NoSuchTable { .. }
-            | Self::Plan(_)
-            | Self::PassesOn { .. }
-            | Self::Broken { .. }
-            | Self::Made(_) => true,
-            _ => false,
-        }
+                | Self::Plan(_)
+                | Self::PassesOn { .. }
+                | Self::Broken { .. }
+                | Self::Made(_)
+        )
     }
 }
 
@@ -107,7 +107,9 @@ impl Broken {
             &SqlState::UNIQUE_VIOLATION => {
                 ("another row has what must be unique", "mode missing leaves such rows away")
             }
-            code if code.code().starts_with("23") => ("one breaks it", "change the table, or the rows by hand"),
+            code if code.code().starts_with("23") => {
+                ("one breaks it", "change the table, or the rows by hand")
+            }
             _ => return None,
         };
         Some(Self { what: format!("{what} ({rule})"), next })
@@ -232,9 +234,9 @@ async fn rows(
         // Children first: what refers to a row goes before it.
         for (plan, told) in plans.iter().zip(&mut copied).rev() {
             told.deleted = count(&transaction, plan, &plan.delete()).await?;
-            let other = references.iter().find(|one| {
-                one.to == plan.table && one.passes_on && !tables.contains(&one.from.as_str())
-            });
+            let other = references
+                .iter()
+                .find(|one| one.to == plan.table && one.passes_on && !tables.contains(&one.from.as_str()));
             if let (1.., Some(other)) = (told.deleted, other) {
                 return Err(CopyError::PassesOn { table: plan.table.clone(), other: other.from.clone() });
             }

@@ -67,7 +67,9 @@ enum SideError {
     Load(#[from] LoadError),
     #[error("make or drop the side database")]
     Query(#[from] tokio_postgres::Error),
-    #[error("the snapshot of what is there now, which is taken first, failed: {why}\n  next: copy without it (--no-backup)")]
+    #[error(
+        "the snapshot of what is there now, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
+    )]
     Save { exit: Exit, why: String },
     #[error(transparent)]
     Copy(#[from] CopyError),

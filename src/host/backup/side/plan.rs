@@ -24,7 +24,9 @@ pub enum PlanError {
          place of all that are there"
     )]
     NoKey { table: String },
-    #[error("{table}.{column} is {now} and was {then} in the snapshot: copy it by hand from the database svc_side")]
+    #[error(
+        "{table}.{column} is {now} and was {then} in the snapshot: copy it by hand from the database svc_side"
+    )]
     OtherType { table: String, column: String, now: String, then: String },
     #[error("{table} has another primary key than in the snapshot: mode replace does not ask for it")]
     OtherKey { table: String },
@@ -86,9 +88,8 @@ impl Plan {
             }
         }
         let key = if is_whole { key } else { Vec::new() };
-        let settable = names(
-            columns.iter().filter(|column| !column.always_identity && !key.contains(&column.name)),
-        );
+        let settable =
+            names(columns.iter().filter(|column| !column.always_identity && !key.contains(&column.name)));
         Ok(Self { table, number, columns: names(columns.iter()), key, settable, left_out })
     }
 
@@ -155,7 +156,8 @@ impl Plan {
     /// Rows that are not there. With `leave`, what must be unique and is taken keeps a row away instead of ending all.
     pub fn insert(&self, leave: bool) -> String {
         let (columns, table, temporary) = (list(&self.columns, ""), &self.table, self.temporary());
-        let only_missing = if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent()) };
+        let only_missing =
+            if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent()) };
         let end = if leave { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
             "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{end}",

@@ -1,0 +1,93 @@
+//! What lies below the home, in order: each directory before what is in it.
+
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::fsx::FileError;
+use crate::host::archive::{self, Kind};
+
+/// One entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// Relative to the home.
+    pub path: PathBuf,
+    pub kind: Kind,
+    pub mode: u32,
+    /// Seconds since 1970.
+    pub modified: u64,
+}
+
+/// Everything but the files of `except`, and the paths of what is neither file, directory nor link. Links are not
+/// followed.
+///
+/// # Errors
+/// [`FileError`] where a directory that is there cannot be read.
+pub fn below(home: &Path, except: &[&Path]) -> Result<(Vec<Found>, Vec<String>), FileError> {
+    let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
+    let (mut found, mut left_out) = (Vec::new(), Vec::new());
+    let mut directories = vec![PathBuf::new()];
+    while let Some(directory) = directories.pop() {
+        let at = home.join(&directory);
+        let entries = match fs::read_dir(&at) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(FileError::at("read", &at)(error)),
+        };
+        let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+        names.sort_unstable();
+        let mut inside = Vec::new();
+        for name in names {
+            let (path, whole) = (directory.join(&name), at.join(&name));
+            if (directory.as_os_str().is_empty() && archive::is_an_imports(&name)) || except.contains(&whole)
+            {
+                continue;
+            }
+            match fs::symlink_metadata(&whole).ok().and_then(|meta| Some((kind(&meta)?, meta))) {
+                Some((kind, meta)) => {
+                    if kind == Kind::Directory {
+                        inside.push(path.clone());
+                    }
+                    let modified = u64::try_from(meta.mtime()).unwrap_or(0);
+                    found.push(Found { path, kind, mode: meta.mode() & 0o7777, modified });
+                }
+                None => left_out.push(archive::written(&path)),
+            }
+        }
+        directories.extend(inside.into_iter().rev());
+    }
+    Ok((found, left_out))
+}
+
+fn kind(meta: &Metadata) -> Option<Kind> {
+    let kind = meta.file_type();
+    match () {
+        () if kind.is_file() => Some(Kind::File),
+        () if kind.is_dir() => Some(Kind::Directory),
+        () if kind.is_symlink() => Some(Kind::Link),
+        () => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_directory_comes_before_what_is_in_it_and_links_are_not_followed() {
+        let home = tempfile::tempdir().unwrap();
+        let at = |path: &str| home.path().join(path);
+        for dir in ["b/c", ".import-7/x", ".before-import-7"] {
+            fs::create_dir_all(at(dir)).unwrap();
+        }
+        fs::write(at("b/c/d"), "").unwrap();
+        fs::write(at("a"), "").unwrap();
+        fs::write(at("out.tar.partial"), "").unwrap();
+        std::os::unix::fs::symlink("/", at("b/root")).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        let (found, left_out) = below(home.path(), &[&at("out.tar.partial")]).unwrap();
+        let paths: Vec<_> = found.iter().map(|one| one.path.to_str().unwrap()).collect();
+        assert_eq!(paths, ["a", "b", "b/c", "b/root", "b/c/d"]);
+        assert_eq!(left_out, ["socket"]);
+    }
+}

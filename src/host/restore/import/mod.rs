@@ -1,0 +1,187 @@
+//! `svc-restore import`: an owner's archive (`host::archive`) onto this machine: its database in the place of the one that is
+//! there, its home's entries in the place of those of the same name.
+//!
+//! Nothing is touched before every byte was compared with the manifest. What is replaced stays: the database until the
+//! next good backup, the home's entries in a directory that is named at the end. A run that was killed is run again.
+
+mod archived;
+mod home;
+
+use std::path::Path;
+
+use super::Settings;
+use super::journal::Journal;
+use super::swap::{self, SwapError};
+use crate::applet::{Exit, Failure};
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::lock::Lock;
+use crate::host::pgconn::{self, ConnectError};
+use crate::host::scratch::{self, DownloadError, LoadError, Roles};
+use crate::host::systemd;
+use crate::http::problem::chain;
+use crate::http::request_id;
+use archived::{ArchiveError, Archived};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] = &[
+    "import.begin",
+    "import.checked",
+    "import.staged",
+    "import.loaded",
+    "import.swapped",
+    "import.placed",
+    "import.done",
+];
+
+#[derive(Debug, thiserror::Error)]
+enum ImportError {
+    #[error(
+        "the restore gate is shut: `svc-restore` brings this machine's own snapshot first, and an import comes after it"
+    )]
+    GateShut,
+    #[error("this machine has been replaced (superseded.json)")]
+    Superseded,
+    #[error(
+        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` says that it is meant"
+    )]
+    Anothers { of: String, here: String },
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error("look for what an earlier run left")]
+    Query(#[from] tokio_postgres::Error),
+    #[error(transparent)]
+    Swap(#[from] SwapError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl ImportError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Superseded => Exit::Permission,
+            Self::GateShut => Exit::TryAgain,
+            Self::Anothers { .. }
+            | Self::Archive(_)
+            | Self::Download(DownloadError::NoSpace { .. })
+            | Self::Load(LoadError::Newer { .. } | LoadError::Restore { .. } | LoadError::Differs(_)) => {
+                Exit::Refused
+            }
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
+            Self::Swap(error) if error.is_unavailable() => Exit::Unavailable,
+            Self::Query(error) if pgconn::is_unavailable(error) => Exit::Unavailable,
+            _ => Exit::Internal,
+        }
+    }
+}
+
+/// How an archive is imported.
+pub struct Wanted<'a> {
+    pub archive: &'a Path,
+    /// Looked at, and nothing is changed.
+    pub check: bool,
+    /// It may be another user's.
+    pub of_another: bool,
+}
+
+/// Imports it.
+///
+/// # Errors
+/// [`Failure`]; before the databases are swapped, everything is as it was.
+pub async fn run(_lock: &Lock, settings: &Settings, wanted: &Wanted<'_>) -> Result<(), Failure> {
+    import(settings, wanted).await.map_err(|error| Failure::new(error.exit(), error))
+}
+
+async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportError> {
+    failpoint::pass("import.begin")?;
+    let layout = &settings.layout;
+    let archived = tokio::task::block_in_place(|| Archived::read(wanted.archive))?;
+    let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
+    println!(
+        "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
+        archived.about.idp_user_id,
+        crate::clock::rfc3339_ms(archived.about.created_at),
+        archived.side.tables.len(),
+        archived.of_home(),
+    );
+    if wanted.check {
+        return Ok(());
+    }
+    let here = settings.user.as_str();
+    if archived.about.idp_user_id.as_str() != here && !wanted.of_another {
+        let of = archived.about.idp_user_id.as_str().to_owned();
+        return Err(ImportError::Anothers { of, here: here.to_owned() });
+    }
+    if layout.superseded().exists() {
+        return Err(ImportError::Superseded);
+    }
+    if !layout.restore_complete().exists() {
+        return Err(ImportError::GateShut);
+    }
+    failpoint::pass("import.checked")?;
+
+    let snapshot = archived.side.named();
+    scratch::refuse_newer(&settings.means, &archived.side).await?;
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    scratch::drop_scratches(&client).await?;
+    drop(client);
+    let state = layout.restore_state();
+    scratch::ensure_room(&state, &snapshot, &archived.side, 0)?;
+    home::remove_staged(&layout.home())?;
+    let staged = tokio::task::block_in_place(|| archived.unpack(&state, &layout.home()))?;
+    failpoint::pass("import.staged")?;
+    let loaded = scratch::into_scratch(&settings.means, &staged.dump, &archived.side, Roles::Stay).await?;
+    failpoint::pass("import.loaded")?;
+    Journal::new(&snapshot, &loaded).write(layout)?;
+    if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
+        swap::undo(&settings.means.server, &loaded).await;
+        return Err(error.into());
+    }
+    failpoint::pass("import.swapped")?;
+    let before = tokio::task::block_in_place(|| home::place(layout, &staged))?;
+    failpoint::pass("import.placed")?;
+    // Until then the pointer names what was here before.
+    let request = serde_json::json!({"requestId": request_id::current()}).to_string();
+    let request_file = layout.request("backup");
+    fsx::write_atomic(&request_file, request.as_bytes(), 0o600)?;
+    home::give_as_beside(&request_file)?;
+    super::journal::remove(layout)?;
+    scratch::remove_dumps(&state)?;
+    failpoint::pass("import.done")?;
+    println!(
+        "imported; the database that was here stays as svc_before_{} until the next good backup",
+        loaded.number
+    );
+    if let Some(before) = before {
+        println!("what had the same names in the home is in {}", before.display());
+    }
+    restart(settings).await;
+    Ok(())
+}
+
+/// The gateway gives the database's roles their passwords when it starts.
+async fn restart(settings: &Settings) {
+    let Some(systemctl) = systemd::systemctl(&settings.layout) else {
+        println!("next: restart svc-gateway");
+        return;
+    };
+    let mut command = tokio::process::Command::new(systemctl);
+    command.args(["try-restart", "svc-gateway.service", "svc-sync-agent.service"]);
+    match tokio::time::timeout(std::time::Duration::from_secs(120), command.status()).await {
+        Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
+        Ok(Err(error)) => {
+            tracing::warn!(error = %chain(&error), "could not restart the gateway");
+            println!("next: systemctl restart svc-gateway");
+        }
+        _ => println!("next: systemctl restart svc-gateway"),
+    }
+}

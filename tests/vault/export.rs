@@ -1,0 +1,261 @@
+//! The owner's archive: it holds all that is the owner's, says so itself, and becomes the same on another machine.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use kit::s3::S3Server;
+use serde_json::Value;
+
+use super::machine::{self, Ended, Machine};
+
+const NOTES: &str = "CREATE ROLE app_notes NOLOGIN; CREATE SCHEMA app_notes AUTHORIZATION app_notes; \
+     CREATE TABLE app_notes.notes (id int PRIMARY KEY, body text); ALTER TABLE app_notes.notes OWNER TO app_notes; \
+     INSERT INTO app_notes.notes SELECT n, md5(n::text) FROM generate_series(1, 5000) n";
+
+fn write(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
+    let path = machine.path("home/svc/home").join(path);
+    fs::create_dir_all(path.parent().context("a parent")?)?;
+    fs::write(&path, content)?;
+    Ok(path)
+}
+
+/// A machine with a database and files of all sorts, and its archive.
+async fn exported(store: &S3Server) -> Result<(Machine, PathBuf)> {
+    let machine = Machine::in_use(store, 1).await?;
+    machine.client().await?.batch_execute(NOTES).await?;
+    write(&machine, "projects/a/main.rs", b"fn main() {}")?;
+    let program = write(&machine, "projects/a/run", b"#!/bin/sh\n")?;
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+    let large: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
+    write(&machine, "projects/large.bin", &large)?;
+    write(&machine, &format!("projects/{}/deep", "long-name-".repeat(15)), b"deep")?;
+    write(&machine, "apps/notes/svc.json", b"{}")?;
+    write(&machine, "system/logs/activity.log", b"started\n")?;
+    fs::create_dir_all(machine.path("home/svc/home/empty"))?;
+    std::os::unix::fs::symlink("../projects/a/main.rs", machine.path("home/svc/home/empty/link"))?;
+    std::os::unix::fs::symlink("/etc", machine.path("home/svc/home/empty/outside"))?;
+    let odd: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"odd \xff \n name%");
+    fs::write(machine.path("home/svc/home/empty").join(odd), "odd")?;
+    let archive = machine.path("ada.tar");
+    machine.run(&["svc-db-backup", "export", "--output", archive.to_str().context("a path")?])?.expect(0);
+    Ok((machine, archive))
+}
+
+fn import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<Ended> {
+    let words = ["svc-restore", "import", archive.to_str().context("a path")?];
+    let words: Vec<&str> = words.iter().chain(more).copied().collect();
+    machine.run(&words)
+}
+
+/// Every path below the home with kind, mode, time and content, but for what an import leaves aside.
+fn tree(machine: &Machine) -> Result<Vec<String>> {
+    let home = machine.path("home/svc/home");
+    let (mut told, mut all) = (Vec::new(), vec![home.clone()]);
+    while let Some(path) = all.pop() {
+        let meta = fs::symlink_metadata(&path)?;
+        let name = path.strip_prefix(&home)?.to_owned();
+        if name.to_string_lossy().starts_with(".before-import-") {
+            continue;
+        }
+        let what = if meta.is_symlink() {
+            format!("-> {}", fs::read_link(&path)?.display())
+        } else if meta.is_dir() {
+            all.extend(fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
+            format!("{:o}", meta.mode())
+        } else {
+            let digest = svc::host::archive::sha256(&fs::read(&path)?);
+            format!("{:o} {} {digest}", meta.mode(), meta.mtime())
+        };
+        told.push(format!("{name:?} {what}"));
+    }
+    told.sort_unstable();
+    Ok(told)
+}
+
+async fn rows(machine: &Machine) -> Result<i64> {
+    Ok(machine.client().await?.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get(0))
+}
+
+#[tokio::test]
+async fn an_archive_becomes_the_same_on_another_machine_and_nothing_that_was_there_is_lost() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, archive) = exported(&store).await?;
+    let other = Machine::in_use(&store, 2).await?;
+    write(&other, "projects/here", b"was here")?;
+    write(&other, "untouched/file", b"stays")?;
+    write(&other, "system/config.json", b"{}")?;
+    write(&other, "system/logs/activity.log", b"of the new one\n")?;
+    other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
+    // Its own backups would be another slot's in truth.
+    import(&other, &archive, &["--check"])?.expect(0);
+    assert!(other.path("home/svc/home/projects/here").exists());
+    let said = import(&other, &archive, &[])?.expect(0).stdout;
+    assert!(
+        said.contains("5000 rows") && said.contains(".before-import-") && said.contains("svc_before_"),
+        "{said}"
+    );
+
+    assert_eq!(rows(&other).await?, 5000);
+    let owner = "SELECT tableowner::text FROM pg_tables WHERE tablename = 'notes'";
+    assert_eq!(other.client().await?.query_one(owner, &[]).await?.get::<_, &str>(0), "app_notes");
+    let mut expected = tree(&machine)?;
+    let mut found = tree(&other)?;
+    let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
+    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "what has another name stays");
+    found.retain(|line| !only_here(line));
+    let backup = |line: &String| line.contains("backup");
+    found.retain(|line| !backup(line));
+    expected.retain(|line| !backup(line));
+    assert_eq!(found, expected);
+    let aside = fs::read_dir(other.path("home/svc/home"))?.flatten().map(|entry| entry.path());
+    let aside =
+        aside.into_iter().find(|path| path.to_string_lossy().contains(".before-import-")).context("aside")?;
+    assert_eq!(fs::read(aside.join("projects/here"))?, b"was here");
+    assert_eq!(fs::read(aside.join("system/logs/activity.log"))?, b"of the new one\n");
+    assert!(other.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
+    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup is asked for");
+    other.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    Ok(())
+}
+
+/// Nothing of ours is needed to read it.
+#[tokio::test]
+async fn stock_tools_read_it() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, archive) = exported(&store).await?;
+    let into = tempfile::tempdir()?;
+    let status = Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(into.path()).status()?;
+    assert!(status.success());
+    assert_eq!(fs::read(into.path().join("home/projects/a/main.rs"))?, b"fn main() {}");
+    let manifest: Value = serde_json::from_slice(&fs::read(into.path().join("manifest.json"))?)?;
+    let dump =
+        manifest["entries"].as_array().context("entries")?.iter().find(|one| one["path"] == "database.dump");
+    let digest = svc::host::archive::sha256(&fs::read(into.path().join("database.dump"))?);
+    assert_eq!(dump.context("the dump")?["sha256"], digest.as_str());
+    let postgres = machine.postgres.as_ref().context("a database")?;
+    postgres.create_database("elsewhere").await?;
+    let mut restore = Command::new(machine::binaries()?.dir().join("pg_restore"));
+    restore
+        .arg("-d")
+        .arg(postgres.url("elsewhere"))
+        .arg("--exit-on-error")
+        .arg(into.path().join("database.dump"));
+    assert!(restore.status()?.success());
+    let client = postgres.connect("elsewhere").await?;
+    assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
+    let mode = fs::metadata(&archive)?.mode() & 0o777;
+    assert_eq!(mode, 0o600, "it holds everything");
+    // It is not written over, and half of one never has its name.
+    let output = archive.to_str().context("a path")?;
+    machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
+    for point in svc::host::backup::EXPORT_POINTS {
+        let next = machine.path("next.tar");
+        let words = ["svc-db-backup", "export", "--output", next.to_str().context("a path")?];
+        machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
+        assert!(!next.exists() && !machine.path("next.tar.partial").exists(), "after an error at {point}");
+        machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?.expect_killed();
+        assert!(!next.exists(), "after a kill at {point}");
+        machine.run(&words)?.expect(0);
+        fs::remove_file(next)?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_import_that_was_killed_is_run_again() -> Result<()> {
+    let store = machine::store()?;
+    let (_machine, archive) = exported(&store).await?;
+    let other = Machine::in_use(&store, 2).await?;
+    other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
+    write(&other, "projects/here", b"was here")?;
+    let words = ["svc-restore", "import", archive.to_str().context("a path")?];
+    for point in svc::host::restore::IMPORT_POINTS {
+        other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?.expect_killed();
+        if ["import.begin", "import.checked", "import.staged", "import.loaded"].contains(point) {
+            other.client().await?.batch_execute("SELECT FROM before").await?;
+            assert!(other.path("home/svc/home/projects/here").exists(), "after a kill at {point}");
+        }
+    }
+    other.run(&words)?.expect(0);
+    assert_eq!(rows(&other).await?, 5000);
+    let left: Vec<_> =
+        fs::read_dir(other.path("home/svc/home"))?.flatten().map(|entry| entry.file_name()).collect();
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with(".import-")), "{left:?}");
+    let kept = left
+        .iter()
+        .filter_map(|name| fs::read(other.path("home/svc/home").join(name).join("projects/here")).ok());
+    assert_eq!(kept.collect::<Vec<_>>(), [b"was here"], "it was put aside once, and stays");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_is_no_whole_archive_changes_nothing() -> Result<()> {
+    let store = machine::store()?;
+    let (machine, archive) = exported(&store).await?;
+    let other = Machine::in_use(&store, 2).await?;
+    let bytes = fs::read(&archive)?;
+    let file = other.path("bad.tar");
+    let refused = |content: &[u8], why: &str| -> Result<()> {
+        fs::write(&file, content)?;
+        let ended = import(&other, &file, &[])?.expect(65);
+        assert!(ended.stderr.contains(why), "{why}: {}", ended.stderr);
+        Ok(())
+    };
+    let at =
+        |needle: &[u8]| bytes.windows(needle.len()).position(|window| window == needle).context("a place");
+    let flipped = |at: usize| {
+        let mut bytes = bytes.clone();
+        bytes[at] ^= 1;
+        bytes
+    };
+    refused(&flipped(at(b"fn main()")?), "is not what the manifest says")?;
+    refused(&flipped(at(b"PGDMP")? + 3000), "is not what the manifest says")?;
+    refused(&bytes[..bytes.len() / 2], "no whole archive")?;
+    let last = bytes.windows(13).rposition(|window| window == b"manifest.json").context("the manifest")?;
+    refused(&bytes[..last], "its end is missing")?;
+    refused(&bytes[..last + 600], "no whole archive")?;
+    refused(b"", "export.json")?;
+    refused(&vec![7; 4096], "no whole archive")?;
+    for (path, why) in [
+        ("../x", "no path"),
+        ("home/../../x", "no path"),
+        ("elsewhere/x", "no path"),
+        ("home/empty/outside/x", "no path"),
+    ] {
+        let mut tar = tar::Builder::new(Vec::new());
+        for entry in tar::Archive::new(bytes.as_slice()).entries()? {
+            let mut entry = entry?;
+            let (mut header, name) = (entry.header().clone(), entry.path()?.into_owned());
+            if name == Path::new("manifest.json") {
+                let mut evil = tar::Header::new_gnu();
+                evil.set_size(1);
+                // The library would not write some of these.
+                let name = &mut evil.as_old_mut().name;
+                name[..path.len()].copy_from_slice(path.as_bytes());
+                evil.set_cksum();
+                tar.append(&evil, &b"x"[..])?;
+            }
+            match entry.link_name()?.map(std::borrow::Cow::into_owned) {
+                Some(target) => tar.append_link(&mut header, name, target)?,
+                None => tar.append_data(&mut header, name, &mut entry)?,
+            }
+        }
+        refused(&tar.into_inner()?, why)?;
+    }
+    // Another user's, a shut gate, a replaced machine.
+    let text = String::from_utf8_lossy(&bytes[..2048]).into_owned();
+    assert!(text.contains(machine::USER));
+    drop(machine);
+    let fresh = Machine::new(&store, 3).await?;
+    import(&fresh, &archive, &[])?.expect(75);
+    other.add_env("host.env", &[("SVC_USER_ID", "user_2")])?;
+    let ended = import(&other, &archive, &[])?.expect(65);
+    assert!(ended.stderr.contains("--of-another-user"), "{}", ended.stderr);
+    assert_eq!(other.databases().await?.iter().filter(|name| name.starts_with("svc_")).count(), 0);
+    assert!(!other.path("home/svc/home/projects").exists());
+    import(&other, &archive, &["--of-another-user"])?.expect(0);
+    Ok(())
+}
