@@ -3,17 +3,19 @@
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::signal::{Signal, killpg};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 use crate::child::{self, AtExit};
 
-/// Short beside what is measured, and next to no load.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// For memory alone, and next to no load; the end is seen at once.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// What a run took.
 pub struct Ran {
@@ -39,22 +41,29 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<Ran> {
     let group = Pid::from_raw(i32::try_from(process.id())?);
     let of = |file: &str| format!("/proc/{}/{file}", process.id());
     let (status, io) = (of("status"), of("io"));
-    let (mut most, mut written) = (0, None);
-    let ended = loop {
-        if let Some(ended) = process.try_wait()? {
-            break ended;
+    let (tell, told) = mpsc::channel();
+    // It is waited for and not yet reaped: what the kernel counted of it can still be read, and its id is its own.
+    std::thread::spawn(move || {
+        let ended = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
+        // Nobody listens where the wait for it was given up.
+        tell.send(ended.map(|_| began.elapsed())).ok();
+    });
+    let mut most = 0;
+    let wall = loop {
+        match told.recv_timeout(LOOK_EVERY) {
+            Ok(wall) => break wall,
+            Err(RecvTimeoutError::Disconnected) => bail!("the thread that waits has ended"),
+            // The kernel keeps the most that there ever was: the last look sees it.
+            Err(RecvTimeoutError::Timeout) => most = number_in(&status, "VmHWM:").unwrap_or(most),
         }
-        // The kernel keeps the most that there ever was, and counts ended children in: the last look sees it all.
-        most = number_in(&status, "VmHWM:").unwrap_or(most);
-        written = number_in(&io, "write_bytes:").or(written);
         if began.elapsed() > deadline {
-            killpg(group, Signal::SIGKILL)?;
+            killpg(group, Signal::SIGKILL).ok();
         }
-        std::thread::sleep(LOOK_EVERY);
     };
-    let wall = began.elapsed();
+    let written = number_in(&io, "write_bytes:");
     // Whoever is left of a pipeline that broke.
     killpg(group, Signal::SIGKILL).ok();
+    let (ended, wall) = (process.wait()?, wall?);
     child::ended(process.id());
     ensure!(ended.success(), "{ended} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
     Ok(Ran {
