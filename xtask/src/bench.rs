@@ -9,7 +9,7 @@ use kit::fetch;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// footprint, router, bridge or bundle
+    /// footprint, router, bridge, bundle, backup or restore
     #[arg(value_name = "AREA")]
     area: Area,
     /// How often each side is measured

@@ -5,9 +5,9 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
@@ -16,8 +16,8 @@ use tempfile::TempDir;
 use super::archive;
 use super::figures::{OURS, Spec, Tally, Target};
 use super::peers::pigz;
-use super::{Options, said};
-use crate::child::{self, AtExit};
+use super::{Options, said, task};
+use crate::child;
 
 const WALL: &str = "download, hash, unpack";
 const CPU: &str = "processor time";
@@ -83,7 +83,7 @@ fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
         for at in 0..sides.len() {
             let (name, command) = sides[(at + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;
-            let ran = run(command(into.path()))?;
+            let ran = task::run(command(into.path()), DEADLINE)?;
             unpacked(into.path(), name == OURS)?;
             tally.add(WALL, name, ran.wall.as_secs_f64());
             tally.add(CPU, name, ran.cpu.as_secs_f64());
@@ -147,51 +147,6 @@ fn unpacked(dir: &Path, is_ours: bool) -> Result<()> {
     }
     ensure!(files == archive::FILES && bytes > archive::BYTES, "{files} files, {bytes} bytes were unpacked");
     Ok(())
-}
-
-struct Ran {
-    wall: Duration,
-    cpu: Duration,
-    most_mib: f64,
-}
-
-fn run(mut command: Command) -> Result<Ran> {
-    let log = tempfile::NamedTempFile::new()?;
-    command.stdin(Stdio::null()).stdout(log.reopen()?).stderr(log.reopen()?);
-    let before = of_children()?;
-    let began = Instant::now();
-    let mut process = command.spawn()?;
-    child::end_with_us(process.id(), AtExit::Kill);
-    let (status, mut most) = (format!("/proc/{}/status", process.id()), 0);
-    let ended = loop {
-        if let Some(ended) = process.try_wait()? {
-            break ended;
-        }
-        // The kernel keeps the most that there ever was; the last look sees it.
-        most = fs::read_to_string(&status).ok().as_deref().and_then(high_water).unwrap_or(most);
-        if began.elapsed() > DEADLINE {
-            process.kill()?;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    };
-    let wall = began.elapsed();
-    child::ended(process.id());
-    ensure!(ended.success(), "{ended}: {}", fs::read_to_string(log.path())?);
-    Ok(Ran { wall, cpu: of_children()?.saturating_sub(before), most_mib: most as f64 / 1024.0 })
-}
-
-fn high_water(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    line.split_whitespace().next()?.parse().ok()
-}
-
-/// The processor time of all children of this process that have ended, and of theirs.
-fn of_children() -> Result<Duration> {
-    let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_CHILDREN)?;
-    let of = |time: nix::sys::time::TimeVal| {
-        Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs())
-    };
-    Ok(of(usage.user_time()) + of(usage.system_time()))
 }
 
 /// Gives `content` to everybody who asks, as the platform's tunnel would: it costs next to nothing here.

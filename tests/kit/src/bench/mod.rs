@@ -4,8 +4,10 @@
 //! validation, the app's role. Absolute figures are the machine's; a target is a ratio within one run where it can be.
 
 mod archive;
+mod backup;
 mod bridge;
 mod bundle;
+mod database;
 mod echo;
 mod figures;
 mod footprint;
@@ -13,8 +15,11 @@ mod gateway;
 mod peers;
 mod process;
 mod report;
+mod restore;
 mod router;
 mod site;
+mod task;
+mod vault;
 mod wire;
 
 use std::path::{Path, PathBuf};
@@ -34,10 +39,13 @@ pub enum Area {
     Router,
     Bridge,
     Bundle,
+    Backup,
+    Restore,
 }
 
 impl Area {
-    pub const ALL: [Self; 4] = [Self::Footprint, Self::Router, Self::Bridge, Self::Bundle];
+    pub const ALL: [Self; 6] =
+        [Self::Footprint, Self::Router, Self::Bridge, Self::Bundle, Self::Backup, Self::Restore];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -45,6 +53,8 @@ impl Area {
             Self::Router => "router",
             Self::Bridge => "bridge",
             Self::Bundle => "bundle",
+            Self::Backup => "backup",
+            Self::Restore => "restore",
         }
     }
 }
@@ -84,6 +94,8 @@ pub async fn run(area: Area, options: &Options) -> Result<Report> {
         Area::Router => (&router::ROWS, router::measure(options).await?),
         Area::Bridge => (&bridge::ROWS, bridge::measure(options).await?),
         Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
+        Area::Backup => (&backup::ROWS, backup::measure(options).await?),
+        Area::Restore => (&restore::ROWS, restore::measure(options).await?),
     };
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
     let rows = specs.iter().map(row).collect::<Result<_>>()?;

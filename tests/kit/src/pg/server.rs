@@ -82,13 +82,19 @@ impl PgServer {
 
     /// Starts a server on data that an earlier one left, with that one's port and password.
     pub async fn open(binaries: &PgBinaries, data_dir: &Path, port: u16, password: &str) -> Result<Self> {
-        ensure!(data_dir.join("PG_VERSION").exists(), "{} holds no PostgreSQL cluster", data_dir.display());
         let options = PgOptions {
             data_dir: Some(data_dir.to_owned()),
             port: Some(port),
             password: Some(password.to_owned()),
             ..PgOptions::default()
         };
+        Self::open_with(binaries, options).await
+    }
+
+    /// As [`Self::open`], on the options' data with the options' password, which is the one that the data has.
+    pub async fn open_with(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
+        let there = options.data_dir.as_ref().filter(|dir| dir.join("PG_VERSION").exists());
+        ensure!(there.is_some(), "{:?} holds no PostgreSQL cluster", options.data_dir);
         let server = Self::prepare(binaries, options)?;
         server.start_again().await?;
         Ok(server)

@@ -6,4 +6,5 @@ pub mod nginx;
 pub mod pgbench;
 pub mod pigz;
 pub mod postgrest;
+pub mod s5cmd;
 pub mod wrk;
