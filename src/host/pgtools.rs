@@ -3,8 +3,11 @@
 //! The password travels by environment alone, never in an argument list. The environment of a call is built from
 //! nothing, so that no `PG*` variable of ours changes what it does.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::str::FromStr;
+use std::time::Duration;
 
 use tokio::process::Command;
 use tokio_postgres::config::Host;
@@ -14,8 +17,52 @@ use super::pgconn::Server;
 use crate::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
+const PROBE: Duration = Duration::from_secs(20);
 /// What a tool may see of our environment: enough to find itself, its libraries and the container's runtime.
 const PASSED: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
+
+/// How a dump's data is compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    None,
+    /// By level; every `pg_restore` reads it.
+    Gzip(u8),
+    /// By level; for tools that were built with it.
+    Zstd(u8),
+}
+
+impl Compression {
+    /// Read by all, and fast enough not to be waited for.
+    pub const DEFAULT: Self = Self::Gzip(1);
+}
+
+impl FromStr for Compression {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
+        let level = |text: &str, most: u8| match text.parse::<u8>() {
+            Ok(level) if (1..=most).contains(&level) => Ok(level),
+            _ => Err(WRONG),
+        };
+        match text.split_once(':') {
+            None if text == "none" => Ok(Self::None),
+            Some(("gzip", of)) => level(of, 9).map(Self::Gzip),
+            Some(("zstd", of)) => level(of, 19).map(Self::Zstd),
+            _ => Err(WRONG),
+        }
+    }
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Gzip(level) => write!(f, "gzip:{level}"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
 
 /// The client tools of PostgreSQL 16.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,11 +86,28 @@ impl PgTools {
         if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
     }
 
+    /// This compression, where the tools have it, else the one that all have.
+    pub async fn able(&self, compression: Compression) -> Compression {
+        if !matches!(compression, Compression::Zstd(_)) {
+            return compression;
+        }
+        // The word is judged before a server is looked for, and there is none.
+        let mut command = self.command("pg_dump", None);
+        command.args(["-Fc", "-Z", &compression.to_string(), "--no-password", "-h", "/nonexistent", "nothing"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let said = tokio::time::timeout(PROBE, command.output()).await;
+        let lacks = |said: &[u8]| String::from_utf8_lossy(said).contains("compression");
+        match said {
+            Ok(Ok(output)) if !lacks(&output.stderr) => compression,
+            _ => Compression::DEFAULT,
+        }
+    }
+
     /// A dump in custom format on stdout, of the exported snapshot.
-    pub fn dump(&self, server: &Server, snapshot: &str) -> Command {
+    pub fn dump(&self, server: &Server, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
-            .args(["-Fc", "-Z", "gzip:1", "--no-password", "--lock-wait-timeout=60s"])
+            .args(["-Fc", "-Z", &compression.to_string(), "--no-password", "--lock-wait-timeout=60s"])
             .arg(format!("--snapshot={snapshot}"))
             .arg(server.database())
             .stdin(Stdio::null());
@@ -164,10 +228,20 @@ mod tests {
     }
 
     #[test]
+    fn a_compression_is_written_as_it_is_read() {
+        for text in ["none", "gzip:1", "gzip:9", "zstd:1", "zstd:19"] {
+            assert_eq!(text.parse::<Compression>().unwrap().to_string(), text);
+        }
+        for wrong in ["", "gzip", "gzip:0", "gzip:10", "zstd:20", "lz4:1", "gzip:1:long", "none:1"] {
+            assert!(wrong.parse::<Compression>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
     fn the_password_is_in_no_argument_list() {
         let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
         for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
-            let command = tools.dump(&server, "00000003-1");
+            let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);
             let command = command.as_std();
             let mut args = command.get_args().map(|arg| arg.to_string_lossy());
             assert!(!args.any(|arg| arg.contains("hunter2")));

@@ -11,14 +11,13 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
+use super::Settings;
 use super::read_through::{self, ReadError, ReadThrough};
 use super::snapshot::Snapshot;
 use super::toc;
 use crate::clock;
 use crate::failpoint;
 use crate::host::config::Identity;
-use crate::host::pgconn::Server;
-use crate::host::pgtools::PgTools;
 use crate::store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount};
 use crate::store::upload::{Upload, UploadError};
 
@@ -119,8 +118,7 @@ impl Told {
 /// # Errors
 /// [`DumpError`].
 pub async fn take(
-    tools: &PgTools,
-    server: &Server,
+    settings: &Settings,
     snapshot: &Snapshot,
     sink: &mut impl Sink,
 ) -> Result<Told, DumpError> {
@@ -128,7 +126,7 @@ pub async fn take(
         let told = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
         Ok::<_, DumpError>(told)
     };
-    let dumping = stream(tools, server, &snapshot.id, sink);
+    let dumping = stream(settings, &snapshot.id, sink);
     let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, telling)?;
     Ok(Told { dump, tables, roles, facts })
 }
@@ -138,14 +136,18 @@ pub async fn take(
 /// # Errors
 /// [`DumpError`]; what has arrived is then good for nothing.
 async fn stream(
-    tools: &PgTools,
-    server: &Server,
+    settings: &Settings,
     snapshot: &str,
     sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
     let start = |source| ReadError::Start { tool: "pg_dump", source };
-    let mut dump =
-        tools.dump(server, snapshot).stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
+    let Settings { tools, server, .. } = settings;
+    let compression = tools.able(settings.compression).await;
+    if compression != settings.compression {
+        tracing::warn!(asked = %settings.compression, taken = %compression, "the tools of this machine cannot compress so");
+    }
+    let mut dump = tools.dump(server, snapshot, compression);
+    let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
     let reader = ReadThrough::start(tools)?;
     let stdout = dump.stdout.take().ok_or(DumpError::NoOutput)?;
     widen(&stdout);

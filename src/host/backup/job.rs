@@ -283,7 +283,7 @@ async fn fill(
     before: Option<&SideRecord>,
     upload: &mut Upload,
 ) -> Result<Uploaded, BackupError> {
-    let told = dump::take(&settings.tools, &settings.server, snapshot, upload).await?;
+    let told = dump::take(settings, snapshot, upload).await?;
     if let Some(before) =
         before.filter(|before| loss::rows(&before.tables) > 0 && loss::rows(&told.tables) == 0)
     {

@@ -33,7 +33,7 @@ use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
-use super::pgtools::PgTools;
+use super::pgtools::{Compression, PgTools};
 use super::scratch::{self, Means};
 use super::side::{Action, Chosen, Copy, Mode};
 use super::store::StoreLink;
@@ -178,6 +178,8 @@ pub(crate) struct Settings {
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
+    /// As it is wanted: the tools may not have it.
+    pub compression: Compression,
     /// Each snapshot is read again within so many days.
     pub verify_within_days: u32,
     /// How long the store may be away from a look at snapshots, counted from the last progress.
@@ -191,6 +193,7 @@ impl Settings {
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
+        let compression = env.or("BACKUP_COMPRESSION", Compression::DEFAULT);
         let verify_within_days = verify_within_days(&mut env);
         let store_deadline = scratch::deadline(&mut env);
         let parts = identity.zip(store).zip(database);
@@ -202,6 +205,7 @@ impl Settings {
             layout,
             identity,
             tools,
+            compression,
             verify_within_days,
             store_deadline,
         })

@@ -134,7 +134,7 @@ async fn export(settings: &Settings, output: &Path, partial: &Path) -> Result<Ma
         let mut header = header(EntryType::Regular, 0o600, 0);
         let writer = archive.tar.append_writer(&mut header, DUMP);
         let mut sink = Entry { writer: writer.map_err(write)? };
-        let told = dump::take(&settings.tools, &settings.server, &snapshot, &mut sink).await?;
+        let told = dump::take(settings, &snapshot, &mut sink).await?;
         sink.writer.finish().map_err(write)?;
         told
     };

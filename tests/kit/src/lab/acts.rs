@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
 
-use super::{faults, life, look, packages, stages, updates};
+use super::{data, faults, life, look, packages, stages, updates};
 use crate::story::{MachineRecord, Stack};
 
 /// What is played on the machine once it is provisioned.
@@ -40,7 +40,7 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 24] = [
+static ACTS: [Act; 27] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -52,6 +52,9 @@ static ACTS: [Act; 24] = [
         Box::pin(async { life::backup(stack, &lives.now).await.map(|(_, said)| ((), said)) })
     }),
     whole("drill", |stack, lives| Box::pin(life::drill(stack, &lives.now))),
+    whole("store-away", |stack, lives| Box::pin(data::store_away(stack, &lives.now))),
+    whole("side-database", |stack, lives| Box::pin(data::side_database(stack, &lives.now))),
+    whole("archive", |stack, lives| Box::pin(data::archive(stack, &lives.now))),
     quick("later-row", |stack, _| Box::pin(life::insert_later(stack))),
     quick("loss", |stack, lives| Box::pin(life::lose(stack, &lives.now))),
     whole("bad-restore", |stack, _| Box::pin(life::refused_restore(stack))),

@@ -12,9 +12,9 @@ use sha2::{Digest, Sha256};
 use super::life::UP;
 use crate::story::{MachineRecord, Stack, eventually};
 
-const SHORT: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(400);
-const BACKUP: &str = "systemctl start svc-db-backup.service";
+pub(super) const SHORT: Duration = Duration::from_secs(60);
+pub(super) const LONG: Duration = Duration::from_secs(400);
+pub(super) const BACKUP: &str = "systemctl start svc-db-backup.service";
 const GATEWAY: &str = "systemctl show -P MainPID svc-gateway.service";
 const AFTERWARDS: &str = "after the full disk";
 /// Large enough that a backup of it takes seconds.
@@ -165,7 +165,7 @@ pub async fn power_cut_in_backup(stack: &Stack, machine: &MachineRecord) -> Resu
 }
 
 /// The pointer, whose snapshot is whole.
-fn verified(stack: &Stack) -> Result<Value> {
+pub(super) fn verified(stack: &Stack) -> Result<Value> {
     let pointer = stack.slot.pointer(&stack.store)?;
     let key =
         pointer["snapshot"]["key"].as_str().with_context(|| format!("it names no snapshot: {pointer}"))?;
