@@ -8,6 +8,7 @@ mod checks;
 mod credentials;
 mod export;
 mod gate;
+mod large;
 pub mod machine;
 mod meta;
 mod platform;

@@ -117,11 +117,7 @@ impl Told {
 ///
 /// # Errors
 /// [`DumpError`].
-pub async fn take(
-    settings: &Settings,
-    snapshot: &Snapshot,
-    sink: &mut impl Sink,
-) -> Result<Told, DumpError> {
+pub async fn take(settings: &Settings, snapshot: &Snapshot, sink: &mut impl Sink) -> Result<Told, DumpError> {
     let telling = async {
         let told = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
         Ok::<_, DumpError>(told)

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::faults::{BACKUP, LONG, SHORT, serves_again, verified};
 use super::life::UP;
 use crate::s3::{Fault, Rule};
-use crate::story::{HANDLE, MachineRecord, Stack, eventually};
+use crate::story::{MachineRecord, Stack, eventually};
 
 /// Two backups find no store: exit code, record, metrics, doctor and fleet say so, and the pointer names the last good one.
 pub async fn store_away(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
@@ -111,7 +111,8 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     on.run("rm -r /home/svc/home/projects", SHORT).await?.good()?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
-    let import = on.run("/opt/svc/bin/svc-restore import /root/ada.tar", LONG).await?.good().context("import")?;
+    let import =
+        on.run("/opt/svc/bin/svc-restore import /root/ada.tar", LONG).await?.good().context("import")?;
     let back = eventually("the rows are back", UP, || async {
         let back = stack.web.titles(&stack.owner()).await?;
         ensure!(back == rows, "there were {rows:?}, now {back:?}");
@@ -121,7 +122,8 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     let look = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
                 systemctl --failed --no-legend; rm -rf /root/ada.tar /home/svc/home/.before-import-*";
     let look = on.run(look, SHORT).await?.good()?;
-    let owners = ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
+    let owners =
+        ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
     ensure!(owners.iter().all(|line| look.contains(line)), "{look}");
     on.run(BACKUP, LONG).await?.good().context("a backup after it")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
