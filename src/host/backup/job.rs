@@ -126,7 +126,7 @@ impl BackupError {
                 Exit::Unavailable
             }
             Self::Lost(_) => Exit::Refused,
-            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::GateShut | Self::Stopped | Self::Snapshot(SnapshotError::Locked(_)) => Exit::TryAgain,
             _ => Exit::Internal,
         }
     }
