@@ -6,6 +6,7 @@ mod backup;
 mod bundle;
 mod checks;
 mod credentials;
+mod faults;
 mod gate;
 pub mod machine;
 mod meta;
