@@ -7,7 +7,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use object_store::aws::{AmazonS3Builder, AwsCredential, AwsCredentialProvider, Checksum, S3ConditionalPut};
 use object_store::client::{ClientOptions, HttpClient, HttpConnector};
-use object_store::{BackoffConfig, RetryConfig, StaticCredentialProvider};
+use object_store::{BackoffConfig, ObjectStore, RetryConfig, StaticCredentialProvider};
 use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
@@ -125,7 +125,8 @@ impl S3Config {
                 .with_virtual_hosted_style_request(false)
                 .with_allow_http(endpoint.starts_with("http://"));
         }
-        Ok(Bucket::new(Arc::new(builder.build()?)))
+        let store = Arc::new(builder.build()?);
+        Ok(Bucket::new(Arc::clone(&store) as Arc<dyn ObjectStore>).with_upload_ids(store))
     }
 }
 

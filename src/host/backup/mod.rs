@@ -16,6 +16,7 @@ mod reread;
 mod share;
 mod snapshot;
 mod toc;
+mod unfinished;
 mod verify;
 
 use std::ffi::OsString;

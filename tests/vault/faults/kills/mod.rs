@@ -5,9 +5,10 @@ mod register;
 mod restore;
 mod update;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use nix::sys::signal::Signal;
 
 use super::super::machine::{Ended, Running};
@@ -18,6 +19,15 @@ const FEW: u64 = 8;
 const MANY: u64 = 200;
 /// Kills in a row at most, before a run is let through. Fewer than after which an update is given up.
 const ROW: usize = 3;
+
+/// What a write that was killed left is gone after a run that was not.
+fn no_torn_file(dir: &Path) -> Result<()> {
+    let names =
+        std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let torn: Vec<String> = names.filter(|name| name.starts_with('.') && name.ends_with(".tmp")).collect();
+    ensure!(torn.is_empty(), "{} holds {torn:?}", dir.display());
+    Ok(())
+}
 
 /// Kills runs at random moments and counts.
 struct Killer {

@@ -6,7 +6,7 @@ use kit::long::Figures;
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;
 use super::super::witness::Witness;
-use super::{FEW, Killer, MANY};
+use super::{FEW, Killer, MANY, no_torn_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
@@ -92,6 +92,8 @@ impl Campaign {
             }
         }
         ensure!(old == 1, "{old} databases are the old one");
+        no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
+        no_torn_file(&self.machine.path("opt/svc"))?;
         self.restored += 1;
         Ok(())
     }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long::Figures;
 
 use super::super::super::stage::{OLD, Published, Stage};
-use super::{FEW, Killer, MANY};
+use super::{FEW, Killer, MANY, no_torn_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
@@ -65,6 +65,7 @@ impl Campaign {
         self.updates += 1;
         ensure!(current(&self.stage)? == to, "{to} is not current");
         self.stage.runs(to)?;
+        no_torn_file(&self.stage.machine.path("var/lib/svc/update"))?;
         let history = self.stage.history()?;
         let told = history.iter().filter(|line| line["version"] == to).count();
         let all_well = history.iter().all(|line| line["outcome"] == "updated");

@@ -162,6 +162,33 @@ async fn every_fault_of_the_store_has_its_end_and_costs_no_snapshot() -> Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_upload_that_could_not_be_aborted_is_given_up_by_the_next_run() -> Result<()> {
+    let field = field().await?;
+    let rules = vec![
+        rule(Fault::Status(503)).query("partNumber=2").always(),
+        rule(Fault::Status(503)).method("DELETE").always(),
+    ];
+    field.spoilt(Break::Rules(rules), || field.machine.spawn(&["svc-db-backup"], &[])).await?.expect(69);
+    assert_eq!(field.store.uploads_with_parts(BUCKET).len(), 1);
+    field.machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(field.store.uploads(BUCKET), Vec::<String>::new());
+    assert!(!field.machine.path("var/lib/svc/open-uploads.json").exists());
+    // A note that leads nowhere, or is none, costs nothing.
+    let of = |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
+    for note in
+        ["{".to_owned(), of("user_1/primary/system/db/snapshots/x.dump"), of("user_2/primary/x"), of("../x")]
+    {
+        std::fs::write(field.machine.path("var/lib/svc/open-uploads.json"), &note)?;
+        let ended = field.machine.run(&["svc-db-backup"])?;
+        assert_eq!(ended.code, Some(0), "{note}: {}", ended.stderr);
+    }
+    let mut witness = Witness::of(&field.store);
+    witness.look()?;
+    assert_eq!(witness.completed(), 5);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_store_that_is_away_for_hours_costs_the_runs_of_these_hours() -> Result<()> {
     let field = field().await?;
     field.machine.run(&["svc-db-backup"])?.expect(0);
