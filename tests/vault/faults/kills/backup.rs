@@ -26,7 +26,7 @@ impl Campaign<'_> {
     /// A run that nobody kills: a snapshot of what is in the database now, whatever was left by those before.
     async fn succeed(&mut self) -> Result<()> {
         let before = self.witness.seq();
-        self.killer.spare(self.machine.spawn(&BACKUP, &[])?).await?;
+        self.killer.spare(|| self.machine.spawn(&BACKUP, &[])).await?;
         self.witness.look()?;
         ensure!(self.witness.seq() == before + 1, "moved from {before} to {}", self.witness.seq());
         let pointer = machine::pointer(self.store).await?.context("a pointer")?;

@@ -29,6 +29,11 @@ fn no_torn_file(dir: &Path) -> Result<()> {
     Ok(())
 }
 
+/// A run that was killed in the moment in which it started a program: until that has begun, it holds the lock in its place.
+fn is_locked_out(ended: &Ended) -> bool {
+    ended.code == Some(75) && ended.stderr.contains("is under way")
+}
+
 /// Kills runs at random moments and counts.
 struct Killer {
     rng: Rng,
@@ -51,12 +56,18 @@ impl Killer {
     }
 
     /// Lets a run end by itself, and learns how long that takes: with other load, it changes.
-    async fn spare(&mut self, running: Running) -> Result<Ended> {
-        let begun = Instant::now();
-        let ended = tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-        let took = begun.elapsed();
-        self.span = if self.span.is_zero() { took } else { (self.span * 3 + took) / 4 };
-        Ok(ended)
+    async fn spare(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<Ended> {
+        let patience = Instant::now() + Duration::from_secs(10);
+        loop {
+            let (begun, running) = (Instant::now(), spawn()?);
+            let ended = tokio::task::spawn_blocking(move || running.end()).await??;
+            if is_locked_out(&ended) && begun < patience {
+                continue;
+            }
+            let took = begun.elapsed();
+            self.span = if self.span.is_zero() { took } else { (self.span * 3 + took) / 4 };
+            return Ok(ended.expect(0));
+        }
     }
 
     /// Kills a run at a moment that is anywhere in it, or finds that it had ended well.
@@ -68,6 +79,7 @@ impl Killer {
         match (ended.signal, ended.code) {
             (Some(9), _) => self.kills += 1,
             (_, Some(0)) => {}
+            _ if is_locked_out(&ended) => {}
             _ => bail!("it ended by itself with {:?}:\n{}", ended.code, ended.stderr),
         }
         Ok(())

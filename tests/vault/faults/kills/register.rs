@@ -72,6 +72,14 @@ impl Campaign {
         self.machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", &self.listen)])
     }
 
+    async fn spare(&mut self) -> Result<()> {
+        let (machine, listen) = (&self.machine, self.listen.as_str());
+        self.killer
+            .spare(|| machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", listen)]))
+            .await
+            .map(|_| ())
+    }
+
     fn answers(&self, id: &str) -> u64 {
         let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
         book.accepted.get(id).map_or(0, |entry| entry.answers)
@@ -119,8 +127,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
     let mut campaign = Campaign::new(seed).await?;
     let end = async {
         let first = campaign.machine.id.to_string();
-        let running = campaign.spawn()?;
-        campaign.killer.spare(running).await?;
+        campaign.spare().await?;
         campaign.succeed(&first).await?;
         while campaign.killer.kills < kills {
             campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;

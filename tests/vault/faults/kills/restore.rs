@@ -80,7 +80,7 @@ impl Campaign {
 
     /// A run that nobody kills, and what is there then.
     async fn succeed(&mut self) -> Result<()> {
-        let ended = self.killer.spare(self.machine.spawn(&RESTORE, &[])?).await?;
+        let ended = self.killer.spare(|| self.machine.spawn(&RESTORE, &[])).await?;
         ensure!(self.machine.marker(), "the gate is shut: {}", ended.stderr);
         let now = held(&self.machine, "svc", &self.snapshot).await?;
         ensure!(now == Held::Snapshot, "{now:?}\n{}", ended.stderr);

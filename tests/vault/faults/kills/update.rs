@@ -83,8 +83,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
         let to = "2026.2.0";
         Published::new(to, &[])?.serve(&campaign.stage.source)?;
         campaign.stage.ask_for(to)?;
-        let running = campaign.stage.spawn(&APPLY)?;
-        campaign.killer.spare(running).await?;
+        campaign.killer.spare(|| campaign.stage.spawn(&APPLY)).await?;
         campaign.ended(to)?;
         campaign.version = to.to_owned();
         while campaign.killer.kills < kills {
