@@ -230,7 +230,7 @@ fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in archive.entries().into_iter().flatten() {
         let Ok(mut entry) = entry else { return Ok(()) };
-        let path = entry.path().map(|path| path.into_owned()).unwrap_or_default();
+        let path = entry.path().map(std::borrow::Cow::into_owned).unwrap_or_default();
         let text = path.to_string_lossy().into_owned();
         let name = text.rsplit('/').next().unwrap_or_default();
         let is_ours = name.starts_with('f') && text.len() == name.len() + 2 * text.matches("d/").count();
@@ -266,7 +266,7 @@ fn what_is_no_release_is_seen() {
             std::os::unix::fs::symlink("../outside", place.within().join("x")).expect("made");
         }),
         ("a link to nowhere", |place| {
-            std::os::unix::fs::symlink("none", place.within().join("x")).expect("made")
+            std::os::unix::fs::symlink("none", place.within().join("x")).expect("made");
         }),
         ("a pipe", |place| {
             nix::unistd::mkfifo(&place.within().join("x"), nix::sys::stat::Mode::S_IRWXU).expect("made");

@@ -203,7 +203,8 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
     let objects = Objects::of(&store)?;
     let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
     let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
-    let changes: [(&str, fn(&mut Value, &str)); 4] = [
+    type Change = fn(&mut Value, &str);
+    let changes: [(&str, Change); 4] = [
         ("a role", |side, text| side["roles"] = json!([text])),
         ("the owner", |side, text| side["database"]["owner"] = text.into()),
         ("a right", |side, text| {
