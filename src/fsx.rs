@@ -70,6 +70,36 @@ fn place(
     sync_dir(dir)
 }
 
+/// Removes what a [`write_atomic`] to `path` that was killed left beside it. A writer that runs has such a file, too, so the
+/// caller holds the lock of all who write there.
+pub fn remove_torn(path: &Path) -> Result<(), FileError> {
+    remove_torn_in(parent(path), |name| name == file_name(path))
+}
+
+/// The same for all files of a directory whose names are `ours`.
+pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(());
+        }
+        Err(error) => return Err(FileError::at("read", dir)(error)),
+    };
+    for entry in entries.flatten() {
+        if entry.file_name().to_str().and_then(torn_of).is_some_and(&ours) {
+            remove_if_there(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// The name that a temporary file was to get.
+fn torn_of(temp: &str) -> Option<&str> {
+    let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
+    let is_ours = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
+    is_ours.then_some(name)
+}
+
 /// Points `link` at `target` by one rename, durably: there is no moment without a link.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
@@ -139,6 +169,29 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn what_a_killed_write_left_is_removed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let names = |dir: &Path| {
+            let mut names: Vec<_> = fs::read_dir(dir)
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
+            names.sort();
+            names
+        };
+        let torn = |name: &str| format!(".{name}.{}.tmp", uuid::Uuid::new_v4().simple());
+        let others = [torn("theirs"), ".ours.tmp".to_owned(), ".ours.123.tmp".to_owned(), "ours".to_owned()];
+        for name in others.iter().chain(&[torn("ours"), torn("ours")]) {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        remove_torn(&dir.path().join("ours")).unwrap();
+        let mut left = others.to_vec();
+        left.sort();
+        assert_eq!(names(dir.path()), left);
+        remove_torn_in(&dir.path().join("none"), |_| true).unwrap();
     }
 
     #[test]

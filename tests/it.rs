@@ -10,6 +10,7 @@ mod contract;
 mod ctl;
 mod exposition;
 mod first_boot;
+mod fuzz;
 mod gateway;
 mod heartbeat;
 mod house;

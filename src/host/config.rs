@@ -73,7 +73,11 @@ impl PlatformLink {
 /// The first proof keys, from `SVC_PROOF_KEYS`.
 pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required("SVC_PROOF_KEYS")?;
-    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", error)).ok()
+    // Without what it quotes of the value.
+    let place = |error: serde_json::Error| {
+        format!("are no proof keys at line {}, column {}", error.line(), error.column())
+    };
+    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", place(error))).ok()
 }
 
 /// The release that user-data asked for.

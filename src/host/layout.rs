@@ -170,6 +170,11 @@ impl Layout {
         self.state("backup.lock")
     }
 
+    /// Uploads of backups that may still be open at the store.
+    pub fn open_uploads(&self) -> PathBuf {
+        self.state("open-uploads.json")
+    }
+
     pub fn heartbeat_lock(&self) -> PathBuf {
         self.state("heartbeat.lock")
     }

@@ -5,14 +5,17 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::TryStreamExt;
+use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{
-    Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
+    Error, GetOptions, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
+    UpdateVersion,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
+use super::multipart::{Identified, OpenUpload};
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
 
 /// What went wrong at the store, by what it means.
@@ -127,11 +130,40 @@ pub enum Condition {
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
+    identified: Option<Identified>,
 }
 
 impl Bucket {
     pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
-        Self { inner }
+        Self { inner, identified: None }
+    }
+
+    /// The same, and its uploads are known by their ids.
+    #[must_use]
+    pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
+        Self { identified: Some(Identified(store)), ..self }
+    }
+
+    /// Begins an upload; with its id, where the store has such.
+    pub(super) async fn begin_upload(
+        &self,
+        key: &Path,
+    ) -> object_store::Result<(Box<dyn MultipartUpload>, Option<OpenUpload>)> {
+        match &self.identified {
+            Some(store) => store.begin(key).await.map(|(upload, open)| (upload, Some(open))),
+            None => Ok((self.inner.put_multipart(key).await?, None)),
+        }
+    }
+
+    /// Gives up an upload that another process began: its parts are dropped. Ended already is success.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn give_up(&self, open: &OpenUpload) -> Result<(), StoreError> {
+        let Some(store) = &self.identified else { return Ok(()) };
+        let key = Path::from(open.key.as_str());
+        counted("give_up", async { store.give_up(open).await.map_err(|error| StoreError::of(&key, error)) })
+            .await
     }
 
     /// The bare store, for streams and multipart uploads.

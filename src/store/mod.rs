@@ -9,6 +9,7 @@ pub mod credentials;
 pub mod key;
 mod local;
 pub mod meta;
+pub mod multipart;
 pub mod pointer;
 pub mod pointer_io;
 pub mod policy;

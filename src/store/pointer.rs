@@ -11,6 +11,8 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
+/// More moves than a slot ever sees, and as far as every reader of JSON counts exactly: `seq` must be able to grow.
+pub const LARGEST_SEQ: u64 = 1 << 53;
 
 /// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence where nothing was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

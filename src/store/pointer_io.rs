@@ -25,7 +25,7 @@ pub enum PointerError {
 /// The pointer as it stands, or `None` where there is none.
 ///
 /// # Errors
-/// [`StoreError`]; a format that we do not know is `Corrupt`.
+/// [`StoreError`]; a format that we do not know is `Corrupt`, and so is a `seq` that nobody has counted.
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Versioned<Pointer>>, StoreError> {
     let key = slot.pointer();
     let Some(read) = bucket.get_json::<Pointer>(&key).await? else {
@@ -33,6 +33,10 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Versioned
     };
     if read.value.version != pointer::FORMAT {
         let why = format!("format version {} is not {}", read.value.version, pointer::FORMAT);
+        return Err(StoreError::Corrupt { key: key.to_string(), why });
+    }
+    if read.value.seq > pointer::LARGEST_SEQ {
+        let why = format!("its seq {} is more than a pointer has", read.value.seq);
         return Err(StoreError::Corrupt { key: key.to_string(), why });
     }
     Ok(Some(read))

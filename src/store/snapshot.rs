@@ -4,6 +4,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::bucket::{Bucket, StoreError};
+use super::bundle;
 use super::key::SlotPrefix;
 use super::pointer::SnapshotRef;
 use super::pointer_io;
@@ -180,6 +181,10 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
     };
     if record.version != FORMAT || record.key != key {
         return Err(damaged("its side record does not fit".to_owned()));
+    }
+    // Whoever fetches the dump names a file by it.
+    if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {
+        return Err(damaged("its side record has no SHA-256".to_owned()));
     }
     if meta.size != record.size_bytes {
         return Err(damaged(format!("it has {} bytes instead of {}", meta.size, record.size_bytes)));

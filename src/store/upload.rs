@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use object_store::path::Path;
-use object_store::{MultipartUpload, ObjectMeta, ObjectStoreExt, PutPayload};
+use object_store::{MultipartUpload, ObjectMeta, PutPayload};
 use tokio::task::JoinSet;
 
 use super::bucket::{Bucket, StoreError};
+use super::multipart::OpenUpload;
 
 /// S3's limit of parts in one upload.
 const MOST_PARTS: u64 = 10_000;
@@ -54,6 +55,7 @@ pub enum UploadError {
 pub struct Upload {
     key: Path,
     bucket: Bucket,
+    open: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
     parts: Parts,
     filling: Vec<Bytes>,
@@ -67,8 +69,9 @@ impl Upload {
     /// # Errors
     /// [`StoreError`].
     pub async fn begin(bucket: &Bucket, key: &Path, parts: Parts) -> Result<Self, StoreError> {
-        let inner = bucket.raw().put_multipart(key).await.map_err(|error| StoreError::of(key, error))?;
+        let (inner, open) = bucket.begin_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
+            open,
             key: key.clone(),
             bucket: bucket.clone(),
             inner,
@@ -79,6 +82,11 @@ impl Upload {
             sent: 0,
             under_way: JoinSet::new(),
         })
+    }
+
+    /// By which another process can give it up, where the store has ids.
+    pub fn open(&self) -> Option<&OpenUpload> {
+        self.open.as_ref()
     }
 
     /// How many bytes the next [`Self::push`] may have.
@@ -154,15 +162,16 @@ impl Upload {
         }
     }
 
-    /// Gives up: the parts are dropped at the store. Best effort; what remains is invisible and the store's lifecycle
-    /// rule removes it.
-    pub async fn abort(mut self) {
+    /// Gives up: the parts are dropped at the store. Best effort: what remains is invisible, and where this answers
+    /// `false`, [`Bucket::give_up`] of its id drops it later.
+    pub async fn abort(mut self) -> bool {
         self.under_way.shutdown().await;
         match tokio::time::timeout(ABORT_DEADLINE, self.inner.abort()).await {
-            Ok(Ok(())) => {}
+            Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
             Ok(Err(error)) => tracing::warn!(key = %self.key, %error, "could not abort the upload"),
             Err(_) => tracing::warn!(key = %self.key, "no answer to the abort of the upload"),
         }
+        false
     }
 }
 

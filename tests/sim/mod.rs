@@ -31,7 +31,7 @@ mod look;
 mod plan;
 mod points;
 mod process;
-mod rng;
+pub mod rng;
 mod run;
 mod runs;
 mod seat;

@@ -207,6 +207,7 @@ async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works()
         let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
         let side = snapshot::side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
         assert_eq!(side.tables[0].rows, 1000 + n, "after {point}");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "after {point}: the next run gives it up");
         assert_eq!(machine.backup_records()?.pop().context("a record")?["status"], "success");
     }
     Ok(())

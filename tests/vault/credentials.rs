@@ -30,7 +30,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 /// What the platform does when it is asked for credentials.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mood {
+pub enum Mood {
     Gives,
     Supersedes,
     Away,
@@ -45,13 +45,13 @@ struct Office {
     heartbeats: AtomicUsize,
 }
 
-struct Platform {
+pub struct Platform {
     office: Arc<Office>,
     base: String,
 }
 
 impl Platform {
-    async fn start(store: &S3Server) -> Result<Self> {
+    pub async fn start(store: &S3Server) -> Result<Self> {
         svc::http::tls::install_provider();
         let key_id = store.access_key().to_owned();
         let caller = AwsCredential { key_id, secret_key: store.secret_key().to_owned(), token: None };
@@ -66,7 +66,7 @@ impl Platform {
         Ok(Self { office, base })
     }
 
-    fn mood(&self, mood: Mood) {
+    pub fn mood(&self, mood: Mood) {
         *self.office.mood.lock().expect("whole") = mood;
     }
 
@@ -79,7 +79,7 @@ impl Platform {
     }
 
     /// Writes `r2.env` as user-data does; `expires_in` is what this machine's clock makes of it.
-    async fn equips(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
+    pub async fn equips(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
         let session = self.session().await?;
         let token = session.session_token.as_ref().context("a token")?;
         let expires_at = rfc3339_ms(Timestamp::now().checked_add(expires_in)?);

@@ -10,10 +10,12 @@ use svc::store::pointer_io;
 
 use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
 
-const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+pub const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
+/// What a new machine's database holds before it is restored.
+const LOCAL: &str = "CREATE TABLE local (id int); INSERT INTO local VALUES (42)";
 
-/// A store with a snapshot of 500 rows and a few MiB, and a new machine with rows of its own.
-async fn lost_and_new() -> Result<(S3Server, Machine)> {
+/// A store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new one with a row of its own.
+pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client()
@@ -27,11 +29,28 @@ async fn lost_and_new() -> Result<(S3Server, Machine)> {
         .await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
-    new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    new.client().await?.batch_execute(LOCAL).await?;
+    Ok((store, old, new))
+}
+
+/// The same, after the old machine was lost.
+pub async fn lost_and_new() -> Result<(S3Server, Machine)> {
+    let (store, _old, new) = old_and_new().await?;
     Ok((store, new))
 }
 
-fn dump_key(store: &S3Server) -> String {
+/// As a machine that was never restored, with a row of its own.
+pub async fn reset(machine: &Machine) -> Result<()> {
+    svc::fsx::remove_if_there(&machine.path("opt/svc/restore-complete"))?;
+    let admin = machine.postgres().connect("postgres").await?;
+    for name in machine.databases().await?.iter().filter(|name| name.starts_with("svc")) {
+        admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
+    }
+    admin.batch_execute("CREATE DATABASE svc").await?;
+    Ok(machine.client().await?.batch_execute(LOCAL).await?)
+}
+
+pub fn dump_key(store: &S3Server) -> String {
     let objects = store.objects(BUCKET, &format!("{USER}/primary/system/db/snapshots/"));
     let dump = objects.into_iter().find(|object| object.key.ends_with(".dump"));
     dump.expect("there is a snapshot").key
@@ -42,7 +61,7 @@ async fn has_table(machine: &Machine, name: &str) -> Result<bool> {
     Ok(row.get(0))
 }
 
-async fn is_restored(machine: &Machine) -> Result<bool> {
+pub async fn is_restored(machine: &Machine) -> Result<bool> {
     if !has_table(machine, "kept").await? {
         return Ok(false);
     }
@@ -51,7 +70,7 @@ async fn is_restored(machine: &Machine) -> Result<bool> {
 }
 
 /// The gate is shut, the old database is as it was, nothing is left beside it.
-async fn is_untouched(machine: &Machine, why: &str) -> Result<()> {
+pub async fn is_untouched(machine: &Machine, why: &str) -> Result<()> {
     assert!(!machine.marker(), "{why}: the gate is open");
     assert!(has_table(machine, "local").await?, "{why}: the old database is gone");
     assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
@@ -287,14 +306,7 @@ async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
         assert!(new.marker() && is_restored(&new).await?, "{point}");
         let databases = new.databases().await?;
         assert!(!databases.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {databases:?}");
-        // As a machine that was never restored, for the next point.
-        std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
-        let admin = new.postgres().connect("postgres").await?;
-        for name in databases.iter().filter(|name| name.starts_with("svc")) {
-            admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
-        }
-        admin.batch_execute("CREATE DATABASE svc").await?;
-        new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+        reset(&new).await?;
     }
     Ok(())
 }

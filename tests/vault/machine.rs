@@ -88,8 +88,13 @@ pub type Extra<'a> = &'a [(&'a str, &'a str)];
 impl Machine {
     /// With a PostgreSQL of its own, in which there is an empty database `svc`.
     pub async fn new(store: &S3Server, epoch: u32) -> Result<Self> {
+        Self::with(store, epoch, PgOptions::default()).await
+    }
+
+    /// The same, with other settings of its PostgreSQL.
+    pub async fn with(store: &S3Server, epoch: u32, options: PgOptions) -> Result<Self> {
         let binaries = binaries()?;
-        let postgres = PgServer::start(&binaries, PgOptions::default()).await?;
+        let postgres = PgServer::start(&binaries, options).await?;
         postgres.create_database("svc").await?;
         let mut machine = Self::bare(epoch)?;
         machine.write_env("r2.env", &store.env(BUCKET))?;

@@ -7,6 +7,7 @@ mod bundle;
 mod checks;
 mod credentials;
 mod export;
+mod faults;
 mod gate;
 mod large;
 pub mod machine;

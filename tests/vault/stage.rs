@@ -11,7 +11,7 @@ use kit::bundle::{Manifest, SigningKey};
 use serde_json::Value;
 
 use super::bundle::{self, Source};
-use super::machine::{Ended, Machine};
+use super::machine::{Ended, Machine, Running};
 
 pub const OLD: &str = "2026.1.0";
 pub const NEW: &str = "2026.2.0";
@@ -113,12 +113,20 @@ impl Stage {
     }
 
     pub async fn run(&self, words: &[&str], failpoints: Option<&str>) -> Result<Ended> {
+        let running = self.spawn_with(words, failpoints)?;
+        tokio::task::spawn_blocking(move || running.end()).await?
+    }
+
+    pub fn spawn(&self, words: &[&str]) -> Result<Running> {
+        self.spawn_with(words, None)
+    }
+
+    pub fn spawn_with(&self, words: &[&str], failpoints: Option<&str>) -> Result<Running> {
         let words: Vec<&str> = ["svc-update"].iter().chain(words).copied().collect();
         let mut env: Vec<(&str, &str)> =
             self.env.iter().map(|(name, value)| (*name, value.as_str())).collect();
         env.extend(failpoints.map(|points| ("FAILPOINTS", points)));
-        let running = self.machine.spawn(&words, &env)?;
-        tokio::task::spawn_blocking(move || running.end()).await?
+        self.machine.spawn(&words, &env)
     }
 
     pub async fn apply(&self, version: &str) -> Result<Ended> {

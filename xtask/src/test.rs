@@ -1,28 +1,48 @@
 //! `cargo xtask test`: by nextest where it is installed, else by cargo's own runner.
 
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result};
+use kit::long::{REPORT, Sums};
 
 use crate::cargo;
 
-/// Runs the tests whose names contain a filter; all without one. `long` adds those that are ignored by default.
+/// Runs the tests whose names contain a filter; all without one. `long` adds those that are ignored by default, and sums
+/// up what they counted in `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
     // The binary first: tests run it, and a compiler that still works would eat their deadlines.
     cargo::run(&["build", "--workspace"])?;
+    if !long {
+        return played(false, filters, None);
+    }
+    let dir = kit::fetch::target_dir().join("long");
+    std::fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
+    std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
+    let end = played(true, filters, Some(&figures))?;
+    let sums = Sums::keep(&figures, &report)?;
+    println!("{}\nkept in {}", sums.line(), report.display());
+    Ok(if sums.lost == 0 { end } else { ExitCode::FAILURE })
+}
+
+/// By whichever runner there is. `figures` takes what long tests count.
+fn played(long: bool, filters: &[String], figures: Option<&Path>) -> Result<ExitCode> {
+    let figures = figures.map(std::path::absolute).transpose()?;
+    let figures = || figures.iter().map(|path| (REPORT, path));
     if cargo::has("nextest") {
         let mut nextest = cargo::command(&["nextest", "run", "--workspace", "--no-fail-fast"]);
         if long {
             nextest.args(["--run-ignored", "all"]);
         }
-        nextest.args(filters);
+        nextest.args(filters).envs(figures());
         return Ok(ended(&mut nextest)?.0);
     }
     let mut plain = cargo::command(&["test", "--workspace", "--no-fail-fast", "--"]);
     if long {
         plain.arg("--include-ignored");
     }
-    plain.args(filters).stdout(Stdio::piped());
+    plain.args(filters).envs(figures()).stdout(Stdio::piped());
     let (end, counted) = ended(&mut plain)?;
     println!("{counted}");
     Ok(end)

@@ -14,6 +14,7 @@ use super::loss::{self, Lost};
 use super::record::{self, Record};
 use super::replaced;
 use super::snapshot::{Snapshot, SnapshotError};
+use super::unfinished;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
@@ -124,7 +125,7 @@ impl BackupError {
                 Exit::Unavailable
             }
             Self::Lost(_) => Exit::Refused,
-            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::GateShut | Self::Stopped | Self::Snapshot(SnapshotError::Locked(_)) => Exit::TryAgain,
             _ => Exit::Internal,
         }
     }
@@ -200,6 +201,7 @@ async fn back_up(
         return Err(BackupError::GateShut);
     }
     let before = before(settings).await?.filter(|_| empty == Empty::Refused);
+    unfinished::give_up(&settings.layout, &settings.bucket).await;
 
     progress.stage = Stage::Snapshot;
     let snapshot = Snapshot::open(&settings.server).await?;
@@ -265,12 +267,17 @@ async fn upload(
     // Text forms and base-2 paddings make a dump larger than the database at worst by a small factor.
     let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(2));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
+    let open = upload.open().cloned();
+    if let Some(open) = &open {
+        unfinished::note(&settings.layout, open);
+    }
     let end = tokio::select! {
         end = fill(settings, progress, snapshot, &key, before, &mut upload) => end,
         () = stop => Err(BackupError::Stopped),
     };
-    if end.is_err() {
-        upload.abort().await;
+    let over = end.is_ok() || upload.abort().await;
+    if let Some(open) = open.filter(|_| over) {
+        unfinished::forget(&settings.layout, &open);
     }
     end
 }

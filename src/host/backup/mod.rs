@@ -18,6 +18,7 @@ mod share;
 mod side;
 mod snapshot;
 mod toc;
+mod unfinished;
 mod verify;
 
 use std::ffi::OsString;

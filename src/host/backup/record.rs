@@ -28,12 +28,13 @@ pub struct Record {
     pub error: Option<String>,
 }
 
-/// Writes both. The caller holds the lock of the backup, so nobody else appends.
+/// Writes both, and the one where the other fails. The caller holds the lock of the backup, so nobody else appends.
 ///
 /// # Errors
 /// [`FileError`].
 pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
     let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
-    fsx::write_atomic(&layout.last_backup(), &line, 0o644)?;
-    jsonl::append_line(&layout.logs().join("backup.jsonl"), &line)
+    let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
+    let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
+    last.and(appended)
 }

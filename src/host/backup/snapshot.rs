@@ -13,6 +13,8 @@ use crate::host::pgconn::{ConnectError, Server};
 use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const ATTEMPTS: u32 = 3;
+/// How long a table that somebody has locked is waited for, in seconds.
+const LOCK_TIMEOUT: u32 = 60;
 
 /// The open transaction. It ends with the connection, when this is dropped.
 pub struct Snapshot {
@@ -32,6 +34,9 @@ pub struct Snapshot {
 pub enum SnapshotError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
+    /// Something that takes long has it to itself, such as a migration.
+    #[error("a table is locked by another session, for longer than {LOCK_TIMEOUT} s")]
+    Locked(#[source] Error),
     #[error("take a snapshot of the database")]
     Query(#[from] Error),
 }
@@ -49,6 +54,9 @@ impl Snapshot {
                 Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) && attempt < ATTEMPTS => {
                     attempt += 1;
                 }
+                Err(error) if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) => {
+                    return Err(SnapshotError::Locked(error));
+                }
                 end => return Ok(end?),
             }
         }
@@ -56,11 +64,11 @@ impl Snapshot {
 
     async fn export(client: Client) -> Result<Self, Error> {
         client
-            .batch_execute(
-                "SET statement_timeout = 0; SET lock_timeout = '60s'; \
+            .batch_execute(&format!(
+                "SET statement_timeout = 0; SET lock_timeout = '{LOCK_TIMEOUT}s'; \
                  SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; \
-                 SET search_path = pg_catalog; SET row_security = off",
-            )
+                 SET search_path = pg_catalog; SET row_security = off"
+            ))
             .await?;
         let taken_at = clock::now_ms();
         client.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;

@@ -93,6 +93,7 @@ pub async fn open(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
 
 async fn restore(settings: &Settings) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
+    fsx::remove_torn_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = latest(settings).await? else {
         tracing::info!("there is no snapshot: this machine begins with an empty database");
         return set_marker(settings, None);
@@ -178,6 +179,7 @@ async fn bear(patience: &mut Patience, error: StoreError) -> Result<(), RestoreE
 /// An earlier run may have been killed between the swap and the marker.
 async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<bool, RestoreError> {
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    scratch::end_sessions_of(&client, settings.means.name).await.map_err(SwapError::from)?;
     let journal = Journal::read(&settings.layout)?;
     let database = settings.means.server.database();
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
@@ -200,7 +202,9 @@ fn set_marker(settings: &Settings, snapshot: Option<&SnapshotRef>) -> Result<(),
     };
     let text = serde_json::to_vec(&marker).expect("a marker of plain fields is JSON");
     // On a machine the directory is root's, and the marker a link to where this program may write.
-    fsx::write_atomic(&fsx::through_link(&settings.layout.restore_complete()), &text, 0o644)?;
+    let place = fsx::through_link(&settings.layout.restore_complete());
+    fsx::remove_torn(&place)?;
+    fsx::write_atomic(&place, &text, 0o644)?;
     failpoint::pass("restore.marker")?;
     Ok(())
 }

@@ -15,7 +15,7 @@ use crate::config::Env;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
-pub use database::{Scratch, drop_scratch, drop_scratches, oid};
+pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, ensure_room, fetch, remove_all as remove_dumps};
 pub use load::{LoadError, Roles, connect_patiently, drop_drills_roles, into_scratch, refuse_newer};
 

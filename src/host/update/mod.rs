@@ -37,6 +37,7 @@ use crate::machine::name::ImageVersion;
 
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
+pub use unpack::{Limits, UnpackError, unpack};
 
 use apply::Wanted;
 use journal::Allowances;

@@ -120,7 +120,7 @@ fn point(link: &Path, target: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes what runs that were killed left: partial releases, and links that were not renamed yet.
+/// Removes what runs that were killed left: partial releases, and links and records that were not renamed yet.
 ///
 /// # Errors
 /// [`FileError`].
@@ -141,7 +141,7 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
             fsx::remove_if_there(&opt.join(entry))?;
         }
     }
-    Ok(())
+    fsx::remove_torn_in(&layout.update_state(), |_| true)
 }
 
 fn entries(dir: &Path) -> Result<Vec<String>, FileError> {

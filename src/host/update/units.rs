@@ -50,6 +50,13 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     let known = known(layout)?;
     record(layout, known.iter().chain(wanted.keys()).cloned().collect())?;
     failpoint::pass("update.units_announced")?;
+    let places: BTreeSet<PathBuf> =
+        known.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
+    for place in places {
+        // Of an installation that was killed.
+        let ours = |name: &str| known.contains(&place.join(name)) || wanted.contains_key(&place.join(name));
+        fsx::remove_torn_in(&layout.root().join(&place), ours)?;
+    }
     for (target, source) in &wanted {
         copy(source, &layout.root().join(target))?;
     }

@@ -19,6 +19,7 @@
 //! | [`deb`] | the Debian packages, and what dpkg does with them in a root of their own |
 //! | [`mod@bench`] | measurements beside peers, in rounds |
 //! | [`checkers`] | programs that check what is written for a machine |
+//! | [`long`] | figures of the long tests, and their sums |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
 //! The kit never links the product: it speaks to it as its users do.
@@ -34,6 +35,7 @@ pub mod dev;
 pub mod fetch;
 pub mod idp;
 pub mod lab;
+pub mod long;
 pub mod moto;
 pub mod net;
 pub mod packages;

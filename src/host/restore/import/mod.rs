@@ -132,6 +132,7 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     let snapshot = archived.side.named();
     scratch::refuse_newer(&settings.means, &archived.side).await?;
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    scratch::end_sessions_of(&client, settings.means.name).await?;
     scratch::drop_scratches(&client).await?;
     drop(client);
     let state = layout.restore_state();

@@ -24,6 +24,10 @@ use http::Uri;
 pub enum Fault {
     /// Nothing is done, and the answer has this status (5xx, 429, 403…).
     Status(u16),
+    /// Nothing is done, and the answer is an error of S3 with this status and code (`403`, `RequestTimeTooSkewed`).
+    Code(u16, &'static str),
+    /// All is done, and the answer's ETag is another.
+    WrongEtag,
     /// It takes this much longer; further faults still apply.
     Delay(Duration),
     /// All is done, and the connection is cut before a word of the answer.

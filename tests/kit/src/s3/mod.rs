@@ -211,6 +211,17 @@ impl S3Server {
         keys
     }
 
+    /// Those of them that hold parts, and so take room.
+    pub fn uploads_with_parts(&self, bucket: &str) -> Vec<String> {
+        let keys = |bucket: &mut store::Bucket| {
+            let filled = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
+            Ok(filled.map(|upload| upload.key.clone()).collect())
+        };
+        let mut keys: Vec<String> = self.store.with(bucket, keys).unwrap_or_default();
+        keys.sort();
+        keys
+    }
+
     /// Lets a fault happen to the requests that the rule names.
     pub fn fault(&self, rule: Rule) -> Hits {
         self.wire.faults.add(rule)

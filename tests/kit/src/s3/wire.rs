@@ -74,7 +74,8 @@ impl Wire {
     ) -> Result<Response<Body>, HttpError> {
         match fault {
             Some(Fault::Refuse) => return Err(cut("refused")),
-            Some(Fault::Status(status)) => return refusal(request, status).await,
+            Some(Fault::Status(status)) => return refusal(request, status, code_of(status)).await,
+            Some(Fault::Code(status, code)) => return refusal(request, status, code).await,
             Some(Fault::StaleRead) => {
                 request.extensions_mut().insert(StaleRead);
             }
@@ -92,7 +93,8 @@ impl Wire {
         }
         match fault {
             Some(Fault::LostReply) => Err(cut("the reply was lost")),
-            Some(Fault::StatusAfterCommit(status)) => trouble(status),
+            Some(Fault::StatusAfterCommit(status)) => trouble(status, code_of(status)),
+            Some(Fault::WrongEtag) => Ok(with_other_etag(response.map(BodyExt::boxed_unsync))),
             Some(Fault::TruncateBody(after)) => Ok(response.map(|body| truncated(body, after))),
             Some(Fault::CorruptBody) => {
                 let length = response.headers().get(http::header::CONTENT_LENGTH);
@@ -129,18 +131,34 @@ impl hyper::body::Body for Lent {
 }
 
 /// As a store in trouble answers: it has read the request, and has not done it.
-async fn refusal(request: Request<Incoming>, status: u16) -> Result<Response<Body>, HttpError> {
+async fn refusal(
+    request: Request<Incoming>,
+    status: u16,
+    code: &'static str,
+) -> Result<Response<Body>, HttpError> {
     let mut body = BodyStream::new(request.into_body());
     while body.next().await.is_some_and(|frame| frame.is_ok()) {}
-    trouble(status)
+    trouble(status, code)
 }
 
-fn trouble(status: u16) -> Result<Response<Body>, HttpError> {
-    let code = match status {
+fn code_of(status: u16) -> &'static str {
+    match status {
         403 => "AccessDenied",
         429 | 503 => "SlowDown",
         _ => "InternalError",
-    };
+    }
+}
+
+/// Its form is that of a good one: nothing but the content would tell.
+fn with_other_etag(mut response: Response<Body>) -> Response<Body> {
+    let etag = http::HeaderValue::from_static("\"00000000000000000000000000000000\"");
+    if let Some(there) = response.headers_mut().get_mut(http::header::ETAG) {
+        *there = etag;
+    }
+    response
+}
+
+fn trouble(status: u16, code: &'static str) -> Result<Response<Body>, HttpError> {
     let xml = format!(
         "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>a fault of the test's</Message></Error>"
     );

@@ -103,3 +103,21 @@ async fn down_refuses_and_up_has_everything_on_the_same_port() -> Result<()> {
     assert_eq!(rig.server.endpoint(), endpoint);
     Ok(())
 }
+
+#[tokio::test]
+async fn an_error_has_the_code_that_it_was_given_and_an_etag_is_another() -> Result<()> {
+    let rig = rig()?;
+    rig.server.write("fleet", "one", "content of one");
+    rig.server.fault(Rule::new(Fault::Code(403, "RequestTimeTooSkewed")));
+    let error = rig.get("one").await.expect_err("refused");
+    assert!(format!("{error:#}").contains("RequestTimeTooSkewed"), "{error:#}");
+    let told = rig.server.objects("fleet", "one").pop().map(|object| object.etag);
+    rig.server.fault(Rule::new(Fault::WrongEtag));
+    let etag = async || -> Result<Option<String>> {
+        let meta = object_store::ObjectStoreExt::head(&rig.client, &"one".into()).await?;
+        Ok(meta.e_tag.map(|etag| etag.trim_matches('"').to_owned()))
+    };
+    let (wrong, right) = (etag().await?, etag().await?);
+    assert!(wrong != told && right == told, "{wrong:?}, {right:?}, {told:?}");
+    Ok(())
+}

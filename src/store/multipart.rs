@@ -1,0 +1,88 @@
+//! Multipart uploads that are known by an id: whoever comes after a process that was killed in one can give it up.
+//!
+//! Owns the order of the parts. A store without ids (a directory, memory) has nothing that would have to be given up.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{Error, MultipartId, MultipartUpload, PutPayload, PutResult, Result, UploadPart};
+use serde::{Deserialize, Serialize};
+
+/// An upload that was begun.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OpenUpload {
+    /// The object's, in the bucket.
+    pub key: String,
+    pub upload_id: String,
+}
+
+/// A store whose uploads have ids.
+#[derive(Clone)]
+pub(super) struct Identified(pub(super) Arc<dyn MultipartStore>);
+
+impl fmt::Debug for Identified {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Identified")
+    }
+}
+
+impl Identified {
+    pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
+        let id = self.0.create_multipart(key).await?;
+        let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
+        let upload = Parts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
+        Ok((Box::new(upload), open))
+    }
+
+    /// One that is not there any more was completed or given up: that is success.
+    pub(super) async fn give_up(&self, open: &OpenUpload) -> Result<()> {
+        match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            end => end,
+        }
+    }
+}
+
+/// One upload under way.
+#[derive(Debug)]
+struct Parts {
+    store: Identified,
+    key: Path,
+    id: MultipartId,
+    begun: usize,
+    arrived: Arc<Mutex<BTreeMap<usize, PartId>>>,
+}
+
+#[async_trait]
+impl MultipartUpload for Parts {
+    fn put_part(&mut self, data: PutPayload) -> UploadPart {
+        let index = self.begun;
+        self.begun += 1;
+        let (store, key, id) = (self.store.clone(), self.key.clone(), self.id.clone());
+        let arrived = Arc::clone(&self.arrived);
+        Box::pin(async move {
+            let part = store.0.put_part(&key, &id, index, data).await?;
+            arrived.lock().unwrap_or_else(PoisonError::into_inner).insert(index, part);
+            Ok(())
+        })
+    }
+
+    async fn complete(&mut self) -> Result<PutResult> {
+        let parts: Vec<PartId> =
+            self.arrived.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        if parts.len() < self.begun {
+            let source = format!("{} of {} parts have arrived", parts.len(), self.begun).into();
+            return Err(Error::Generic { store: "multipart", source });
+        }
+        self.store.0.complete_multipart(&self.key, &self.id, parts).await
+    }
+
+    async fn abort(&mut self) -> Result<()> {
+        self.store.0.abort_multipart(&self.key, &self.id).await
+    }
+}

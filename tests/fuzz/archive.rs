@@ -1,0 +1,290 @@
+//! A bundle's archive, as the updater unpacks it: whatever is in it, nothing outside the directory is made, changed or
+//! led to.
+//!
+//! A case is the tar in the bundle: what is wrong with the compression around it is told by its own checksums.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use proptest::prelude::*;
+use svc::host::update::{Limits, unpack};
+use tar::EntryType;
+
+use super::Target;
+
+const LIMITS: Limits = Limits { entries: 40, bytes: 200_000 };
+/// Below what the directory is in; no entry reaches it.
+const OUTSIDE: &str = "outside";
+
+/// One entry as its header says, past all that a builder would check.
+#[derive(Debug, Clone)]
+struct Entry {
+    path: Vec<u8>,
+    link: Vec<u8>,
+    kind: u8,
+    mode: u32,
+    body: Vec<u8>,
+    /// Instead of the body's length.
+    size: Option<u64>,
+}
+
+fn file(path: &str, body: &[u8]) -> Entry {
+    Entry { path: path.into(), link: Vec::new(), kind: b'0', mode: 0o644, body: body.to_vec(), size: None }
+}
+
+fn link(path: &str, target: &str) -> Entry {
+    Entry { link: target.into(), kind: b'2', mode: 0o777, ..file(path, b"") }
+}
+
+fn tar(entries: &[Entry]) -> Vec<u8> {
+    let mut archive = Vec::new();
+    for entry in entries {
+        let mut header = tar::Header::new_gnu();
+        let old = header.as_old_mut();
+        let (path, link) =
+            (&entry.path[..entry.path.len().min(100)], &entry.link[..entry.link.len().min(100)]);
+        old.name[..path.len()].copy_from_slice(path);
+        old.linkname[..link.len()].copy_from_slice(link);
+        header.set_entry_type(EntryType::new(entry.kind));
+        header.set_mode(entry.mode);
+        header.set_size(entry.size.unwrap_or(entry.body.len() as u64));
+        header.set_cksum();
+        archive.extend_from_slice(header.as_bytes());
+        archive.extend_from_slice(&entry.body);
+        archive.resize(archive.len().next_multiple_of(512), 0);
+    }
+    archive.resize(archive.len() + 1024, 0);
+    archive
+}
+
+fn gz(bytes: &[u8]) -> Vec<u8> {
+    let mut out = GzEncoder::new(Vec::new(), Compression::fast());
+    out.write_all(bytes).expect("memory takes it");
+    out.finish().expect("memory takes it")
+}
+
+/// With the checksums of the headers right again, so that what was changed in them is looked at.
+fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
+    let mut at = 0;
+    while let Some(block) = bytes.get_mut(at..at + 512) {
+        let mut header = tar::Header::new_old();
+        header.as_mut_bytes().copy_from_slice(block);
+        header.set_cksum();
+        block.copy_from_slice(header.as_bytes());
+        let size = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
+        at = at.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
+        // An end mark is a block of zeros, and stays one.
+        if bytes.get(at..at + 512).is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
+            break;
+        }
+    }
+    bytes
+}
+
+pub fn unpacked() -> Target {
+    let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
+    Target { name: "archive", valid, holds: archive_holds, accepts: archive_accepted, cases: 500 }
+}
+
+/// Files and links as a release has them. Names are numbered, so that none comes twice or is another's directory.
+fn in_order() -> impl Strategy<Value = Vec<u8>> {
+    let body = prop::collection::vec(any::<u8>(), 0..700);
+    prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
+        let mut entries = Vec::new();
+        for (number, (depth, body, runs)) in files.iter().enumerate() {
+            let path = format!("{}f{number}", "d/".repeat(*depth));
+            entries.push(Entry { mode: if *runs { 0o755 } else { 0o644 }, ..file(&path, body) });
+            entries.push(link(&format!("{path}.link"), &format!("f{number}")));
+        }
+        tar(&entries)
+    })
+}
+
+/// Entries that try to get out, in any order.
+fn hostile() -> impl Strategy<Value = Vec<u8>> {
+    let name = || {
+        prop_oneof![
+            4 => "(\\./)?[ab](/[ab]){0,2}",
+            2 => "(\\.\\./){1,3}outside",
+            1 => "[ab]/(\\.\\./){1,4}outside",
+            1 => Just("/tmp/svc-fuzz-outside".to_owned()),
+            1 => Just("..".to_owned()),
+            1 => Just(String::new()),
+            1 => "\\PC{1,60}",
+        ]
+    };
+    let kind = prop_oneof![
+        4 => Just(b'0'),
+        4 => Just(b'2'),
+        2 => Just(b'5'),
+        2 => prop::sample::select(&b"1346LKxgSMV\0"[..]),
+        1 => any::<u8>(),
+    ];
+    let mode = prop_oneof![4 => Just(0o755), 1 => Just(0o4755), 1 => Just(0o2755), 1 => Just(0o1777), 1 => 0..0o10_000_u32];
+    let body = prop_oneof![
+        3 => prop::collection::vec(any::<u8>(), 0..60),
+        1 => name().prop_map(|name| format!("{name}\0").into_bytes()),
+        1 => ("path|linkpath|size|mtime|GNU.sparse.map", name()).prop_map(|(key, value)| pax(&key, &value)),
+    ];
+    let size =
+        prop_oneof![8 => Just(None), 1 => any::<u64>().prop_map(Some), 1 => (0..5000u64).prop_map(Some)];
+    let entry = (name(), name(), kind, mode, body, size).prop_map(|(path, link, kind, mode, body, size)| {
+        Entry { path: path.into(), link: link.into(), kind, mode, body, size }
+    });
+    prop::collection::vec(entry, 1..10).prop_map(|entries| tar(&entries))
+}
+
+/// `len key=value\n`, where `len` counts itself.
+fn pax(key: &str, value: &str) -> Vec<u8> {
+    let rest = format!(" {key}={value}\n");
+    let mut length = rest.len() + 1;
+    while length.to_string().len() + rest.len() != length {
+        length += 1;
+    }
+    format!("{length}{rest}").into_bytes()
+}
+
+/// A directory for the archive, with something beside it.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        fs::write(dir.path().join(OUTSIDE), "untouched").expect("written");
+        fs::create_dir(dir.path().join("into")).expect("made");
+        Self { dir }
+    }
+
+    fn within(&self) -> PathBuf {
+        self.dir.path().join("into")
+    }
+
+    /// What is beside the directory is as it was.
+    fn is_untouched(&self) -> Result<(), String> {
+        let mut names: Vec<_> = fs::read_dir(self.dir.path())
+            .map_err(|error| error.to_string())?
+            .flatten()
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        if names != ["into", OUTSIDE] {
+            return Err(format!("beside the directory there is {names:?}"));
+        }
+        let outside = self.dir.path().join(OUTSIDE);
+        let mode = fs::symlink_metadata(&outside).map_err(|error| error.to_string())?.permissions().mode();
+        let content = fs::read(&outside).unwrap_or_default();
+        if content != b"untouched" || mode & 0o7000 != 0 || Path::new("/tmp/svc-fuzz-outside").exists() {
+            return Err("what is outside was changed".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// Of what was accepted: files, directories, and links that end inside; no bit that raises rights; within the limits.
+fn is_a_release(into: &Path) -> Result<(), String> {
+    let root = fs::canonicalize(into).map_err(|error| error.to_string())?;
+    let (mut bytes, mut todo) = (0, vec![root.clone()]);
+    while let Some(dir) = todo.pop() {
+        for entry in fs::read_dir(&dir).map_err(|error| error.to_string())?.flatten() {
+            let path = entry.path();
+            let meta = fs::symlink_metadata(&path).map_err(|error| error.to_string())?;
+            let mode = meta.permissions().mode();
+            if meta.is_symlink() {
+                let end = fs::canonicalize(&path);
+                if !end.as_ref().is_ok_and(|end| end.starts_with(&root)) {
+                    return Err(format!("{} leads to {end:?}", path.display()));
+                }
+            } else if meta.is_dir() {
+                todo.push(path);
+            } else if !meta.is_file() || mode & 0o7022 != 0 {
+                return Err(format!("{} is of the mode {mode:o}", path.display()));
+            } else {
+                bytes += meta.len();
+            }
+        }
+    }
+    if bytes > LIMITS.bytes { Err(format!("{bytes} bytes are more than the limit")) } else { Ok(()) }
+}
+
+fn archive_holds(bytes: &[u8]) -> Result<(), String> {
+    for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
+        let place = Place::new();
+        let end = unpack(&*gz(&tar), &place.within(), LIMITS);
+        place.is_untouched()?;
+        if end.is_ok() {
+            is_a_release(&place.within())?;
+        }
+    }
+    Ok(())
+}
+
+/// Only what has nothing hostile in it must be accepted; it is known by its first entry.
+fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
+    let mut archive = tar::Archive::new(bytes);
+    let mut wanted = Vec::new();
+    for entry in archive.entries().into_iter().flatten() {
+        let Ok(mut entry) = entry else { return Ok(()) };
+        let path = entry.path().map(std::borrow::Cow::into_owned).unwrap_or_default();
+        let text = path.to_string_lossy().into_owned();
+        let name = text.rsplit('/').next().unwrap_or_default();
+        let is_ours = name.starts_with('f') && text.len() == name.len() + 2 * text.matches("d/").count();
+        if !is_ours {
+            return Ok(());
+        }
+        let mut body = Vec::new();
+        std::io::Read::read_to_end(&mut entry, &mut body).map_err(|error| error.to_string())?;
+        if entry.header().entry_type() == EntryType::Regular {
+            wanted.push((path, body, entry.header().mode().unwrap_or_default()));
+        }
+    }
+    let place = Place::new();
+    unpack(&*gz(bytes), &place.within(), LIMITS).map_err(|error| error.to_string())?;
+    for (path, body, mode) in wanted {
+        let at = place.within().join(&path);
+        let linked =
+            at.with_file_name(format!("{}.link", at.file_name().unwrap_or_default().to_string_lossy()));
+        let found = fs::metadata(&at).map_err(|error| error.to_string())?.permissions().mode() & 0o7777;
+        if fs::read(&at).ok() != Some(body.clone()) || fs::read(linked).ok() != Some(body) || found != mode {
+            return Err(format!("{} is another", path.display()));
+        }
+    }
+    Ok(())
+}
+
+/// The look itself: each of these would be an archive's work.
+#[test]
+fn what_is_no_release_is_seen() {
+    type Spoil = fn(&Place);
+    let spoils: [(&str, Spoil); 7] = [
+        ("a link out", |place| {
+            std::os::unix::fs::symlink("../outside", place.within().join("x")).expect("made");
+        }),
+        ("a link to nowhere", |place| {
+            std::os::unix::fs::symlink("none", place.within().join("x")).expect("made");
+        }),
+        ("a pipe", |place| {
+            nix::unistd::mkfifo(&place.within().join("x"), nix::sys::stat::Mode::S_IRWXU).expect("made");
+        }),
+        ("a bit that raises rights", |place| {
+            let path = place.within().join("x");
+            fs::write(&path, "").expect("written");
+            fs::set_permissions(path, fs::Permissions::from_mode(0o4755)).expect("set");
+        }),
+        ("too much", |place| fs::write(place.within().join("x"), vec![0; 200_001]).expect("written")),
+        ("a file beside it", |place| fs::write(place.dir.path().join("x"), "").expect("written")),
+        ("another file's content", |place| fs::write(place.dir.path().join(OUTSIDE), "!").expect("written")),
+    ];
+    for (what, spoil) in spoils {
+        let place = Place::new();
+        let look = |place: &Place| place.is_untouched().and_then(|()| is_a_release(&place.within()));
+        look(&place).expect("nothing was done yet");
+        spoil(&place);
+        look(&place).expect_err(what);
+    }
+}

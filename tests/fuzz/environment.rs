@@ -1,0 +1,150 @@
+//! Env files: what user-data leaves on a machine, and what operators write.
+
+use proptest::prelude::*;
+use svc::config::{Env, env_line, parse_env_file};
+use svc::host::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
+use svc::store::config::StoreConfig;
+use svc::store::key::SlotPrefix;
+
+use super::Target;
+
+pub fn env_file() -> Target {
+    Target {
+        name: "env-file",
+        valid: files().boxed(),
+        holds: file_holds,
+        accepts: file_accepted,
+        cases: 1500,
+    }
+}
+
+fn files() -> impl Strategy<Value = Vec<u8>> {
+    let line = prop_oneof![
+        6 => ("[A-Za-z_][A-Za-z0-9_]{0,12}", "[^\\r\\n]{0,24}").prop_map(|(name, value)| env_line(&name, &value)),
+        1 => "[#;][^\\r\\n]{0,12}\n",
+        1 => Just("\n".to_owned()),
+        1 => "[A-Z]{1,5}=[a-z0-9:/._-]{0,12}\n",
+    ];
+    prop::collection::vec(line, 0..12).prop_map(|lines| lines.concat().into_bytes())
+}
+
+/// Names are names; what was read and is written again is read as the same.
+fn file_holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
+    let pairs = match parse_env_file(text) {
+        Ok(pairs) => pairs,
+        Err(line) if (1..=text.lines().count()).contains(&line) => return Ok(()),
+        Err(line) => return Err(format!("line {line} of {} is told", text.lines().count())),
+    };
+    let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let good = |name: &str| name.chars().all(named) && !name.starts_with(|c: char| c.is_ascii_digit());
+    if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !good(name)) {
+        return Err(format!("{name:?} was taken for a name"));
+    }
+    let again: String = pairs.iter().map(|(name, value)| env_line(name, value)).collect();
+    if parse_env_file(&again).as_ref() == Ok(&pairs) {
+        Ok(())
+    } else {
+        Err(format!("{again:?} is read as another"))
+    }
+}
+
+/// Every line that was written is read, in order.
+fn file_accepted(bytes: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
+    let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with(['#', ';'])).count();
+    if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} were read", pairs.len())) }
+}
+
+/// In every variable that is a secret; no error may hold it.
+const SECRET: &str = "hunter2-hunter2";
+
+pub fn boot_env() -> Target {
+    Target { name: "boot-env", valid: boots().boxed(), holds: boot_holds, accepts: boot_accepted, cases: 800 }
+}
+
+/// The three files of a machine in one, as `platform/userdata.rs` writes them.
+fn boots() -> impl Strategy<Value = Vec<u8>> {
+    let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
+    let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
+    (user, slot, handle, version, any::<u32>(), any::<u128>()).prop_map(
+        |(user, slot, handle, version, epoch, machine)| {
+            let pairs = [
+                ("SVC_MACHINE_ID", uuid::Uuid::from_u128(machine).to_string()),
+                ("SVC_USER_ID", user),
+                ("SVC_HANDLE", handle),
+                ("SVC_SLOT", slot),
+                ("SVC_EPOCH", epoch.to_string()),
+                ("SVC_IMAGE_VERSION", version),
+                ("PLATFORM_INTERNAL_URL", "https://platform.example:8443/base".to_owned()),
+                ("UPGRADE_TOKEN", SECRET.to_owned()),
+                ("SVC_PROOF_KEYS", r#"{"keys":[{"kid":"first","x":"AAAA"}]}"#.to_owned()),
+                ("OBJECT_STORE_URL", "s3://fleet".to_owned()),
+                ("OBJECT_STORE_ENDPOINT", "https://store.example".to_owned()),
+                ("AWS_ACCESS_KEY_ID", "AKIA".to_owned()),
+                ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+                ("AWS_CREDENTIAL_EXPIRATION", "2026-12-01T00:00:00.000Z".to_owned()),
+                ("DATABASE_URL", format!("postgres://postgres:{SECRET}@127.0.0.1:5432/svc")),
+                ("REGISTRATION_TOKEN", SECRET.to_owned()),
+            ];
+            pairs.iter().map(|(name, value)| env_line(name, value)).collect::<String>().into_bytes()
+        },
+    )
+}
+
+/// What an applet takes from the files at its start, and what it says where it cannot.
+struct Read {
+    identity: Option<Identity>,
+    said: Option<String>,
+}
+
+fn read(bytes: &[u8]) -> Read {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("host.env");
+    std::fs::write(&path, bytes).expect("written");
+    let mut env = Env::from_pairs([]).with_file(&path);
+    let identity = Identity::read(&mut env);
+    let version = image_version(&mut env);
+    let platform = PlatformLink::read(&mut env);
+    let store = StoreConfig::read(&mut env);
+    let database = DatabaseUrl::read(&mut env);
+    let keys = first_proof_keys(&mut env);
+    let said_of_database =
+        database.as_ref().and_then(|url| url.config().err()).map(|error| error.to_string());
+    let shown = format!("{identity:?} {version:?} {store:?} {database:?}");
+    let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);
+    let said = env.finish(all).err().map(|error| error.to_string());
+    let said = [said, said_of_database].into_iter().flatten().reduce(|one, other| one + &other);
+    // What a log would show counts as said.
+    let said = if shown.contains(SECRET) { Some(shown) } else { said };
+    Read { identity, said }
+}
+
+fn boot_holds(bytes: &[u8]) -> Result<(), String> {
+    let Read { identity, said } = read(bytes);
+    if let Some(said) = said.filter(|said| said.contains(SECRET)) {
+        return Err(format!("a secret is told: {said}"));
+    }
+    let Some(identity) = identity else { return Ok(()) };
+    let slot = SlotPrefix::new(&identity.user, &identity.slot);
+    let inside = slot.root().parts().count() == 2 && !slot.pointer().as_ref().contains("..//");
+    let plain = !identity.handle.as_str().contains(['/', '.', ' ', '\n', '"']);
+    if inside && plain { Ok(()) } else { Err(format!("{identity:?} was accepted")) }
+}
+
+fn boot_accepted(bytes: &[u8]) -> Result<(), String> {
+    let Read { identity, said } = read(bytes);
+    if let Some(said) = said {
+        return Err(said);
+    }
+    let identity = identity.ok_or("nothing was read, and nothing said")?;
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let pairs = parse_env_file(text).map_err(|line| format!("line {line}"))?;
+    let of = |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
+    let same = of("SVC_USER_ID") == Some(identity.user.as_str())
+        && of("SVC_SLOT") == Some(identity.slot.as_str())
+        && of("SVC_MACHINE_ID") == Some(&*identity.machine.to_string())
+        && of("SVC_EPOCH") == Some(&*identity.epoch.to_string());
+    if same { Ok(()) } else { Err(format!("{identity:?} was read")) }
+}

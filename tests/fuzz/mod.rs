@@ -1,0 +1,196 @@
+//! Parsers of what comes from outside, given documents that somebody has changed: none of them panics, and none accepts what
+//! is outside the rules.
+//!
+//! A [`Target`] is a parser with its rules. Valid documents are made and then mutated, because random bytes are refused at
+//! their first. What once broke a rule is kept below `tests/corpus/<target>`, and is always played again. The short form
+//! plays a few cases for every change, the long one (`cargo xtask test --long`) for a minute by the clock.
+
+mod archive;
+mod environment;
+mod mutation;
+mod objects;
+mod release;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::long::Figures;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
+
+use mutation::{Mutation, mutate};
+
+const LONG: Duration = Duration::from_secs(60);
+/// Of a round of the long form: the clock is looked at in between.
+const ROUND: u32 = 400;
+
+/// A parser, and what must hold of it.
+struct Target {
+    /// Of its corpus.
+    name: &'static str,
+    /// Documents that are in order.
+    valid: BoxedStrategy<Vec<u8>>,
+    /// Holds of any bytes: refused, or accepted within the rules. The error says which rule is broken.
+    holds: fn(&[u8]) -> Result<(), String>,
+    /// A document that is in order is accepted, and says what it said. Without it, refusing all would hold.
+    accepts: fn(&[u8]) -> Result<(), String>,
+    /// Of the short form.
+    cases: u32,
+}
+
+/// What is given to the parser: a valid document as it is, or changed.
+type Case = (Vec<u8>, Vec<Mutation>);
+
+impl Target {
+    fn case(&self) -> impl Strategy<Value = Case> + use<> {
+        let changes = prop_oneof![
+            1 => Just(Vec::new()),
+            4 => prop::collection::vec(any::<Mutation>(), 1..6),
+        ];
+        (self.valid.clone(), changes)
+    }
+
+    fn check(&self, case: &Case) -> Result<(), TestCaseError> {
+        let (valid, mutations) = case;
+        let bytes = mutate(valid.clone(), mutations);
+        if bytes == *valid {
+            (self.accepts)(valid).map_err(TestCaseError::fail)?;
+        }
+        (self.holds)(&bytes).map_err(TestCaseError::fail)
+    }
+
+    /// # Errors
+    /// The smallest case that broke a rule or panicked.
+    fn play(&self, cases: u32) -> Result<(), String> {
+        let config = Config { cases, failure_persistence: None, ..Config::default() };
+        let mut runner = TestRunner::new(config);
+        runner.run(&self.case(), |case| self.check(&case)).map_err(|error| match error {
+            TestError::Abort(why) => format!("{}: {why}", self.name),
+            TestError::Fail(why, (valid, mutations)) => {
+                let bytes = mutate(valid, &mutations);
+                let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
+                format!("{name}: {why}\nof {text:?}\nkeep as a file of tests/corpus/{name} the bytes {hex}")
+            }
+        })
+    }
+
+    fn corpus(&self) -> Result<Vec<(PathBuf, Vec<u8>)>> {
+        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(self.name);
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
+            let path = entry?.path();
+            files.push((path.clone(), std::fs::read(path)?));
+        }
+        ensure!(!files.is_empty(), "{} is empty", dir.display());
+        Ok(files)
+    }
+}
+
+fn targets() -> Vec<Target> {
+    vec![
+        objects::pointer(),
+        objects::side_record(),
+        release::manifest(),
+        release::signature(),
+        archive::unpacked(),
+        environment::env_file(),
+        environment::boot_env(),
+    ]
+}
+
+fn target(name: &str) -> Target {
+    targets().into_iter().find(|target| target.name == name).expect("one of the targets")
+}
+
+fn short(name: &str) {
+    let target = target(name);
+    target.play(target.cases).unwrap();
+}
+
+fn long(name: &str) -> Result<()> {
+    let target = target(name);
+    let (begun, mut fuzz_cases) = (Instant::now(), 0);
+    let mut end = Ok(());
+    while begun.elapsed() < LONG && end.is_ok() {
+        end = target.play(ROUND);
+        fuzz_cases += u64::from(ROUND);
+    }
+    Figures { fuzz_cases, ..Figures::of(&format!("fuzz of {name}")) }.tell()?;
+    end.map_err(anyhow::Error::msg)
+}
+
+macro_rules! fuzzed {
+    ($($short:ident, $long:ident, $name:literal;)+) => {
+        $(
+            #[test]
+            fn $short() {
+                short($name);
+            }
+
+            #[test]
+            #[ignore = "long: a minute by the clock"]
+            fn $long() -> Result<()> {
+                long($name)
+            }
+        )+
+
+        /// A target that nobody plays would prove nothing.
+        #[test]
+        fn every_target_is_played() {
+            let names: Vec<_> = targets().iter().map(|target| target.name).collect();
+            assert_eq!(names, [$($name),+]);
+        }
+    };
+}
+
+fuzzed! {
+    a_changed_pointer_leads_nowhere_else, long_a_changed_pointer_leads_nowhere_else, "pointer";
+    a_changed_side_record_is_of_its_dump, long_a_changed_side_record_is_of_its_dump, "side-record";
+    a_changed_manifest_is_not_believed, long_a_changed_manifest_is_not_believed, "manifest";
+    a_changed_signature_is_worth_nothing, long_a_changed_signature_is_worth_nothing, "signature";
+    a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
+    a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
+    a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
+}
+
+#[test]
+fn what_once_broke_a_rule_breaks_none() -> Result<()> {
+    for target in targets() {
+        for (path, bytes) in target.corpus()? {
+            (target.holds)(&bytes).map_err(|rule| anyhow::anyhow!("{}: {rule}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// The player itself: rules that are broken now and then, and a parser that panics, are found.
+#[test]
+fn a_parser_that_accepts_too_much_is_found() {
+    fn valid() -> BoxedStrategy<Vec<u8>> {
+        Just(b"{\"key\":\"a/b.dump\"}".to_vec()).boxed()
+    }
+    fn leads_up(bytes: &[u8]) -> Result<(), String> {
+        if bytes.windows(2).any(|pair| pair == b"..") { Err("leads up".to_owned()) } else { Ok(()) }
+    }
+    fn panics(bytes: &[u8]) -> Result<(), String> {
+        assert!(!bytes.is_empty(), "an index out of bounds, say");
+        Ok(())
+    }
+    fn refuses(_: &[u8]) -> Result<(), String> {
+        Err("refused".to_owned())
+    }
+    fn fine(_: &[u8]) -> Result<(), String> {
+        Ok(())
+    }
+    let of = |holds, accepts| Target { name: "broken", valid: valid(), holds, accepts, cases: 0 };
+    of(fine, fine).play(3000).unwrap();
+    for (what, target, said) in [
+        ("a rule", of(leads_up, fine), "leads up"),
+        ("a panic", of(panics, fine), "an index out of bounds"),
+        ("a refusal", of(fine, refuses), "refused"),
+    ] {
+        let found = target.play(3000).expect_err(what);
+        assert!(found.contains(said) && found.contains("tests/corpus/broken"), "{what}: {found}");
+    }
+}

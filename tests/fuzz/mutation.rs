@@ -1,0 +1,189 @@
+//! Changes to a document: single bits and bytes, pieces that are cut, doubled or put in, and in a JSON document, values that
+//! are others.
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use serde_json::{Value, json};
+
+/// One change. A place is relative to the document's length, so that each fits any document.
+#[derive(Debug, Clone)]
+pub enum Mutation {
+    Flip {
+        at: Index,
+        bit: u8,
+    },
+    Byte {
+        at: Index,
+        byte: u8,
+    },
+    Insert {
+        at: Index,
+        what: &'static [u8],
+    },
+    Remove {
+        at: Index,
+        length: u8,
+    },
+    Double {
+        at: Index,
+        length: u8,
+    },
+    Cut {
+        at: Index,
+    },
+    /// One value of a JSON document; bytes that are none stay as they are.
+    Value {
+        at: Index,
+        value: Value,
+    },
+    /// A field of a JSON document is gone.
+    Without {
+        at: Index,
+    },
+}
+
+/// What parsers stumble on.
+const PIECES: [&[u8]; 24] = [
+    b"..",
+    b"../",
+    b"/",
+    b"//",
+    b"\0",
+    b"\"",
+    b"\\",
+    b"{",
+    b"}",
+    b"[[[[[[[[[[[[",
+    b"null",
+    b"-1",
+    b"1e999",
+    b"18446744073709551616",
+    b"9007199254740993",
+    b"\n",
+    b"\r\n",
+    b"=",
+    b" ",
+    b"%2e%2e%2f",
+    b"\xff\xfe",
+    b"\xe2\x80\xae",
+    b"#",
+    b"$(id)",
+];
+
+impl Arbitrary for Mutation {
+    type Parameters = ();
+    type Strategy = BoxedStrategy<Self>;
+
+    fn arbitrary_with((): ()) -> Self::Strategy {
+        let at = || any::<Index>();
+        prop_oneof![
+            2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::Flip { at, bit }),
+            2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::Byte { at, byte }),
+            3 => (at(), prop::sample::select(&PIECES[..])).prop_map(|(at, what)| Self::Insert { at, what }),
+            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
+            1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Double { at, length }),
+            1 => at().prop_map(|at| Self::Cut { at }),
+            4 => (at(), value()).prop_map(|(at, value)| Self::Value { at, value }),
+            1 => at().prop_map(|at| Self::Without { at }),
+        ]
+        .boxed()
+    }
+}
+
+/// Values that a field may hold and should not.
+fn value() -> impl Strategy<Value = Value> {
+    let fixed = vec![
+        json!(null),
+        json!(true),
+        json!(0),
+        json!(-1),
+        json!(1.5),
+        json!(u64::MAX),
+        json!(u32::MAX),
+        json!(""),
+        json!("../../../x"),
+        json!("a/b"),
+        json!("system/db/snapshots/../../../other/primary/system/db/snapshots/x.dump"),
+        json!("2026-01-02T03:04:05Z"),
+        json!("-009999-01-01T00:00:00Z"),
+        json!("x".repeat(5000)),
+        json!([]),
+        json!({}),
+        json!([{"name": "t", "rows": u64::MAX}, {"name": "u", "rows": u64::MAX}]),
+    ];
+    prop_oneof![
+        prop::sample::select(fixed),
+        any::<u64>().prop_map(|n| json!(n)),
+        "\\PC{0,20}".prop_map(|s| json!(s))
+    ]
+}
+
+pub fn mutate(mut bytes: Vec<u8>, mutations: &[Mutation]) -> Vec<u8> {
+    for mutation in mutations {
+        apply(&mut bytes, mutation);
+    }
+    bytes
+}
+
+fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
+    let length = bytes.len();
+    let piece = |at: &Index, most: u8| {
+        let from = at.index(length.max(1)).min(length);
+        from..(from + usize::from(most)).min(length)
+    };
+    match mutation {
+        Mutation::Flip { at, bit } if length > 0 => bytes[at.index(length)] ^= 1 << bit,
+        Mutation::Byte { at, byte } if length > 0 => bytes[at.index(length)] = *byte,
+        Mutation::Flip { .. } | Mutation::Byte { .. } => {}
+        Mutation::Insert { at, what } => {
+            let at = at.index(length + 1);
+            bytes.splice(at..at, what.iter().copied());
+        }
+        Mutation::Remove { at, length } => drop(bytes.drain(piece(at, *length))),
+        Mutation::Double { at, length } => {
+            let piece = piece(at, *length);
+            let (end, more) = (piece.end, bytes[piece].to_vec());
+            bytes.splice(end..end, more);
+        }
+        Mutation::Cut { at } => bytes.truncate(at.index(length + 1)),
+        Mutation::Value { at, value } => change(bytes, |document, paths| {
+            let path = &paths[at.index(paths.len())];
+            if let Some(place) = document.pointer_mut(path) {
+                *place = value.clone();
+            }
+        }),
+        Mutation::Without { at } => change(bytes, |document, paths| {
+            let path = &paths[at.index(paths.len())];
+            let Some((parent, name)) = path.rsplit_once('/') else { return };
+            if let Some(Value::Object(parent)) = document.pointer_mut(parent) {
+                parent.remove(name);
+            }
+        }),
+    }
+}
+
+/// Changes a JSON document; the paths of all its values are given, of which there is at least the whole.
+fn change(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
+    let Ok(mut document) = serde_json::from_slice::<Value>(bytes) else { return };
+    let mut paths = Vec::new();
+    collect(&document, String::new(), &mut paths);
+    change(&mut document, &paths);
+    *bytes = serde_json::to_vec(&document).expect("a value is JSON");
+}
+
+fn collect(value: &Value, path: String, paths: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                collect(value, format!("{path}/{}", name.replace('~', "~0").replace('/', "~1")), paths);
+            }
+        }
+        Value::Array(items) => {
+            for (index, value) in items.iter().enumerate() {
+                collect(value, format!("{path}/{index}"), paths);
+            }
+        }
+        _ => {}
+    }
+    paths.push(path);
+}

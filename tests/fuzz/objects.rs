@@ -1,0 +1,259 @@
+//! The pointer and the side record, as they lie in the object store: whoever follows them stays in the slot, and believes
+//! only what fits together.
+
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use proptest::prelude::*;
+use svc::machine::epoch::Epoch;
+use svc::machine::id::MachineId;
+use svc::store::Bucket;
+use svc::store::key::{SlotPrefix, SnapshotKey, snapshot_key};
+use svc::store::pointer::{self, Pointer, SnapshotRef};
+use svc::store::pointer_io;
+use svc::store::snapshot::{
+    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, TableCount, Unusable,
+};
+
+use super::Target;
+
+const DUMP: &[u8] = b"PGDMP";
+/// Of [`DUMP`].
+const SHA256: &str = "b5a26a21290c39819235a235b8ed66b3bd98ed90c8316c8949bfbb7419cac878";
+
+fn slot() -> SlotPrefix {
+    SlotPrefix::new(&"user_1".parse().expect("a user"), &svc::machine::name::Slot::primary())
+}
+
+fn at(millis: i64) -> Timestamp {
+    Timestamp::from_millisecond(millis).expect("in range")
+}
+
+/// The one snapshot that is complete in the slot.
+fn whole() -> SideRecord {
+    SideRecord {
+        version: 1,
+        key: snapshot_key(at(1_767_323_045_678), Epoch(7)),
+        size_bytes: DUMP.len() as u64,
+        sha256: SHA256.to_owned(),
+        pg_version: "16.14".to_owned(),
+        machine_id: MachineId(uuid::Uuid::from_u128(7)),
+        epoch: Epoch(7),
+        taken_at: at(1_767_323_045_678),
+        verified_at: at(1_767_323_046_000),
+        roles: vec!["app_notes".to_owned()],
+        tables: vec![TableCount { name: "public.t".to_owned(), rows: 3 }],
+        database: None,
+    }
+}
+
+/// A bucket with that snapshot, the same in another slot, and a dump without its record.
+async fn bucket(side: &[u8]) -> Result<Bucket, String> {
+    let bucket = Bucket::new(Arc::new(InMemory::new()));
+    let key = whole().key;
+    let record = serde_json::to_vec(&whole()).expect("a record is JSON");
+    let unrecorded = snapshot_key(at(0), Epoch(7));
+    let objects: [(Path, &[u8]); 5] = [
+        (slot().snapshot(&key).ok_or("a key")?, DUMP),
+        (slot().side_record(&key).ok_or("a key")?, side),
+        (Path::from(format!("other/primary/{key}")), DUMP),
+        (Path::from(format!("other/primary/{key}.json")), &record),
+        (slot().snapshot(&unrecorded).ok_or("a key")?, DUMP),
+    ];
+    for (path, content) in objects {
+        bucket.put(&path, content.to_vec()).await.map_err(|error| error.to_string())?;
+    }
+    Ok(bucket)
+}
+
+fn wait<T>(work: impl Future<Output = T>) -> T {
+    thread_local! {
+        static RUNTIME: tokio::runtime::Runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    }
+    RUNTIME.with(|runtime| runtime.block_on(work))
+}
+
+fn is_digest(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
+}
+
+async fn with_pointer(bytes: &[u8]) -> Result<Bucket, String> {
+    let bucket = bucket(&serde_json::to_vec(&whole()).expect("a record is JSON")).await?;
+    bucket.put(&slot().pointer(), bytes.to_vec()).await.map_err(|error| error.to_string())?;
+    Ok(bucket)
+}
+
+pub fn pointer() -> Target {
+    Target {
+        name: "pointer",
+        valid: pointers().boxed(),
+        holds: pointer_holds,
+        accepts: pointer_accepted,
+        cases: 1500,
+    }
+}
+
+fn pointers() -> impl Strategy<Value = Vec<u8>> {
+    let named = prop_oneof![
+        2 => Just(Some(SnapshotRef { etag: Some("\"abc\"".to_owned()), ..whole().named() })),
+        1 => Just(None),
+    ];
+    (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
+        let pointer = Pointer { version: 1, fence_epoch: Epoch(fence), seq, snapshot };
+        serde_json::to_vec(&pointer).expect("a pointer is JSON")
+    })
+}
+
+fn pointer_holds(bytes: &[u8]) -> Result<(), String> {
+    wait(async {
+        let bucket = with_pointer(bytes).await?;
+        if let Ok(Some(read)) = pointer_io::read(&bucket, &slot()).await {
+            holds_for_writers(&read.value)?;
+        }
+        match snapshot::latest(&bucket, &slot()).await {
+            Ok(named) if (&named.key, named.size_bytes, &*named.sha256) == (&whole().key, 5, SHA256) => {
+                Ok(())
+            }
+            Ok(named) => Err(format!("it leads to {named:?}, which is not the one complete snapshot")),
+            Err(Unusable::Absent | Unusable::Damaged { .. }) => Ok(()),
+            Err(Unusable::Store(error)) => {
+                Err(format!("a damaged pointer is told as a store that fails: {error}"))
+            }
+        }
+    })
+}
+
+/// Whoever writes next goes on from what was read: nothing goes back, and nothing is lost on the way.
+fn holds_for_writers(read: &Pointer) -> Result<(), String> {
+    if read.version != 1 {
+        return Err(format!("the version {} was accepted", read.version));
+    }
+    let text = serde_json::to_vec(read).expect("a pointer is JSON");
+    let again: Pointer =
+        serde_json::from_slice(&text).map_err(|error| format!("not written back: {error}"))?;
+    if !same(&again, read) {
+        return Err(format!("{again:?} came back as {read:?}"));
+    }
+    let next = [
+        pointer::fence(Some(read), Epoch(u32::MAX)),
+        pointer::advance(
+            Some(read),
+            Epoch(u32::MAX),
+            &SnapshotRef { key: "another".to_owned(), ..whole().named() },
+        ),
+    ];
+    for next in next.into_iter().flatten().flatten() {
+        if next.seq <= read.seq || next.fence_epoch < read.fence_epoch {
+            return Err(format!("it went back from {read:?} to {next:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// But for what is finer than a millisecond, which the wire does not carry.
+fn same(one: &Pointer, other: &Pointer) -> bool {
+    let cut = |pointer: &Pointer| {
+        let mut pointer = pointer.clone();
+        if let Some(named) = &mut pointer.snapshot {
+            named.taken_at = at(named.taken_at.as_millisecond());
+            named.verified_at = at(named.verified_at.as_millisecond());
+        }
+        pointer
+    };
+    cut(one) == cut(other)
+}
+
+fn pointer_accepted(bytes: &[u8]) -> Result<(), String> {
+    let wanted: Pointer = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    wait(async {
+        let bucket = with_pointer(bytes).await?;
+        let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
+        let read = read.ok_or("it is not there")?;
+        if read.value != wanted {
+            return Err(format!("{:?} was read", read.value));
+        }
+        match (snapshot::latest(&bucket, &slot()).await, wanted.snapshot) {
+            (Ok(found), Some(named)) if found == named => Ok(()),
+            (Err(Unusable::Absent), None) => Ok(()),
+            (found, named) => Err(format!("{named:?} led to {found:?}")),
+        }
+    })
+}
+
+pub fn side_record() -> Target {
+    Target {
+        name: "side-record",
+        valid: side_records().boxed(),
+        holds: side_holds,
+        accepts: side_accepted,
+        cases: 1500,
+    }
+}
+
+fn facts() -> impl Strategy<Value = DatabaseFacts> {
+    let grant = (prop::option::of("[a-z\"' ]{1,12}"), "[A-Z]{1,10}", any::<bool>());
+    let grant =
+        grant.prop_map(|(grantee, privilege, grantable)| DatabaseGrant { grantee, privilege, grantable });
+    let setting = (prop::option::of("[a-z]{1,8}"), "[a-z._]{1,12}", "\\PC{0,12}");
+    let setting = setting.prop_map(|(role, name, value)| DatabaseSetting { role, name, value });
+    let owner = prop::option::of("[a-z_]{1,12}");
+    let grants = prop::option::of(prop::collection::vec(grant, 0..4));
+    (owner, any::<u64>(), grants, prop::collection::vec(setting, 0..4)).prop_map(
+        |(owner, size_bytes, grants, settings)| DatabaseFacts { owner, size_bytes, grants, settings },
+    )
+}
+
+fn side_records() -> impl Strategy<Value = Vec<u8>> {
+    let table = ("\\PC{1,20}", any::<u64>()).prop_map(|(name, rows)| TableCount { name, rows });
+    let version = prop_oneof!["16\\.[0-9]{1,2}", Just("17beta1".to_owned()), "\\PC{0,9}"];
+    (
+        prop::collection::vec(table, 0..6),
+        prop::collection::vec("\\PC{0,12}", 0..4),
+        prop::option::of(facts()),
+        version,
+    )
+        .prop_map(|(tables, roles, database, pg_version)| {
+            let side = SideRecord { tables, roles, database, pg_version, ..whole() };
+            serde_json::to_vec(&side).expect("a record is JSON")
+        })
+}
+
+fn side_holds(bytes: &[u8]) -> Result<(), String> {
+    wait(async {
+        let bucket = bucket(bytes).await?;
+        let side = match snapshot::by_key(&bucket, &slot(), &whole().key).await {
+            Ok(side) => side,
+            Err(Unusable::Damaged { .. }) => return Ok(()),
+            Err(error) => return Err(format!("a damaged record is told as {error:?}")),
+        };
+        if side.version != 1 || side.key != whole().key || side.size_bytes != DUMP.len() as u64 {
+            return Err(format!("{side:?} was accepted"));
+        }
+        // The restore names a file by it.
+        if !is_digest(&side.sha256) {
+            return Err(format!("{:?} is no SHA-256", side.sha256));
+        }
+        if side.key.parse::<SnapshotKey>().is_err() || side.named().key != side.key {
+            return Err(format!("{} is no key", side.key));
+        }
+        let _ = side.pg_major();
+        Ok(())
+    })
+}
+
+fn side_accepted(bytes: &[u8]) -> Result<(), String> {
+    let wanted: SideRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if serde_json::to_vec(&wanted).expect("a record is JSON") != bytes {
+        return Err("it is not written back as it was".to_owned());
+    }
+    wait(async {
+        let bucket = bucket(bytes).await?;
+        match snapshot::by_key(&bucket, &slot(), &whole().key).await {
+            Ok(side) if side == wanted => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+}

@@ -1,0 +1,152 @@
+//! What a release is believed by: its manifest and the lines of its signatures.
+
+use std::sync::LazyLock;
+
+use jiff::Timestamp;
+use kit::bundle::SigningKey;
+use proptest::prelude::*;
+use svc::store::bundle::{Manifest, Signed, TrustedKeys, parse_digest, signatures, verify};
+
+use super::Target;
+
+const VERSION: &str = "2026.11.21-1";
+const NOW: &str = "2026-12-01T00:00:00Z";
+const MANIFEST: &str = "{\"version\":1,\"imageVersion\":\"2026.11.21-1\",\
+    \"sha256\":\"e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855\",\"sizeBytes\":7,\
+    \"minVersion\":null,\"createdAt\":\"2026-11-21T00:00:00.000Z\",\"expiresAt\":\"2027-11-21T00:00:00.000Z\"}\n";
+
+struct Publisher {
+    key: SigningKey,
+    trusted: TrustedKeys,
+    /// Of [`MANIFEST`].
+    line: String,
+}
+
+static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
+    let key = SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).expect("a key");
+    let trusted = key.public_key_base64().parse().expect("a key");
+    let line = key.signature_line(MANIFEST.as_bytes());
+    Publisher { key, trusted, line }
+});
+
+fn believed(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
+    let signed = Signed { manifest: manifest.to_vec(), signature: signature.to_vec() };
+    let (version, now) = (VERSION.parse().expect("a version"), NOW.parse().expect("a time"));
+    verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
+}
+
+pub fn manifest() -> Target {
+    Target {
+        name: "manifest",
+        valid: manifests().boxed(),
+        holds: manifest_holds,
+        accepts: manifest_accepted,
+        cases: 800,
+    }
+}
+
+fn manifests() -> impl Strategy<Value = Vec<u8>> {
+    let version = || "[0-9]{1,4}(\\.[0-9a-z]{1,3}){0,3}";
+    let millis = 1_767_323_045_678..1_800_000_000_000_i64;
+    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, 0..4_000_000_000_000_i64).prop_map(
+        |(digest, size_bytes, min_version, created, life)| {
+            let at = |millis| Timestamp::from_millisecond(millis).expect("in range");
+            let manifest = Manifest {
+                version: 1,
+                image_version: VERSION.parse().expect("a version"),
+                sha256: hex::encode(digest),
+                size_bytes,
+                min_version: min_version.map(|text| text.parse().expect("a version")),
+                created_at: at(created),
+                // After the moment of the look.
+                expires_at: at(1_796_083_200_001 + life),
+            };
+            serde_json::to_vec(&manifest).expect("a manifest is JSON")
+        },
+    )
+}
+
+/// Even where the publisher signs whatever comes, the rules hold; and the signature of one manifest is of no other.
+fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
+    if bytes != MANIFEST.as_bytes() && believed(bytes, PUBLISHER.line.as_bytes()).is_some() {
+        return Err("another's signature was believed".to_owned());
+    }
+    let signed = PUBLISHER.key.signature_line(bytes);
+    let Some(manifest) = believed(bytes, signed.as_bytes()) else { return Ok(()) };
+    let now: Timestamp = NOW.parse().expect("a time");
+    if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now {
+        return Err(format!("{manifest:?} was believed"));
+    }
+    if parse_digest(&manifest.sha256).as_deref() != Some(&*manifest.sha256) {
+        return Err(format!("{:?} is no SHA-256", manifest.sha256));
+    }
+    manifest.min_version.as_ref().map_or(Ok(()), |version| safe(version.as_str()))
+}
+
+/// A version is a segment of paths and keys.
+fn safe(version: &str) -> Result<(), String> {
+    let leads_out =
+        version.contains('/') || version.contains("..") || version.starts_with('.') || version.is_empty();
+    if leads_out { Err(format!("{version:?} was taken for a version")) } else { Ok(()) }
+}
+
+fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
+    let signed = PUBLISHER.key.signature_line(bytes);
+    let found = believed(bytes, signed.as_bytes()).ok_or("it was refused")?;
+    let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if found == wanted { Ok(()) } else { Err(format!("{found:?} was read")) }
+}
+
+pub fn signature() -> Target {
+    Target {
+        name: "signature",
+        valid: files().boxed(),
+        holds: signature_holds,
+        accepts: signature_accepted,
+        cases: 800,
+    }
+}
+
+/// The publisher's line, and lines of others before and after it.
+fn files() -> impl Strategy<Value = Vec<u8>> {
+    use base64::Engine;
+    let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
+        let signature = base64::engine::general_purpose::STANDARD.encode([r, s].concat());
+        format!("{} {signature}\n", hex::encode(id))
+    });
+    let others = || prop::collection::vec(other.clone(), 0..3);
+    (others(), others()).prop_map(|(before, after)| {
+        [before.concat(), PUBLISHER.line.clone(), after.concat()].concat().into_bytes()
+    })
+}
+
+fn own() -> (String, Vec<u8>) {
+    signatures(PUBLISHER.line.as_bytes()).expect("our own line").remove(0)
+}
+
+/// It is believed only with the publisher's own signature in it, and with no other by the same key.
+fn signature_holds(bytes: &[u8]) -> Result<(), String> {
+    let lines = signatures(bytes).ok();
+    for (id, signature) in lines.iter().flatten() {
+        if id.len() != 16 || signature.len() != 64 {
+            return Err(format!("{id} has a signature of {} bytes", signature.len()));
+        }
+    }
+    if believed(MANIFEST.as_bytes(), bytes).is_none() {
+        return Ok(());
+    }
+    let own = own();
+    let of_ours: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
+    if of_ours.is_empty() || of_ours.iter().any(|line| **line != own) {
+        return Err("it was believed without the signature".to_owned());
+    }
+    Ok(())
+}
+
+fn signature_accepted(bytes: &[u8]) -> Result<(), String> {
+    let lines = signatures(bytes).map_err(|error| error.to_string())?;
+    if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count() || !lines.contains(&own()) {
+        return Err(format!("{lines:?} were read"));
+    }
+    believed(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "it was refused".to_owned())
+}

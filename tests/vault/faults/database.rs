@@ -1,0 +1,182 @@
+//! A PostgreSQL that goes away, comes back, is full, or keeps a table to itself: the run ends with a clear record, and the
+//! next one works.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::long::Figures;
+use kit::pg::PgOptions;
+use tokio_postgres::Client;
+
+use super::super::gate::{SHORT, is_restored, is_untouched, old_and_new, reset};
+use super::super::machine::{self, BUCKET, Ended, Machine, Running, until};
+use super::witness::Witness;
+
+/// More than one part of an upload.
+const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+     FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
+
+async fn end(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+/// The last run failed at this stage, and says so in words.
+fn failed(machine: &Machine, stages: &[&str], says: &str) -> Result<()> {
+    let line = machine.backup_records()?.pop().context("a record")?;
+    let at = line["stage"].as_str().unwrap_or_default();
+    let error = line["error"].as_str().unwrap_or_default();
+    ensure!(line["status"] == "error" && stages.contains(&at) && error.contains(says), "{line}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let mut witness = Witness::of(&store);
+    witness.look()?;
+    for (how, point) in
+        [("stop", "backup.streaming"), ("kill", "backup.streaming"), ("stop", "backup.snapshot")]
+    {
+        let slow = format!("{point}=sleep(300)");
+        let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", &slow)])?;
+        if point == "backup.streaming" {
+            until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
+        }
+        match how {
+            "stop" => machine.postgres().stop().await?,
+            _ => machine.postgres().kill9().await?,
+        }
+        machine.postgres().start_again().await?;
+        let ended = end(running).await?;
+        ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
+        failed(&machine, &["gate", "snapshot", "dump"], "")?;
+        witness.look().context(how)?;
+        assert_eq!(witness.seq(), 1, "{how}: the pointer");
+        assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{how}: the upload was aborted");
+    }
+    machine.run(&["svc-db-backup"])?.expect(0);
+    witness.look()?;
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::of("restarts under backups") }.tell()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_whole_new_one() -> Result<()> {
+    let (_store, _old, new) = old_and_new().await?;
+    let points =
+        ["restore.created", "restore.loaded", "restore.counted", "restore.journal", "restore.closed"];
+    for point in points {
+        let slow = format!("{point}=sleep(1500)");
+        let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
+        let end_of = std::time::Instant::now() + Duration::from_secs(60);
+        while !new.databases().await?.iter().any(|name| name.starts_with("svc_restore_")) {
+            ensure!(
+                std::time::Instant::now() < end_of,
+                "{point}: no scratch database:\n{}",
+                running.stderr()
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        new.postgres().stop().await?;
+        new.postgres().start_again().await?;
+        let ended = end(running).await?;
+        let code = ended.code.context("killed")?;
+        ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);
+        assert_eq!(new.marker(), code == 0, "{point}");
+        if code != 0 {
+            // Its database may be left, and may be closed; the next run sees to both.
+            let names = new.databases().await?;
+            ensure!(names.iter().any(|name| name == "svc"), "{point}: {names:?}");
+            new.run(&["svc-restore"])?.expect(0);
+        }
+        assert!(new.marker() && is_restored(&new).await?, "{point}");
+        let names = new.databases().await?;
+        ensure!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {names:?}");
+        reset(&new).await?;
+    }
+    Figures { faults_tried: points.len() as u64, ..Figures::of("restarts under restores") }.tell()
+}
+
+/// A server with room for few.
+async fn narrow(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
+    let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    let settings = vec![setting("max_connections", "8"), setting("superuser_reserved_connections", "0")];
+    Machine::with(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
+}
+
+/// Takes all connections but `left`.
+async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
+    let mut held = Vec::new();
+    while let Ok(client) = machine.postgres().connect("postgres").await {
+        held.push(client);
+        ensure!(held.len() < 50, "there is no limit");
+    }
+    for _ in 0..left {
+        held.pop();
+    }
+    // A session ends a moment after its client has gone.
+    let there = i64::try_from(held.len())?;
+    let asked = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while held[0].query_one(asked, &[]).await?.get::<_, i64>(0) != there {
+        ensure!(std::time::Instant::now() < end, "sessions do not end");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Ok(held)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_without_room_for_a_session_fails_the_run_and_is_said() -> Result<()> {
+    let store = machine::store()?;
+    let machine = narrow(&store, 1).await?;
+    svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
+    machine.client().await?.batch_execute(CONTENT).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let before = machine::pointer(&store).await?;
+    let crowded = crowd(&machine, 0).await?;
+    machine.run(&["svc-db-backup"])?.expect(69);
+    failed(&machine, &["snapshot"], "too many clients")?;
+    drop(crowded);
+    // Room for us, and none for `pg_dump`.
+    let crowded = crowd(&machine, 1).await?;
+    let ended = machine.run(&["svc-db-backup"])?;
+    ensure!([Some(69), Some(70)].contains(&ended.code), "{:?}: {}", ended.code, ended.stderr);
+    failed(&machine, &["dump"], "too many clients")?;
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
+    assert_eq!(machine::pointer(&store).await?, before);
+    drop(crowded);
+    machine.run(&["svc-db-backup"])?.expect(0);
+
+    let new = narrow(&store, 2).await?;
+    new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
+    let crowded = crowd(&new, 0).await?;
+    new.run_with(&["svc-restore"], SHORT)?.expect(69);
+    drop(crowded);
+    is_untouched(&new, "no room").await?;
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker());
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::of("databases without room") }.tell()
+}
+
+/// `VACUUM FULL` or a migration, say, that keeps a table to itself for longer than a backup waits: a minute.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: a backup waits a minute for a lock"]
+async fn long_a_table_that_stays_locked_ends_the_backup_with_a_clear_record() -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    let client = machine.client().await?;
+    client.batch_execute("CREATE TABLE notes AS SELECT generate_series(1, 9) AS id").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let before = machine::pointer(&store).await?;
+    client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
+    let ended = end(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
+    assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
+    failed(&machine, &["snapshot"], "a table is locked by another session")?;
+    assert_eq!(machine::pointer(&store).await?, before);
+    assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
+    client.batch_execute("ROLLBACK").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Figures { faults_tried: 1, snapshots_taken: 2, ..Figures::of("locked tables") }.tell()
+}

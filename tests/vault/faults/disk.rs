@@ -1,0 +1,277 @@
+//! A disk that is full, at each thing that is written: a small file system is mounted where it goes. The run ends with a clear
+//! error, nothing is half switched, and with room again the next run works.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kit::child;
+use kit::long::Figures;
+
+use super::super::gate::{is_restored, is_untouched, old_and_new, reset};
+use super::super::machine::{self, Ended, Machine, Running, until};
+use super::super::stage::{NEW, OLD, Published, Stage};
+use super::witness::Witness;
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const MIB: u64 = 1 << 20;
+/// Runs keep 64 MiB free.
+const ROOM: u64 = 160;
+
+/// A file system of its own, with what was at its place before.
+struct SmallDisk {
+    place: PathBuf,
+}
+
+impl SmallDisk {
+    /// `None` where nothing can be mounted; said by name.
+    fn at(place: PathBuf, mib: u64) -> Result<Option<Self>> {
+        if !nix::unistd::geteuid().is_root() {
+            println!("SKIPPED: only root can mount a small disk at {}", place.display());
+            return Ok(None);
+        }
+        fs::create_dir_all(&place)?;
+        let before = tempfile::tempdir()?;
+        copy(&place, before.path())?;
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&place);
+        if let Err(error) = child::run(mount, DEADLINE) {
+            println!("SKIPPED: no small disk can be mounted here: {error:#}");
+            return Ok(None);
+        }
+        let disk = Self { place };
+        copy(before.path(), &disk.place)?;
+        Ok(Some(disk))
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.place.join("filler")
+    }
+
+    /// Leaves so many bytes.
+    fn fill(&self, left: u64) -> Result<()> {
+        let mut file = File::create(self.filler())?;
+        let piece = vec![0; 4096];
+        while fs4::available_space(&self.place)? > left {
+            // Full a page earlier than it says is full, too.
+            if file.write_all(&piece).is_err() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn empty(&self) -> Result<()> {
+        Ok(svc::fsx::remove_if_there(&self.filler())?)
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let mut umount = Command::new("umount");
+        umount.arg("-l").arg(&self.place);
+        child::run(umount, DEADLINE).ok();
+    }
+}
+
+/// All that is in one directory into another.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    let mut copy = Command::new("cp");
+    copy.arg("-a").arg(from.join(".")).arg(to);
+    child::run(copy, DEADLINE).map(|_| ())
+}
+
+async fn end(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+#[tokio::test]
+async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let mut witness = Witness::of(&store);
+    let last = machine.path("var/lib/svc/last-backup.json");
+    for place in ["var/lib/svc", "home/svc/home/system/logs"] {
+        let Some(disk) = SmallDisk::at(machine.path(place), 1)? else { return Ok(()) };
+        // No line fits into what is left of the last page either.
+        let log = machine.path("home/svc/home/system/logs/backup.jsonl");
+        if place.ends_with("logs") {
+            svc::fsx::remove_if_there(&log)?;
+        }
+        let (before, lines) = (fs::read(&last)?, machine.backup_records().map_or(0, |lines| lines.len()));
+        disk.fill(0)?;
+        let ended = machine.run(&["svc-db-backup"])?.expect(70);
+        assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+        let seq = witness.seq();
+        witness.look().context(place)?;
+        assert!(witness.seq() > seq, "{place}: the snapshot itself is good");
+        if place.ends_with("logs") {
+            assert_ne!(fs::read(&last)?, before, "{place}: heartbeat and gateway are told");
+        } else {
+            assert_eq!(fs::read(&last)?, before, "{place}: the old record is whole");
+            assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
+        }
+        disk.empty()?;
+        machine.run(&["svc-db-backup"])?.expect(0);
+        let line = machine.backup_records()?.pop().context("a record")?;
+        assert_eq!(line["status"], "success", "{line}");
+        witness.look()?;
+    }
+    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::of("full disks of backups") }
+        .tell()
+}
+
+/// Fills the disk while the restore is at a point, which its databases show, and waits for its end.
+async fn full_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<Ended> {
+    let slow = format!("{point}=sleep(2500)");
+    let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    while !machine.databases().await?.iter().any(|name| name.starts_with(database)) {
+        ensure!(std::time::Instant::now() < deadline, "{point}:\n{}", running.stderr());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    disk.fill(0)?;
+    end(running).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() -> Result<()> {
+    let (_store, _old, new) = old_and_new().await?;
+    // As on a machine, where root's directory has only a link to where the marker is written.
+    let marker = new.path("var/lib/svc/restore-complete");
+    std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
+    let Some(disk) = SmallDisk::at(new.path("var/lib/svc"), ROOM)? else { return Ok(()) };
+
+    disk.fill(10 * MIB)?;
+    let ended = new.run(&["svc-restore"])?.expect(70);
+    assert!(
+        ended.stderr.contains("bytes are free and") && ended.stderr.contains("are needed"),
+        "{}",
+        ended.stderr
+    );
+    is_untouched(&new, "not begun").await?;
+    disk.empty()?;
+
+    let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
+    let dump = || -> Option<u64> {
+        let entries = fs::read_dir(new.path("var/lib/svc/restore")).ok()?.flatten();
+        let mut dumps = entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".dump"));
+        dumps.next()?.metadata().ok().map(|meta| meta.len())
+    };
+    until("a part of the dump", || dump().is_some_and(|length| length > 0)).await?;
+    disk.fill(0)?;
+    let ended = end(running).await?.expect(70);
+    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    is_untouched(&new, "in the download").await?;
+    disk.empty()?;
+
+    let ended = full_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
+    assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
+    is_untouched(&new, "before the swap").await?;
+    disk.empty()?;
+
+    let ended = full_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
+    assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
+    assert!(!new.marker() && is_restored(&new).await?, "swapped, and not said yet");
+    disk.empty()?;
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker() && is_restored(&new).await?);
+    let names = new.databases().await?;
+    assert!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{names:?}");
+    svc::fsx::remove_if_there(&marker)?;
+    svc::fsx::remove_if_there(&new.path("opt/svc/restore-complete"))?;
+    reset(&new).await?;
+    Figures { faults_tried: 4, ..Figures::of("full disks of restores") }.tell()
+}
+
+/// What is asked for and how it ended, where the disk was full.
+async fn apply_full(
+    stage: &Stage,
+    disk: &SmallDisk,
+    point: &str,
+    when: impl FnMut() -> bool,
+) -> Result<Ended> {
+    let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
+    until("the moment to fill the disk", when).await?;
+    disk.fill(0)?;
+    end(running).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let Some(disk) = SmallDisk::at(stage.machine.path("opt/svc/releases"), ROOM)? else { return Ok(()) };
+    disk.fill(10 * MIB)?;
+    let ended = stage.apply(NEW).await?.expect(70);
+    assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
+    stage.is_untouched()?;
+    disk.empty()?;
+
+    let releases = stage.machine.path("opt/svc/releases");
+    let begun = || {
+        fs::read_dir(&releases)
+            .is_ok_and(|all| all.flatten().any(|one| one.file_name().to_string_lossy().starts_with('.')))
+    };
+    let ended = apply_full(&stage, &disk, "update.downloading=sleep(100)", begun).await?.expect(70);
+    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
+    disk.empty()?;
+    stage.is_untouched()?;
+
+    stage.apply(NEW).await?.expect(0);
+    stage.runs(NEW)?;
+    Figures { faults_tried: 2, ..Figures::of("full disks of unpacked releases") }.tell()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_update_whose_journal_finds_no_room_is_finished_with_room() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let Some(disk) = SmallDisk::at(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
+    disk.fill(0)?;
+    let ended = stage.apply(NEW).await?.expect(70);
+    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    disk.empty()?;
+    stage.is_untouched()?;
+
+    // Full once the link is turned: what comes then cannot be written down.
+    let current = stage.machine.path("opt/svc/current");
+    let turned = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
+    let ended = apply_full(&stage, &disk, "update.linked=sleep(1500)", turned).await?.expect(70);
+    assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
+    assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "nothing would finish it");
+    assert!(turned() && current.join("bin/svc").is_file(), "whole, whichever it is");
+    disk.empty()?;
+    stage.run(&["resume"], None).await?.expect(0);
+    stage.runs(NEW)?;
+    assert_eq!(stage.last()?["outcome"], "updated");
+    Figures { faults_tried: 2, ..Figures::of("full disks of journals") }.tell()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn units_without_room_take_the_machine_back() -> Result<()> {
+    let stage = Stage::with(&Published::new(NEW, &[])?).await?;
+    let Some(disk) = SmallDisk::at(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
+    let long = "#\n".repeat(4000);
+    let unit = format!("systemd/system/svc-{NEW}.service.d/10-long.conf");
+    Published::new(NEW, &[(&unit, &long)])?.serve(&stage.source)?;
+    disk.fill(0)?;
+    stage.apply(NEW).await?.expect(65);
+    let last = stage.last()?;
+    assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"units".into()), "{last}");
+    assert!(last["error"].as_str().is_some_and(|why| why.contains("No space left")), "{last}");
+    disk.empty()?;
+    stage.run(&["resume"], None).await?.expect(0);
+    let current = fs::read_link(stage.machine.path("opt/svc/current"))?;
+    assert!(current.ends_with(OLD), "{}", current.display());
+    stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
+    assert_eq!(stage.last()?["outcome"], "updated");
+    Figures { faults_tried: 1, ..Figures::of("full disks of units") }.tell()
+}

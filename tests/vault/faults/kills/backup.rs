@@ -1,0 +1,97 @@
+//! Backups that are killed anywhere: nothing at the store is lost, the pointer is always true, and the next run works.
+
+use anyhow::{Context, Result, ensure};
+use kit::long::Figures;
+use kit::s3::S3Server;
+
+use super::super::super::machine::{self, BUCKET, Machine};
+use super::super::witness::Witness;
+use super::{FEW, Killer, MANY, no_torn_file};
+
+/// A table whose rows are counted, and more than one part of an upload.
+const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
+     CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
+     FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
+const BACKUP: [&str; 1] = ["svc-db-backup"];
+
+struct Campaign<'a> {
+    store: &'a S3Server,
+    machine: Machine,
+    witness: Witness<'a>,
+    killer: Killer,
+    rows: u64,
+}
+
+impl Campaign<'_> {
+    /// A run that nobody kills: a snapshot of what is in the database now, whatever was left by those before.
+    async fn succeed(&mut self) -> Result<()> {
+        let before = self.witness.seq();
+        self.killer.spare(|| self.machine.spawn(&BACKUP, &[])).await?;
+        self.witness.look()?;
+        ensure!(self.witness.seq() == before + 1, "moved from {before} to {}", self.witness.seq());
+        let pointer = machine::pointer(self.store).await?.context("a pointer")?;
+        let named = pointer.snapshot.context("a snapshot")?;
+        let side = self.side(&named.key)?;
+        let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
+        ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
+        // One that was begun in the moment of a kill is not noted yet, and is empty.
+        let open = self.store.uploads_with_parts(BUCKET);
+        ensure!(open.is_empty(), "uploads of runs that were killed are open: {open:?}");
+        let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
+        ensure!(own.is_none(), "its own upload is open");
+        no_torn_file(&self.machine.path("var/lib/svc"))?;
+        let last = self.machine.backup_records()?.pop().context("a record")?;
+        ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
+        Ok(())
+    }
+
+    fn side(&self, key: &str) -> Result<serde_json::Value> {
+        let path = format!("{}/{key}.json", machine::slot().root());
+        Ok(serde_json::from_slice(&self.store.read(BUCKET, &path).context("a side record")?)?)
+    }
+
+    async fn round(&mut self) -> Result<()> {
+        self.machine.client().await?.batch_execute("INSERT INTO t VALUES (0)").await?;
+        self.rows += 1;
+        for _ in 0..self.killer.row() {
+            self.killer.strike(self.machine.spawn(&BACKUP, &[])?).await?;
+            self.witness.look()?;
+        }
+        self.succeed().await
+    }
+}
+
+async fn survived(kills: u64, seed: u64) -> Result<()> {
+    let store = machine::store()?;
+    let machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute(CONTENT).await?;
+    let killer = Killer::new("backups", seed);
+    let mut campaign = Campaign { store: &store, machine, witness: Witness::of(&store), killer, rows: 1000 };
+    let end = async {
+        campaign.succeed().await?;
+        while campaign.killer.kills < kills {
+            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+        }
+        anyhow::Ok(())
+    };
+    let end = end.await;
+    let figures = Figures {
+        kills_survived: campaign.killer.kills,
+        snapshots_taken: campaign.witness.completed(),
+        lost: u64::from(campaign.witness.look().is_err()),
+        ..Figures::of("kills of backups")
+    };
+    figures.tell()?;
+    end
+}
+
+#[tokio::test]
+async fn backups_survive_kills_at_random_moments() -> Result<()> {
+    survived(FEW, 1).await
+}
+
+#[tokio::test]
+#[ignore = "long: 200 kills"]
+async fn long_backups_survive_200_kills() -> Result<()> {
+    survived(MANY, Killer::fresh()).await
+}

@@ -1,0 +1,179 @@
+//! Registrations that are killed anywhere: the platform accepts one body of a machine, and hears no other from it.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context, Result, ensure};
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Json, Router};
+use http::StatusCode;
+use kit::long::Figures;
+use serde_json::{Value, json};
+use svc::machine::id::MachineId;
+
+use super::super::super::machine::{Machine, Running};
+use super::super::super::platform::gateway;
+use super::{FEW, Killer, MANY};
+
+/// What the platform's rule is: a token is worth one body, and that body gets the same answer again.
+#[derive(Default)]
+struct Book {
+    /// By machine.
+    accepted: BTreeMap<String, Entry>,
+    refused: u64,
+}
+
+struct Entry {
+    body: String,
+    answers: u64,
+}
+
+type Desk = Arc<Mutex<Book>>;
+
+async fn answer(State(desk): State<Desk>, body: String) -> Response {
+    let mut book = desk.lock().unwrap_or_else(PoisonError::into_inner);
+    let machine = serde_json::from_str::<Value>(&body).ok();
+    let machine =
+        machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
+    let entry = book.accepted.entry(machine).or_insert_with(|| Entry { body: body.clone(), answers: 0 });
+    if entry.body != body {
+        book.refused += 1;
+        let problem = json!({"code": "registration_rejected", "detail": "The token was used."});
+        return (StatusCode::UNAUTHORIZED, Json(problem)).into_response();
+    }
+    entry.answers += 1;
+    Json(json!({"status": "running", "epoch": 1})).into_response()
+}
+
+struct Campaign {
+    machine: Machine,
+    desk: Desk,
+    listen: String,
+    killer: Killer,
+}
+
+impl Campaign {
+    async fn new(seed: u64) -> Result<Self> {
+        let machine = Machine::bare(1)?;
+        let desk = Desk::default();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let base = format!("http://{}", listener.local_addr()?);
+        let app = Router::new().route("/vps/register", post(answer)).with_state(Arc::clone(&desk));
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
+        let listen: SocketAddr = gateway(&machine).await?;
+        Ok(Self { machine, desk, listen: listen.to_string(), killer: Killer::new("registrations", seed) })
+    }
+
+    fn spawn(&self) -> Result<Running> {
+        self.machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", &self.listen)])
+    }
+
+    async fn spare(&mut self) -> Result<()> {
+        let (machine, listen) = (&self.machine, self.listen.as_str());
+        self.killer
+            .spare(|| machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", listen)]))
+            .await
+            .map(|_| ())
+    }
+
+    fn answers(&self, id: &str) -> u64 {
+        let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
+        book.accepted.get(id).map_or(0, |entry| entry.answers)
+    }
+
+    /// What is on disk is whole, and says of no registration that there was none of.
+    fn look(&self, id: &str) -> Result<()> {
+        let path = self.machine.path("var/lib/svc/register.json");
+        let Some(text) = svc::fsx::read_if_there(&path)? else { return Ok(()) };
+        let ledger: Value = serde_json::from_slice(&text).context("the ledger is torn")?;
+        let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(book.refused == 0, "another body came from the same machine");
+        if ledger["machineId"] == id && !ledger["registeredAt"].is_null() {
+            let entry = book.accepted.get(id).context("it was never accepted")?;
+            ensure!(ledger["sent"] == *entry.body, "{ledger} is not what was accepted");
+        }
+        Ok(())
+    }
+
+    /// A machine that was never registered, on the disk of the one before.
+    async fn round(&mut self) -> Result<()> {
+        let id = MachineId::new().to_string();
+        self.machine.add_env("host.env", &[("SVC_MACHINE_ID", &id)])?;
+        for _ in 0..self.killer.row() {
+            self.killer.strike(self.spawn()?).await?;
+            self.look(&id)?;
+        }
+        self.succeed(&id).await
+    }
+
+    async fn succeed(&mut self, id: &str) -> Result<()> {
+        let ended = self.spawn()?;
+        let ended = tokio::task::spawn_blocking(move || ended.end()).await??.expect(0);
+        self.look(id)?;
+        let answers = self.answers(id);
+        ensure!(answers > 0, "not registered:\n{}", ended.stderr);
+        let again = self.spawn()?;
+        tokio::task::spawn_blocking(move || again.end()).await??.expect(0);
+        ensure!(self.answers(id) == answers, "what is registered is not told again");
+        Ok(())
+    }
+}
+
+async fn survived(kills: u64, seed: u64) -> Result<()> {
+    let mut campaign = Campaign::new(seed).await?;
+    let end = async {
+        let first = campaign.machine.id.to_string();
+        campaign.spare().await?;
+        campaign.succeed(&first).await?;
+        while campaign.killer.kills < kills {
+            campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
+        }
+        anyhow::Ok(())
+    };
+    let end = end.await;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::of("kills of registrations") }.tell()?;
+    end
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn registrations_survive_kills_at_random_moments() -> Result<()> {
+    survived(FEW, 1).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: 200 kills"]
+async fn long_registrations_survive_200_kills() -> Result<()> {
+    survived(MANY, Killer::fresh()).await
+}
+
+/// The look itself.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ledger_that_says_too_much_is_seen() -> Result<()> {
+    let campaign = Campaign::new(1).await?;
+    let id = campaign.machine.id.to_string();
+    campaign.look(&id)?;
+    let path = campaign.machine.path("var/lib/svc/register.json");
+    let write = |text: &str| svc::fsx::write_atomic(&path, text.as_bytes(), 0o600);
+    write("{\"version\":1,")?;
+    assert!(campaign.look(&id).is_err(), "torn");
+    write(&json!({"machineId": id, "sent": "{}", "registeredAt": null}).to_string())?;
+    campaign.look(&id)?;
+    write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
+    assert!(campaign.look(&id).is_err(), "nothing was accepted");
+    let book = || Book {
+        accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), answers: 1 })]),
+        refused: 0,
+    };
+    *campaign.desk.lock().unwrap() = book();
+    campaign.look(&id)?;
+    write(&json!({"machineId": id, "sent": "{\"other\":1}", "registeredAt": "now"}).to_string())?;
+    assert!(campaign.look(&id).is_err(), "another body was accepted");
+    *campaign.desk.lock().unwrap() = Book { refused: 1, ..book() };
+    write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
+    assert!(campaign.look(&id).is_err(), "another body was refused");
+    Ok(())
+}

@@ -1,0 +1,310 @@
+//! Objects that somebody has changed at the store, each kind: the restore refuses what does not fit together and leaves the
+//! machine as it was, and a backup never makes it worse. `gate` has those that are torn, missing or cut.
+
+use anyhow::{Context, Result, ensure};
+use kit::long::Figures;
+use kit::s3::S3Server;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use svc::machine::epoch::Epoch;
+use svc::store::pointer_io;
+
+use super::super::gate::{dump_key, is_restored, is_untouched, old_and_new, reset};
+use super::super::machine::{self, BUCKET, Machine, USER};
+use super::witness::Witness;
+
+/// The three objects of a snapshot as they were, and what is put in their place.
+struct Objects<'a> {
+    store: &'a S3Server,
+    key: String,
+    pointer: Value,
+    side: Value,
+    dump: Vec<u8>,
+}
+
+impl<'a> Objects<'a> {
+    fn of(store: &'a S3Server) -> Result<Self> {
+        let path = dump_key(store);
+        let read = |path: &str| store.read(BUCKET, path).with_context(|| path.to_owned());
+        Ok(Self {
+            store,
+            pointer: serde_json::from_slice(&read(&latest())?)?,
+            side: serde_json::from_slice(&read(&format!("{path}.json"))?)?,
+            dump: read(&path)?,
+            key: path.strip_prefix(&format!("{USER}/primary/")).context("a key")?.to_owned(),
+        })
+    }
+
+    fn put(&self, pointer: &Value, side: &Value, dump: &[u8]) {
+        self.store.write(BUCKET, &latest(), pointer.to_string());
+        self.store.write(BUCKET, &self.path(".json"), side.to_string());
+        self.store.write(BUCKET, &self.path(""), dump.to_vec());
+    }
+
+    fn path(&self, end: &str) -> String {
+        format!("{USER}/primary/{}{end}", self.key)
+    }
+
+    fn heal(&self) {
+        self.put(&self.pointer, &self.side, &self.dump);
+    }
+
+    fn with_pointer(&self, change: impl FnOnce(&mut Value)) {
+        let mut pointer = self.pointer.clone();
+        change(&mut pointer);
+        self.put(&pointer, &self.side, &self.dump);
+    }
+
+    fn with_side(&self, change: impl FnOnce(&mut Value)) {
+        let mut side = self.side.clone();
+        change(&mut side);
+        self.put(&self.pointer, &side, &self.dump);
+    }
+
+    /// Other bytes, with a record and a pointer that fit them: only the content itself can tell.
+    fn with_dump(&self, dump: &[u8]) {
+        self.forged(dump, &hex::encode(Sha256::digest(dump)));
+    }
+
+    fn forged(&self, dump: &[u8], sha256: &str) {
+        let (mut pointer, mut side) = (self.pointer.clone(), self.side.clone());
+        for record in [&mut pointer["snapshot"], &mut side] {
+            record["sha256"] = sha256.into();
+            record["sizeBytes"] = dump.len().into();
+        }
+        self.put(&pointer, &side, dump);
+    }
+}
+
+fn latest() -> String {
+    format!("{USER}/primary/system/db/latest")
+}
+
+type Tamper = fn(&Objects<'_>);
+
+/// What is done, and words of what is said of it.
+fn table() -> Vec<(&'static str, &'static str, Tamper)> {
+    vec![
+        ("the pointer names another slot's snapshot", "not one of a snapshot", |objects| {
+            let there = format!("user_2/primary/{}", objects.key);
+            objects.store.write(BUCKET, &there, objects.dump.clone());
+            objects.store.write(BUCKET, &format!("{there}.json"), objects.side.to_string());
+            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = format!("../../{there}").into());
+        }),
+        ("the pointer names what is not there", "the object is missing", |objects| {
+            objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
+        }),
+        ("another size in the pointer", "does not fit", |objects| {
+            objects.with_pointer(|pointer| pointer["snapshot"]["sizeBytes"] = 7.into());
+        }),
+        ("another digest in the pointer", "does not fit", |objects| {
+            objects.with_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
+        }),
+        ("a sequence that cannot grow", "more than a pointer has", |objects| {
+            objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
+        }),
+        ("a digest that leads to another file", "no SHA-256", |objects| {
+            objects.forged(&objects.dump, "../../../../outside");
+        }),
+        ("a side record that is no JSON", "its side record", |objects| {
+            objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
+        }),
+        ("a side record of another format", "does not fit", |objects| {
+            objects.with_side(|side| side["version"] = 2.into());
+        }),
+        ("a side record of another snapshot", "does not fit", |objects| {
+            objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
+        }),
+        ("a side record of another size", "bytes instead of", |objects| {
+            objects.with_side(|side| side["sizeBytes"] = 1.into());
+        }),
+        ("a table too few in the record", "public.noise has 200 rows", |objects| {
+            objects.with_side(|side| {
+                let tables = side["tables"].as_array_mut().expect("tables");
+                tables.retain(|table| table["name"] != "public.noise");
+            });
+        }),
+        ("a table too many in the record", "public.more is not there", |objects| {
+            objects.with_side(|side| {
+                let tables = side["tables"].as_array_mut().expect("tables");
+                tables.push(json!({"name": "public.more", "rows": 0}));
+            });
+        }),
+        ("a role whose name no server takes", "role", |objects| {
+            objects.with_side(|side| side["roles"] = json!(["a\0b"]));
+        }),
+        ("the bytes of another snapshot of the same size", "the SHA-256 of", |objects| {
+            let mut other = objects.dump.clone();
+            other.rotate_left(4096);
+            objects.store.write(BUCKET, &objects.path(""), other);
+        }),
+        ("an empty dump, with a record that fits", "pg_restore ended with", |objects| objects.with_dump(b"")),
+        ("a text instead of a dump, with a record that fits", "pg_restore ended with", |objects| {
+            objects.with_dump(b"DROP DATABASE svc;\n");
+        }),
+        ("a head and nothing more, with a record that fits", "pg_restore ended with", |objects| {
+            objects.with_dump(&objects.dump[..200]);
+        }),
+        ("a dump cut in the middle, with a record that fits", "pg_restore ended with", |objects| {
+            objects.with_dump(&objects.dump[..objects.dump.len() / 2]);
+        }),
+        ("damage in the middle, with a record that fits", "pg_restore ended with", |objects| {
+            let mut dump = objects.dump.clone();
+            let middle = dump.len() / 2;
+            dump[middle..middle + 4000].fill(0);
+            objects.with_dump(&dump);
+        }),
+    ]
+}
+
+#[tokio::test]
+async fn whatever_was_tampered_with_is_refused() -> Result<()> {
+    let (store, _old, new) = old_and_new().await?;
+    let objects = Objects::of(&store)?;
+    let table = table();
+    let rows = table.len() as u64;
+    for (name, says, tamper) in table {
+        tamper(&objects);
+        // A dump that an earlier run has fetched whole would need nothing of the store.
+        let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
+        fetched.iter().try_for_each(|path| svc::fsx::remove_if_there(path))?;
+        let ended = new.run(&["svc-restore"]).context(name)?;
+        assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
+        ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
+        is_untouched(&new, name).await?;
+        let outside = find(new.root.path(), "outside")?;
+        ensure!(outside.is_empty(), "{name}: {outside:?}");
+        objects.heal();
+    }
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker() && is_restored(&new).await?);
+    Figures { faults_tried: rows, ..Figures::of("tampered objects") }.tell()
+}
+
+/// Files below a directory whose name begins so.
+fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
+    let (mut found, mut todo) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = todo.pop() {
+        for entry in std::fs::read_dir(&dir)?.flatten() {
+            if entry.file_type()?.is_dir() {
+                todo.push(entry.path());
+            } else if entry.file_name().to_string_lossy().starts_with(begin) {
+                found.push(entry.path());
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Names and values that would be statements, were they not quoted.
+#[tokio::test]
+async fn nothing_of_a_record_is_a_statement() -> Result<()> {
+    let (store, _old, new) = old_and_new().await?;
+    let objects = Objects::of(&store)?;
+    let hostile = "x\"; DROP DATABASE svc WITH (FORCE); CREATE ROLE intruder SUPERUSER; --";
+    let literal = "x'; DROP TABLE kept; CREATE ROLE intruder SUPERUSER; --";
+    type Change = fn(&mut Value, &str);
+    let changes: [(&str, Change); 4] = [
+        ("a role", |side, text| side["roles"] = json!([text])),
+        ("the owner", |side, text| side["database"]["owner"] = text.into()),
+        ("a right", |side, text| {
+            side["database"]["grants"] = json!([{"grantee": null, "privilege": text, "grantable": false}]);
+        }),
+        ("a setting", |side, text| {
+            side["database"]["settings"] = json!([
+                {"role": null, "name": format!("my.{}", text.len()), "value": text},
+                {"role": null, "name": "application_name", "value": text},
+            ]);
+        }),
+    ];
+    for (name, change) in changes {
+        for text in [hostile, literal] {
+            objects.with_side(|side| change(side, text));
+            let ended = new.run(&["svc-restore"])?;
+            let admin = new.postgres().connect("postgres").await?;
+            let roles = admin.query("SELECT FROM pg_roles WHERE rolname = 'intruder'", &[]).await?;
+            assert!(roles.is_empty(), "{name}: {text} was run");
+            match ended.code {
+                Some(0) => {
+                    assert!(new.marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
+                    reset(&new).await?;
+                }
+                Some(70) => is_untouched(&new, name).await?,
+                other => anyhow::bail!("{name}: {other:?}: {}", ended.stderr),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A pointer of an earlier time, put back: the fence in it is lower. What it names is whole; the next write fences again.
+#[tokio::test]
+async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
+    let (store, old, new) = old_and_new().await?;
+    let objects = Objects::of(&store)?;
+    pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), Epoch(2)).await?;
+    old.run(&["svc-db-backup"])?.expect(77);
+    objects.heal();
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(is_restored(&new).await?);
+    new.run(&["svc-db-backup"])?.expect(0);
+    let pointer = machine::pointer(&store).await?.context("a pointer")?;
+    assert_eq!((pointer.fence_epoch, pointer.seq), (Epoch(2), 2));
+    old.run(&["svc-db-backup"])?.expect(77);
+    assert_eq!(machine::pointer(&store).await?, Some(pointer));
+    Ok(())
+}
+
+/// A backup looks at pointer and record before it begins: it overwrites no pointer that it does not understand, and replaces
+/// a snapshot that nobody could restore.
+#[tokio::test]
+async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
+    let (store, old, _new) = old_and_new().await?;
+    let objects = Objects::of(&store)?;
+    let kept = |machine: &Machine, code: i32, says: &str, name: &str| -> Result<()> {
+        let before = store.read(BUCKET, &latest());
+        let ended = machine.run(&["svc-db-backup"])?;
+        assert_eq!(ended.code, Some(code), "{name}: {}", ended.stderr);
+        let line = machine.backup_records()?.pop().context("a record")?;
+        let error = line["error"].as_str().unwrap_or_default();
+        ensure!(error.contains(says) && line["stage"] == "gate", "{name}: {line}");
+        ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was written over");
+        Ok(())
+    };
+    for (name, says, text) in [
+        ("no JSON", "is not readable", "{".to_owned()),
+        (
+            "another format",
+            "format version 9",
+            objects.pointer.to_string().replace("\"version\":1", "\"version\":9"),
+        ),
+        ("nothing", "is not readable", String::new()),
+    ] {
+        store.write(BUCKET, &latest(), text);
+        kept(&old, 70, says, name)?;
+    }
+    objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
+    kept(&old, 70, "more than a pointer has", "a sequence that cannot grow")?;
+    for (name, side) in [
+        ("no record", None),
+        ("no JSON", Some("{".to_owned())),
+        ("rows that have no sum", {
+            let mut side = objects.side.clone();
+            side["tables"] = json!([{"name": "a", "rows": u64::MAX}, {"name": "b", "rows": u64::MAX}]);
+            Some(side.to_string())
+        }),
+    ] {
+        objects.heal();
+        if let Some(side) = side {
+            store.write(BUCKET, &objects.path(".json"), side);
+        } else {
+            store.remove(BUCKET, &objects.path(".json"));
+        }
+        old.run(&["svc-db-backup"])?.expect(0);
+        let now =
+            machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+        assert_ne!(now.key, objects.key, "{name}");
+    }
+    objects.heal();
+    Witness::of(&store).look()
+}

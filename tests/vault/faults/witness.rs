@@ -1,0 +1,198 @@
+//! Looks at the objects of a slot as somebody who believes nobody: nothing that was whole may go or change, and the pointer
+//! names what is whole.
+
+use std::collections::BTreeMap;
+
+use kit::s3::S3Server;
+use sha2::{Digest, Sha256};
+use svc::store::pointer::Pointer;
+use svc::store::snapshot::SideRecord;
+
+use super::super::machine::{BUCKET, USER};
+
+/// Remembers what it has seen; each look compares with that.
+pub struct Witness<'a> {
+    store: &'a S3Server,
+    /// Completed snapshots by their key, with the ETags of dump and side record.
+    whole: BTreeMap<String, Seen>,
+    seq: u64,
+}
+
+struct Seen {
+    etags: (String, String),
+    side: SideRecord,
+}
+
+impl<'a> Witness<'a> {
+    pub fn of(store: &'a S3Server) -> Self {
+        Self { store, whole: BTreeMap::new(), seq: 0 }
+    }
+
+    /// How many snapshots are complete: a dump with its side record.
+    pub fn completed(&self) -> u64 {
+        self.whole.len() as u64
+    }
+
+    /// How often the pointer has been moved.
+    pub fn seq(&self) -> u64 {
+        self.seq
+    }
+
+    /// # Errors
+    /// What does not hold.
+    pub fn look(&mut self) -> anyhow::Result<()> {
+        self.compare().map_err(anyhow::Error::msg)
+    }
+
+    fn compare(&mut self) -> Result<(), String> {
+        let root = format!("{USER}/primary/");
+        let objects = self.store.objects(BUCKET, &format!("{root}system/db/snapshots/"));
+        let etags: BTreeMap<String, String> = objects
+            .into_iter()
+            .filter_map(|object| Some((object.key.strip_prefix(&root)?.to_owned(), object.etag)))
+            .collect();
+        for (key, seen) in &self.whole {
+            let now = (etags.get(key), etags.get(&format!("{key}.json")));
+            match now {
+                (Some(dump), Some(side)) if (dump, side) == (&seen.etags.0, &seen.etags.1) => {}
+                (Some(_), Some(_)) => return Err(format!("{key} was written over")),
+                _ => return Err(format!("{key} was there and is not any more")),
+            }
+        }
+        for (key, etag) in &etags {
+            let side = etags.get(&format!("{key}.json"));
+            if let Some(side) = side.filter(|_| !self.whole.contains_key(key)) {
+                let seen = Seen { etags: (etag.clone(), side.clone()), side: self.read(&root, key)? };
+                self.whole.insert(key.clone(), seen);
+            }
+        }
+        self.follow(&root)
+    }
+
+    /// The side record of a dump that is as it says.
+    fn read(&self, root: &str, key: &str) -> Result<SideRecord, String> {
+        let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
+        let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
+            .map_err(|error| format!("the side record of {key}: {error}"))?;
+        let dump = read(key);
+        let found = (dump.len() as u64, hex::encode(Sha256::digest(&dump)));
+        if side.key != key || (side.size_bytes, &side.sha256) != (found.0, &found.1) {
+            return Err(format!("{key} is {found:?}, and its side record says {side:?}"));
+        }
+        Ok(side)
+    }
+
+    fn follow(&mut self, root: &str) -> Result<(), String> {
+        let Some(text) = self.store.read(BUCKET, &format!("{root}system/db/latest")) else {
+            return if self.seq == 0 { Ok(()) } else { Err("the pointer is gone".to_owned()) };
+        };
+        let pointer: Pointer =
+            serde_json::from_slice(&text).map_err(|error| format!("the pointer is not readable: {error}"))?;
+        if pointer.seq < self.seq {
+            return Err(format!("the pointer went back from {} to {}", self.seq, pointer.seq));
+        }
+        self.seq = pointer.seq;
+        let Some(named) = pointer.snapshot else { return Ok(()) };
+        let Some(seen) = self.whole.get(&named.key) else {
+            return Err(format!("the pointer names {}, which is not complete", named.key));
+        };
+        if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
+            return Err(format!("the pointer says {named:?} of what is {:?}", seen.side));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use svc::machine::epoch::Epoch;
+    use svc::machine::id::MachineId;
+    use svc::store::pointer;
+
+    use super::super::super::machine;
+    use super::*;
+
+    fn path(key: &str) -> String {
+        format!("{USER}/primary/{key}")
+    }
+
+    /// As a good backup leaves it.
+    fn take(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
+        let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
+        let dump = format!("dump {number}").into_bytes();
+        let at = "2026-01-02T03:04:05Z".parse().expect("a time");
+        let side = SideRecord {
+            version: 1,
+            key: key.clone(),
+            size_bytes: dump.len() as u64,
+            sha256: hex::encode(Sha256::digest(&dump)),
+            pg_version: "16".to_owned(),
+            machine_id: MachineId::new(),
+            epoch: Epoch(1),
+            taken_at: at,
+            verified_at: at,
+            roles: Vec::new(),
+            tables: Vec::new(),
+            database: None,
+        };
+        store.write(BUCKET, &path(&key), dump);
+        store.write(BUCKET, &path(&format!("{key}.json")), serde_json::to_vec(&side).expect("JSON"));
+        let moved = pointer::advance(now, Epoch(1), &side.named()).expect("not fenced").expect("a move");
+        store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&moved).expect("JSON"));
+        moved
+    }
+
+    #[test]
+    fn everything_that_may_not_be_is_seen() {
+        type Break = fn(&S3Server, &Pointer);
+        fn key(pointer: &Pointer) -> &str {
+            pointer.snapshot.as_ref().map_or("", |named| &named.key)
+        }
+        fn tamper(store: &S3Server, pointer: &Pointer, change: fn(&mut Pointer)) {
+            let mut pointer = pointer.clone();
+            change(&mut pointer);
+            store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&pointer).expect("JSON"));
+        }
+        let breaks: [(&str, Break); 9] = [
+            ("is not any more", |store, pointer| {
+                store.remove(BUCKET, &path(key(pointer)));
+            }),
+            ("is not any more", |store, pointer| {
+                store.remove(BUCKET, &path(&format!("{}.json", key(pointer))));
+            }),
+            ("written over", |store, pointer| store.write(BUCKET, &path(key(pointer)), "dump 9")),
+            ("the pointer is gone", |store, _| {
+                store.remove(BUCKET, &path("system/db/latest"));
+            }),
+            ("not readable", |store, _| store.write(BUCKET, &path("system/db/latest"), "{")),
+            ("went back", |store, pointer| tamper(store, pointer, |pointer| pointer.seq -= 1)),
+            ("which is not complete", |store, pointer| {
+                tamper(store, pointer, |pointer| {
+                    pointer.snapshot.as_mut().expect("one").key.push('x');
+                });
+            }),
+            ("the pointer says", |store, pointer| {
+                tamper(store, pointer, |pointer| {
+                    pointer.snapshot.as_mut().expect("one").size_bytes += 1;
+                });
+            }),
+            ("its side record says", |store, pointer| {
+                take(store, 3, Some(pointer));
+                store.write(BUCKET, &path("system/db/snapshots/2026-01-02T03-04-03.000Z-1.dump"), "dump 4");
+            }),
+        ];
+        for (number, (said, spoil)) in breaks.into_iter().enumerate() {
+            let store = machine::store().expect("a store");
+            let mut witness = Witness::of(&store);
+            witness.look().expect("nothing is there yet");
+            let first = take(&store, 1, None);
+            witness.look().expect("one");
+            let second = take(&store, 2, Some(&first));
+            witness.look().expect("two");
+            assert_eq!((witness.completed(), witness.seq()), (2, 2));
+            spoil(&store, &second);
+            let error = witness.look().expect_err("it was spoilt").to_string();
+            assert!(error.contains(said), "{number}: {error}");
+        }
+    }
+}
