@@ -87,7 +87,7 @@ enum Command {
     /// Write everything that is the owner's into one archive: database, home, records, manifest
     #[command(
         after_help = "Run it as root. Any `tar` reads it, a stock pg_restore its database.dump, and `svc-restore import` \
-all of it.\n\nExample:\n  svc-db-backup export --output /root/ada.tar"
+all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
     )]
     Export {
         /// The archive; it appears when it is whole

@@ -123,7 +123,9 @@ impl Archived {
             home: home.join(format!("{STAGED}{number}")),
             number,
         };
-        fs::create_dir_all(state).map_err(FileError::at("create directory", state))?;
+        for dir in [state, home] {
+            fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+        }
         let mut private = fs::DirBuilder::new();
         private.mode(0o700).create(&staged.home).map_err(FileError::at("create directory", &staged.home))?;
         let unpacked = self.unpack_into(&staged);

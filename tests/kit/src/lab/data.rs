@@ -105,14 +105,14 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     let on = stack.provider.machine(&machine.server)?;
     let rows = serves_again(stack).await?;
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
-                  chown svc:svc /home/svc/home/projects/file && rm -f /root/ada.tar && \
-                  /opt/svc/bin/svc-db-backup export --output /root/ada.tar";
+                  chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
+                  /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";
     let said = on.run(export, LONG).await?.good().context("export")?;
     on.run("rm -r /home/svc/home/projects", SHORT).await?.good()?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
     let import =
-        on.run("/opt/svc/bin/svc-restore import /root/ada.tar", LONG).await?.good().context("import")?;
+        on.run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG).await?.good().context("import")?;
     let back = eventually("the rows are back", UP, || async {
         let back = stack.web.titles(&stack.owner()).await?;
         ensure!(back == rows, "there were {rows:?}, now {back:?}");
@@ -120,7 +120,7 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     })
     .await?;
     let look = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
-                systemctl --failed --no-legend; rm -rf /root/ada.tar /home/svc/home/.before-import-*";
+                systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-*";
     let look = on.run(look, SHORT).await?.good()?;
     let owners =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
