@@ -111,8 +111,11 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     on.run("rm -r /home/svc/home/projects", SHORT).await?.good()?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
-    let import =
-        on.run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG).await?.good().context("import")?;
+    let import = on
+        .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG)
+        .await?
+        .good()
+        .context("import")?;
     let back = eventually("the rows are back", UP, || async {
         let back = stack.web.titles(&stack.owner()).await?;
         ensure!(back == rows, "there were {rows:?}, now {back:?}");
