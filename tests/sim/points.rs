@@ -8,12 +8,15 @@ use svc::platform::operations::{OperationKind, points};
 use svc::platform::rollouts;
 
 /// Enumerations, each with the test that kills at every one of its points.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 10] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 13] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (backup::DRILL_POINTS, "svc::host::backup::DRILL_POINTS", "tests/vault/checks.rs"),
         (backup::VERIFY_POINTS, "svc::host::backup::VERIFY_POINTS", "tests/vault/checks.rs"),
+        (backup::SIDE_POINTS, "svc::host::backup::SIDE_POINTS", "tests/vault/side.rs"),
+        (backup::EXPORT_POINTS, "svc::host::backup::EXPORT_POINTS", "tests/vault/export.rs"),
         (restore::POINTS, "svc::host::restore::POINTS", "tests/vault/gate.rs"),
+        (restore::IMPORT_POINTS, "svc::host::restore::IMPORT_POINTS", "tests/vault/export.rs"),
         (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
         (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),

@@ -111,8 +111,10 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
-    rows.post(&of(waits, "backup"), &json!({}), 409, "invalid_state").await;
-    rows.post(&of(runs, "backup"), &json!({}), 502, "host_unreachable").await;
+    for what in ["backup", "drill"] {
+        rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
+        rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;
+    }
     rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
     rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
     let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
@@ -233,7 +235,7 @@ async fn ends(rows: &mut Rows<'_>) {
     };
     rows.row(replaced(Method::GET, "/system-bundles/v1/svc-host-bundle.tar.gz"), 403, "superseded").await;
     rows.row(replaced(Method::POST, &format!("/vps/{runs}/storage-credentials")), 403, "superseded").await;
-    for what in ["fail", "resize", "backup"] {
+    for what in ["fail", "resize", "backup", "drill"] {
         let body = match what {
             "fail" => json!({"reason": "x"}),
             "resize" => json!({"serverType": "cpx32"}),

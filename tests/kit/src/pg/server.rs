@@ -62,7 +62,8 @@ pub struct PgServer {
 impl PgServer {
     /// Makes a new cluster and starts it. A given `data_dir` has to be missing or empty.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        let server = Self::prepare(binaries, options)?;
+        let any_port = options.port.is_none();
+        let mut server = Self::prepare(binaries, options)?;
         let (initdb, data_dir, password) =
             (server.initdb(), server.data_dir.clone(), server.password.clone());
         tokio::task::spawn_blocking(move || -> Result<()> {
@@ -76,8 +77,15 @@ impl PgServer {
             Ok(())
         })
         .await??;
-        server.start_again().await?;
-        Ok(server)
+        loop {
+            match server.start_again().await {
+                // Another process took it between the look and the bind.
+                Err(error) if any_port && format!("{error:#}").contains("Address already in use") => {
+                    server.port = net::free_port()?;
+                }
+                end => return end.map(|()| server),
+            }
+        }
     }
 
     /// Starts a server on data that an earlier one left, with that one's port and password.
