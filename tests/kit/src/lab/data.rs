@@ -12,6 +12,13 @@ use super::life::UP;
 use crate::s3::{Fault, Rule};
 use crate::story::{MachineRecord, Stack, eventually};
 
+/// Databases beside the owner's that programs of ours have made.
+pub(super) const BESIDE: &str = r#"
+url=$(sed -n 's/^DATABASE_URL=//p' /opt/svc/env/host.env | tr -d '"')
+PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime/postgres/bin/psql -v ON_ERROR_STOP=1 -qh 127.0.0.1 \
+  -U postgres -d svc -Atc "select datname from pg_database where datname ~ '^svc_'"
+"#;
+
 /// Two backups find no store: exit code, record, metrics, doctor and fleet say so, and the pointer names the last good one.
 pub async fn store_away(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
@@ -72,8 +79,7 @@ pub async fn side_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     ensure!(back == rows, "there were {rows:?}, now {back:?}");
     call(stack, Method::DELETE, "", Value::Null).await?;
     until(stack, "closed").await?;
-    let left = "podman exec svc-postgres psql -U postgres -Atc \"select datname from pg_database where datname ~ '^svc_'\"";
-    let left = on.run(left, SHORT).await?.good()?;
+    let left = on.run(BESIDE, SHORT).await?.good()?;
     ensure!(left.trim().is_empty(), "it leaves {left}");
     let inserted = &copied["tables"][0]["inserted"];
     Ok(((), format!("{} rows deleted; {inserted} came back out of {}", rows.len(), opened["key"])))

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use super::data::BESIDE;
 use super::{look, release};
 use crate::bundle;
 use crate::pg::PgBinaries;
@@ -139,9 +140,7 @@ pub async fn drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String
         Ok(checks)
     })
     .await?;
-    let left = "podman exec svc-postgres psql -U postgres -Atc \"select datname from pg_database where datname ~ '^svc_'\"; \
-                ls /var/lib/svc/drill";
-    let left = on.run(left, short).await?.good()?;
+    let left = on.run(&format!("set -e; {BESIDE}; ls /var/lib/svc/drill"), short).await?.good()?;
     ensure!(left.trim() == "lock", "a drill leaves {left}");
     Ok(((), format!("{} restored on trial; {}", told["drill"]["key"], said.trim())))
 }
