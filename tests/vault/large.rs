@@ -41,7 +41,7 @@ INSERT INTO public.parts SELECT '2025-01-01'::date + n % 700, (ARRAY['good', 'ba
   FROM generate_series(1, 200000) n;
 CREATE MATERIALIZED VIEW public.sums AS SELECT m, count(*) FROM public.parts GROUP BY m;
 CREATE TABLE public.latin (e text COLLATE "C", i inet, r int4range, a text[], p point);
-INSERT INTO public.latin VALUES (E'tab\t nl\n bs\\ ü', '10.0.0.1/8', '[1,5)', ARRAY['a', NULL, '{}'], '(1,2)'), (NULL);
+INSERT INTO public.latin VALUES (E'tab\t nl\n bs\\ ü', '10.0.0.1/8', '[1,5)', ARRAY['a', NULL, '{}'], '(1,2)'); INSERT INTO public.latin DEFAULT VALUES;
 CREATE SEQUENCE public.alone INCREMENT 7; SELECT nextval('public.alone'), nextval('public.alone');
 SELECT lo_from_bytea(0, decode(repeat(md5(n::text), 4000), 'hex')) FROM generate_series(1, 200) n;
 GRANT SELECT ON public.parts TO app_a2; ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT SELECT ON TABLES TO app_a3;

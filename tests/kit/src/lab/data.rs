@@ -64,6 +64,7 @@ pub async fn side_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     const NOTES: &str = "app_notes.notes";
     let on = stack.provider.machine(&machine.server)?;
     let rows = serves_again(stack).await?;
+    ensure!(!rows.is_empty(), "there is nothing to lose; the act `use` comes before");
     on.run(BACKUP, LONG).await?.good().context("a backup before")?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
@@ -110,6 +111,7 @@ async fn until(stack: &Stack, status: &str) -> Result<Value> {
 pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let rows = serves_again(stack).await?;
+    ensure!(!rows.is_empty(), "there is nothing to lose; the act `use` comes before");
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
                   chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
                   /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";
