@@ -48,7 +48,7 @@ GRANT SELECT ON public.parts TO app_a2; ALTER DEFAULT PRIVILEGES IN SCHEMA publi
 COMMENT ON TABLE public.parts IS 'by year';
 "#;
 const BULK: &str = "CREATE TABLE public.bulk AS SELECT n, md5(n::text) || md5((n * 7)::text) AS noise, repeat(md5(n::text), 12) AS more \
-     FROM generate_series(1, 1500000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
+     FROM generate_series(1, 2000000) n; ALTER TABLE public.bulk ADD PRIMARY KEY (n)";
 
 /// Of a plain dump, without the random word against injection that each has.
 fn plain_dump(machine: &Machine) -> Result<String> {
