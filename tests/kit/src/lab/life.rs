@@ -140,7 +140,7 @@ pub async fn drill(stack: &Stack, machine: &MachineRecord) -> Result<((), String
         Ok(checks)
     })
     .await?;
-    let left = on.run(&format!("set -e; {BESIDE}; ls /var/lib/svc/drill"), short).await?.good()?;
+    let left = on.run(&format!("set -e\n{BESIDE}\nls /var/lib/svc/drill"), short).await?.good()?;
     ensure!(left.trim() == "lock", "a drill leaves {left}");
     Ok(((), format!("{} restored on trial; {}", told["drill"]["key"], said.trim())))
 }
