@@ -6,6 +6,7 @@ use tokio_postgres::config::Host;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Config, NoTls};
 
+use crate::applet::Exit;
 use crate::http::resolve::{self, ResolveError};
 
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
@@ -97,6 +98,11 @@ pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
                     .contains(&code)
         }
     }
+}
+
+/// With which code a program ends whose statement failed.
+pub fn exit(error: &tokio_postgres::Error) -> Exit {
+    if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
 
 /// `name` as an identifier in a statement.

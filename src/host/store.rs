@@ -6,11 +6,20 @@ use std::sync::Arc;
 use super::config::PlatformLink;
 use super::layout::Layout;
 use super::store_credentials::Renewed;
+use crate::applet::Exit;
 use crate::config::Env;
 use crate::machine::id::MachineId;
-use crate::store::Bucket;
 use crate::store::config::StoreConfig;
 use crate::store::credentials::{Source, Temporary};
+use crate::store::{Bucket, StoreError};
+
+/// With which code a program ends that could not read what it needs.
+pub fn exit(error: &StoreError) -> Exit {
+    match error {
+        StoreError::Withdrawn { .. } => Exit::Permission,
+        _ => Exit::Unavailable,
+    }
+}
 
 /// Where the store is and how this machine has access to it.
 pub struct StoreLink {

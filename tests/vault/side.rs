@@ -289,3 +289,48 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
     serve("")?.expect(0);
     Ok(())
 }
+
+/// What somebody does on the machine is asked in the same way: the unit goes on with it, or the next command does.
+#[tokio::test]
+async fn a_command_that_is_killed_is_gone_on_with() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let killed = |words: &[&str], point: &str| {
+        let points = format!("{point}=return(kill)");
+        let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
+        machine.run_with(&words, &[("FAILPOINTS", &points)]).map(machine::Ended::expect_killed)
+    };
+    killed(&["open"], "side.loaded")?;
+    assert_eq!(state(&machine)?["status"], "opening");
+    side(&machine, &["serve"])?.expect(0);
+    assert_eq!(state(&machine)?["status"], "open");
+
+    machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
+    killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
+    let ended = side(&machine, &["close"])?.expect(0);
+    assert!(ended.stdout.contains("1 inserted"), "what was asked before is done first: {}", ended.stdout);
+    assert_eq!(state(&machine)?["status"], "closed");
+    assert!(!machine.path("var/lib/svc/requests/side").exists());
+    Ok(())
+}
+
+/// Names in them mean what they mean in every other session.
+#[tokio::test]
+async fn the_owners_triggers_find_their_tables() -> Result<()> {
+    let store = machine::store()?;
+    let machine = opened(&store).await?;
+    let client = machine.client().await?;
+    client
+        .batch_execute(
+            "CREATE TABLE noted (what text);
+             CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS
+                 $$ BEGIN INSERT INTO noted VALUES (TG_OP || ' ' || upper(NEW.said)); RETURN NEW; END $$;
+             CREATE TRIGGER noted AFTER INSERT ON app_shop.log FOR EACH ROW EXECUTE FUNCTION note();
+             DELETE FROM app_shop.log WHERE said = 'line 7'",
+        )
+        .await?;
+    side(&machine, &["copy", "app_shop.log", "--mode", "replace", "--no-backup"])?.expect(0);
+    let noted = client.query_one("SELECT count(*), min(what) FROM noted", &[]).await?;
+    assert_eq!((noted.get::<_, i64>(0), noted.get::<_, &str>(1)), (300, "INSERT LINE 1"));
+    Ok(())
+}

@@ -9,6 +9,7 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
+use crate::host;
 use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::lock::Lock;
 use crate::host::pgconn::{self, ConnectError};
@@ -47,16 +48,14 @@ enum DrillError {
 impl DrillError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(StoreError::Withdrawn { .. })
-            | Self::Download(DownloadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
-            Self::Store(_) | Self::Connect(_) | Self::Download(DownloadError::Store(_)) => Exit::Unavailable,
-            Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Query(error) if pgconn::is_unavailable(error) => Exit::Unavailable,
-            Self::Damaged { .. }
-            | Self::Download(DownloadError::WrongSize { .. } | DownloadError::WrongDigest { .. })
-            | Self::Load(LoadError::Restore { .. } | LoadError::Differs(_)) => Exit::Refused,
+            Self::Damaged { .. } => Exit::Refused,
+            Self::Store(error) => host::store::exit(error),
+            Self::Download(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => error.exit(),
+            Self::Query(error) => pgconn::exit(error),
             Self::Stopped => Exit::TryAgain,
-            _ => Exit::Internal,
+            Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }

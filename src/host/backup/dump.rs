@@ -15,9 +15,12 @@ use super::Settings;
 use super::read_through::{self, ReadError, ReadThrough};
 use super::snapshot::Snapshot;
 use super::toc;
+use crate::applet::Exit;
 use crate::clock;
 use crate::failpoint;
 use crate::host::config::Identity;
+use crate::host::pgconn;
+use crate::host::store;
 use crate::store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount};
 use crate::store::upload::{Upload, UploadError};
 
@@ -83,6 +86,16 @@ pub enum DumpError {
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Injected(#[from] failpoint::Injected),
+}
+
+impl DumpError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Upload(UploadError::Store(error)) => store::exit(error),
+            Self::Query(error) => pgconn::exit(error),
+            _ => Exit::Internal,
+        }
+    }
 }
 
 /// A verified dump with what its side record says of that moment.

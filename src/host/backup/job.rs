@@ -18,9 +18,9 @@ use super::unfinished;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
+use crate::host;
 use crate::host::checks::Status;
 use crate::host::lock::Lock;
-use crate::host::pgconn;
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::key;
@@ -104,29 +104,16 @@ impl From<PointerError> for BackupError {
 impl BackupError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Superseded
-            | Self::Fenced(_)
-            | Self::Store(StoreError::Withdrawn { .. })
-            | Self::Pointer(PointerError::Store(StoreError::Withdrawn { .. }))
-            | Self::Upload(UploadError::Store(StoreError::Withdrawn { .. }))
-            | Self::Dump(DumpError::Upload(UploadError::Store(StoreError::Withdrawn { .. }))) => {
-                Exit::Permission
-            }
-            Self::Store(
-                StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. },
-            )
-            | Self::Pointer(_)
-            | Self::Upload(UploadError::Store(_))
-            | Self::Dump(DumpError::Upload(UploadError::Store(_)))
-            | Self::Snapshot(SnapshotError::Connect(_)) => Exit::Unavailable,
-            Self::Dump(DumpError::Query(error)) | Self::Snapshot(SnapshotError::Query(error))
-                if pgconn::is_unavailable(error) =>
-            {
-                Exit::Unavailable
-            }
+            Self::Superseded | Self::Fenced(_) | Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
+            Self::Store(error)
+            | Self::Pointer(PointerError::Store(error))
+            | Self::Upload(UploadError::Store(error)) => host::store::exit(error),
+            Self::Pointer(PointerError::Contended) => Exit::Unavailable,
+            Self::Snapshot(error) => error.exit(),
+            Self::Dump(error) => error.exit(),
             Self::Lost(_) => Exit::Refused,
-            Self::GateShut | Self::Stopped | Self::Snapshot(SnapshotError::Locked(_)) => Exit::TryAgain,
-            _ => Exit::Internal,
+            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::Upload(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }

@@ -328,7 +328,7 @@ async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
     match action {
-        Some(action) => side::run(&lock, &settings, &action, &request_id::current(), stopped()?).await,
+        Some(action) => side::run(&lock, &settings, action, stopped()?).await,
         None => side::serve(&lock, &settings, stopped()?).await,
     }
 }

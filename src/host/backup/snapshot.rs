@@ -7,9 +7,10 @@ use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Error};
 
+use crate::applet::Exit;
 use crate::clock;
 use crate::host::census;
-use crate::host::pgconn::{ConnectError, Server};
+use crate::host::pgconn::{self, ConnectError, Server};
 use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const ATTEMPTS: u32 = 3;
@@ -39,6 +40,16 @@ pub enum SnapshotError {
     Locked(#[source] Error),
     #[error("take a snapshot of the database")]
     Query(#[from] Error),
+}
+
+impl SnapshotError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Locked(_) => Exit::TryAgain,
+            Self::Query(error) => pgconn::exit(error),
+        }
+    }
 }
 
 impl Snapshot {

@@ -14,6 +14,7 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
+use crate::host;
 use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::lock::Lock;
 use crate::host::patience::Patience;
@@ -55,9 +56,7 @@ enum VerifyError {
 impl VerifyError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(StoreError::Withdrawn { .. })
-            | Self::Reread(RereadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
-            Self::Store(_) | Self::Reread(RereadError::Store(_)) => Exit::Unavailable,
+            Self::Store(error) | Self::Reread(RereadError::Store(error)) => host::store::exit(error),
             Self::Stopped => Exit::TryAgain,
             _ => Exit::Internal,
         }

@@ -6,13 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use axum::extract::{RawQuery, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::get;
 use bytes::Bytes;
 use http::{Method, StatusCode};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use super::blocking::blocking;
 use super::bridge;
 use super::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use super::state::Gateway;
@@ -28,20 +29,15 @@ const LARGEST_LIMIT: usize = 1000;
 /// How much of the file's end is read: more lines than anybody may ask for.
 const TAIL: u64 = 2 * 1024 * 1024;
 
-pub async fn list(State(gateway): State<Arc<Gateway>>, RawQuery(query): RawQuery) -> Response {
-    let limit = match limit(query.as_deref()) {
-        Ok(limit) => limit,
-        Err(problem) => return problem.into_response(),
-    };
+pub async fn list(
+    State(gateway): State<Arc<Gateway>>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, Problem> {
+    let limit = limit(query.as_deref())?;
     let path = gateway.config.layout.logs().join("backup.jsonl");
-    match tokio::task::spawn_blocking(move || newest(&path, limit)).await {
-        Ok(Ok(lines)) => {
-            let body = format!("{{\"backups\":[{}]}}", lines.join(","));
-            bridge::json(StatusCode::OK, Bytes::from(body))
-        }
-        Ok(Err(error)) => Problem::internal(&error).into_response(),
-        Err(error) => Problem::internal(&error).into_response(),
-    }
+    let lines = blocking(move || newest(&path, limit)).await?;
+    let body = format!("{{\"backups\":[{}]}}", lines.join(","));
+    Ok(bridge::json(StatusCode::OK, Bytes::from(body)))
 }
 
 fn limit(query: Option<&str>) -> Result<usize, Problem> {

@@ -6,7 +6,9 @@ use axum::body::Body;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::StreamExt;
 use http::{HeaderMap, header};
+use serde_json::Value;
 
+use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 
 /// The longest that a request's body may take to come.
@@ -52,6 +54,18 @@ pub async fn read(body: Body, most: usize) -> Result<Bytes, Problem> {
         hear_out(Body::from_stream(chunks)).await;
     }
     read
+}
+
+/// A body that is a JSON object, by its fields.
+///
+/// # Errors
+/// As [`require_json`] and [`read`], and where it is no JSON object.
+pub async fn fields(headers: &HeaderMap, body: Body, most: usize) -> Result<Fields, Problem> {
+    require_json(headers)?;
+    match serde_json::from_slice(&read(body, most).await?) {
+        Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
+        _ => Err(Problem::field("", "must be a JSON object")),
+    }
 }
 
 /// Takes the rest of a body that is refused, within bounds.

@@ -9,72 +9,55 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use http::{HeaderMap, Method, StatusCode};
 use jiff::Timestamp;
-use serde_json::{Value, json};
+use serde_json::json;
 
+use super::blocking::blocking;
+use super::body;
 use super::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
 use super::state::Gateway;
 use crate::clock::rfc3339_ms;
 use crate::fsx;
 use crate::host::updated::Request;
-use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, fields, matching, object, one_of, time};
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
 /// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
-pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Response {
+pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
     ask_for(&gateway, "backup").await
 }
 
 /// `POST /_svc/internal/drill`: asks that the latest snapshot is restored on trial soon.
-pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Response {
+pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
     ask_for(&gateway, "drill").await
 }
 
 /// Writes the request file of this name.
-async fn ask_for(gateway: &Gateway, what: &'static str) -> Response {
+async fn ask_for(gateway: &Gateway, what: &'static str) -> Result<Response, Problem> {
     let path = gateway.config.layout.request(what);
     let requested_at = rfc3339_ms(Timestamp::now());
     let content =
         json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
             .to_string();
-    let written =
-        tokio::task::spawn_blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await;
-    match written {
-        Ok(Ok(())) => {
-            let body = json!({ "request": what, "requestedAt": requested_at });
-            (StatusCode::ACCEPTED, Json(body)).into_response()
-        }
-        Ok(Err(error)) => Problem::internal(&error).into_response(),
-        Err(error) => Problem::internal(&error).into_response(),
-    }
+    blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await?;
+    let body = json!({ "request": what, "requestedAt": requested_at });
+    Ok((StatusCode::ACCEPTED, Json(body)).into_response())
 }
 
 /// `POST /_svc/internal/update`: asks for a release soon. The request names it and nothing else: whether it is taken is
 /// decided by the updater, which is root and trusts nobody here.
-pub async fn update(State(gateway): State<Arc<Gateway>>, headers: HeaderMap, body: Body) -> Response {
-    match ask_for_update(&gateway, &headers, body).await {
-        Ok(response) => response,
-        Err(problem) => problem.into_response(),
-    }
-}
-
-async fn ask_for_update(gateway: &Gateway, headers: &HeaderMap, body: Body) -> Result<Response, Problem> {
-    super::body::require_json(headers)?;
-    let bytes = super::body::read(body, OWN_BODY).await?;
-    let Ok(Value::Object(map)) = serde_json::from_slice::<Value>(&bytes) else {
-        return Err(Problem::field("", "must be a JSON object"));
-    };
-    let mut fields = Fields::of_body(map);
+pub async fn update(
+    State(gateway): State<Arc<Gateway>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Problem> {
+    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
     let version = fields.required("imageVersion");
     let version: ImageVersion = fields.finish(version)?;
     let request = Request::new(version);
     let (layout, asked) = (gateway.config.layout.clone(), request.clone());
-    tokio::task::spawn_blocking(move || asked.write(&layout))
-        .await
-        .map_err(|error| Problem::internal(&error))?
-        .map_err(|error| Problem::internal(&error))?;
+    blocking(move || asked.write(&layout)).await?;
     let body = json!({
         "request": "update", "imageVersion": request.image_version, "requestedAt": rfc3339_ms(request.requested_at),
     });

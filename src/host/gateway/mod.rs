@@ -6,6 +6,7 @@
 mod apps;
 mod auth;
 mod backups;
+mod blocking;
 mod body;
 mod bridge;
 mod certificate;

@@ -12,13 +12,14 @@ use axum::routing::{delete as on_delete, get, post};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::{Value, json};
 
+use super::blocking::blocking;
+use super::body;
 use super::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use super::state::Gateway;
 use crate::clock::rfc3339_ms;
 use crate::fsx::FileError;
 use crate::host::layout::Layout;
 use crate::host::side::{self, Action, Chosen, Copy, MOST_TABLES, Mode, Request, Status};
-use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, array, boolean, count, fields, matching, named, nullable, object, one_of, text, text_to, time,
 };
@@ -65,7 +66,7 @@ pub async fn open(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = asked(&headers, body).await?;
+    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
     if key.is_some() && at.is_some() {
@@ -82,7 +83,7 @@ pub async fn copy(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = asked(&headers, body).await?;
+    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
     let given = fields.has("tables");
     let tables = fields.strings("tables", MOST_TABLES);
     if !given {
@@ -116,15 +117,6 @@ pub async fn close(State(gateway): State<Arc<Gateway>>) -> Result<Response, Prob
     ask(&gateway, Action::Close).await
 }
 
-async fn asked(headers: &HeaderMap, body: Body) -> Result<Fields, Problem> {
-    super::body::require_json(headers)?;
-    let bytes = super::body::read(body, OWN_BODY).await?;
-    match serde_json::from_slice::<Value>(&bytes) {
-        Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
-        _ => Err(Problem::field("", "must be a JSON object")),
-    }
-}
-
 async fn ask(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
     let layout = gateway.config.layout.clone();
     let request = Request::new(action);
@@ -135,13 +127,6 @@ async fn ask(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
         return Err(Problem::new(Code::InvalidState, detail));
     }
     Ok((StatusCode::ACCEPTED, Json(answer)).into_response())
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, FileError> + Send + 'static,
-) -> Result<T, Problem> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(|error| Problem::internal(&error))?;
-    done.map_err(|error| Problem::internal(&error))
 }
 
 fn accepted() -> Value {

@@ -10,6 +10,7 @@ use crate::applet::{Exit, Failure};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
+use crate::host;
 use crate::host::lock::Lock;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError};
@@ -60,15 +61,20 @@ enum RestoreError {
     Injected(#[from] Injected),
 }
 
+/// The gate is what the machine does by itself: there is nobody whose wish is refused.
+fn never_refused(exit: Exit) -> Exit {
+    if exit == Exit::Refused { Exit::Internal } else { exit }
+}
+
 impl RestoreError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(StoreError::Withdrawn { .. })
-            | Self::Download(DownloadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
-            Self::Store(_) | Self::Connect(_) | Self::Download(DownloadError::Store(_)) => Exit::Unavailable,
-            Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Swap(error) if error.is_unavailable() => Exit::Unavailable,
-            _ => Exit::Internal,
+            Self::Store(error) => host::store::exit(error),
+            Self::Download(error) => never_refused(error.exit()),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => never_refused(error.exit()),
+            Self::Swap(error) => error.exit(),
+            Self::Absent | Self::Damaged { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }

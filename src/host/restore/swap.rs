@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::{Client, Error};
 
+use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::host::pgconn::{self, ConnectError, Server, ident};
 use crate::host::scratch::{Scratch, drop_scratch, oid};
@@ -27,11 +28,11 @@ pub enum SwapError {
 }
 
 impl SwapError {
-    pub fn is_unavailable(&self) -> bool {
+    pub fn exit(&self) -> Exit {
         match self {
-            Self::Connect(_) => true,
-            Self::Query(error) => pgconn::is_unavailable(error),
-            _ => false,
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Query(error) => pgconn::exit(error),
+            Self::InUse { .. } | Self::Injected(_) => Exit::Internal,
         }
     }
 }

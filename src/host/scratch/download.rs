@@ -8,9 +8,11 @@ use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 
 use super::Means;
+use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::patience::Patience;
+use crate::host::store;
 use crate::http::problem::chain;
 use crate::partial::Partial;
 use crate::store::StoreError;
@@ -38,6 +40,17 @@ pub enum DownloadError {
     File(#[from] FileError),
     #[error(transparent)]
     Injected(#[from] Injected),
+}
+
+impl DownloadError {
+    /// `Refused` where it is the object that is not what its record says.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Store(error) => store::exit(error),
+            Self::WrongSize { .. } | Self::WrongDigest { .. } => Exit::Refused,
+            Self::NoSpace { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
+        }
+    }
 }
 
 /// The whole, checked dump, as a file in `dir`.

@@ -12,6 +12,7 @@ use tokio_postgres::error::SqlState;
 
 use super::Means;
 use super::database::{self, Scratch};
+use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::host::census;
 use crate::host::patience::Patience;
@@ -66,11 +67,13 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    pub fn is_unavailable(&self) -> bool {
+    /// `Refused` where it is the snapshot that does not become a database here.
+    pub fn exit(&self) -> Exit {
         match self {
-            Self::Connect(_) => true,
-            Self::Query { source, .. } => pgconn::is_unavailable(source),
-            _ => false,
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Query { source, .. } => pgconn::exit(source),
+            Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
+            Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
         }
     }
 }

@@ -20,7 +20,6 @@ use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::host::archive::{self, ABOUT, About, DUMP, HOME, Kind, Listed, MANIFEST, Manifest, SIDE};
-use crate::host::pgconn;
 use files::Found;
 
 /// The places of a run where a test can stop it.
@@ -56,14 +55,10 @@ impl ExportError {
     fn exit(&self) -> Exit {
         match self {
             Self::Exists { .. } => Exit::Refused,
-            Self::Snapshot(SnapshotError::Connect(_)) => Exit::Unavailable,
-            Self::Snapshot(SnapshotError::Query(error)) | Self::Dump(DumpError::Query(error))
-                if pgconn::is_unavailable(error) =>
-            {
-                Exit::Unavailable
-            }
+            Self::Snapshot(error) => error.exit(),
+            Self::Dump(error) => error.exit(),
             Self::GateShut | Self::Stopped => Exit::TryAgain,
-            _ => Exit::Internal,
+            Self::Write { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }

@@ -11,6 +11,7 @@ use tokio_postgres::{Client, Transaction};
 use super::catalog::{self, PLAIN_SESSION};
 use super::made;
 use super::plan::{self, Plan, PlanError};
+use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::backup::Settings;
@@ -68,24 +69,17 @@ pub enum CopyError {
 }
 
 impl CopyError {
-    pub fn is_unavailable(&self) -> bool {
+    /// `Refused` where what is asked cannot be done so.
+    pub fn exit(&self) -> Exit {
         match self {
-            Self::Connect(_) => true,
-            Self::Query { source, .. } => pgconn::is_unavailable(source),
-            _ => false,
+            Self::NoSuchTable { .. } | Self::Plan(_) | Self::PassesOn { .. } | Self::Broken { .. } => {
+                Exit::Refused
+            }
+            Self::Made(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Query { source, .. } => pgconn::exit(source),
+            Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
-    }
-
-    /// What is asked cannot be done so.
-    pub fn is_refusal(&self) -> bool {
-        matches!(
-            self,
-            Self::NoSuchTable { .. }
-                | Self::Plan(_)
-                | Self::PassesOn { .. }
-                | Self::Broken { .. }
-                | Self::Made(_)
-        )
     }
 }
 
@@ -201,10 +195,8 @@ async fn rows(
     request_id: &str,
     made: &[CopiedTable],
 ) -> Result<Vec<CopiedTable>, CopyError> {
-    // Other tables may be made again meanwhile: what the outbox and the owner's triggers do is theirs to find by name.
-    let settings = "SET lock_timeout = '60s'; SET LOCAL search_path = pg_catalog, pg_temp";
     let transaction = live.transaction().await.map_err(query("begin"))?;
-    transaction.batch_execute(settings).await.map_err(query("begin"))?;
+    transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await.map_err(query("begin"))?;
     transaction.batch_execute(DONE).await.map_err(query("remember the copy"))?;
     let references = catalog::references(&transaction, tables).await.map_err(query("read foreign keys"))?;
     let edges: Vec<(String, String)> =
@@ -222,6 +214,8 @@ async fn rows(
         plans.push(plan);
     }
     failpoint::pass("side.fetched")?;
+    // The owner's triggers, defaults and checks find their tables and functions as they do in every other session.
+    transaction.batch_execute("SET LOCAL search_path TO DEFAULT").await.map_err(query("begin"))?;
     let mut copied: Vec<CopiedTable> = plans
         .iter()
         .map(|plan| CopiedTable {

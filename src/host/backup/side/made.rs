@@ -6,10 +6,11 @@ use std::process::ExitStatus;
 use tokio_postgres::Client;
 
 use super::catalog;
+use crate::applet::Exit;
 use crate::host::backup::Settings;
 use crate::host::backup::read_through::{self, ReadError};
 use crate::host::census;
-use crate::host::pgconn::{ident, literal};
+use crate::host::pgconn::{self, ident, literal};
 use crate::host::side::{CopiedTable, DATABASE};
 use crate::store::snapshot::TableCount;
 
@@ -24,6 +25,17 @@ pub enum MadeError {
     Pipe(#[source] std::io::Error),
     #[error("look at the tables that are gone")]
     Query(#[from] tokio_postgres::Error),
+}
+
+impl MadeError {
+    /// `Refused` where a tool of PostgreSQL says why not.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Ended { .. } => Exit::Refused,
+            Self::Query(error) => pgconn::exit(error),
+            Self::Tool(_) | Self::Pipe(_) => Exit::Internal,
+        }
+    }
 }
 
 /// What is told of tables that are made again: the rows that they have in the side database.

@@ -17,6 +17,7 @@ use super::job::{self, Empty};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
+use crate::host;
 use crate::host::layout::Layout;
 use crate::host::lock::Lock;
 use crate::host::pgconn::{self, ConnectError, ident};
@@ -75,7 +76,9 @@ enum SideError {
     Copy(#[from] CopyError),
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("stopped by a signal")]
+    #[error(
+        "stopped by a signal\n  next: svc-db-side.service goes on with it; `svc-db-backup side show` tells how far it is"
+    )]
     Stopped,
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -84,31 +87,20 @@ enum SideError {
 impl SideError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Store(StoreError::Withdrawn { .. })
-            | Self::Download(DownloadError::Store(StoreError::Withdrawn { .. })) => Exit::Permission,
-            Self::Store(_) | Self::Connect(_) | Self::Download(DownloadError::Store(_)) => Exit::Unavailable,
-            Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Copy(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Query(error) if pgconn::is_unavailable(error) => Exit::Unavailable,
             Self::NoSnapshot { .. }
             | Self::Unusable(_)
             | Self::NotOpen
-            | Self::Load(LoadError::Newer { .. } | LoadError::Restore { .. } | LoadError::Differs(_))
-            | Self::Download(
-                DownloadError::WrongSize { .. }
-                | DownloadError::WrongDigest { .. }
-                | DownloadError::NoSpace { .. },
-            ) => Exit::Refused,
-            Self::Copy(error) if error.is_refusal() => Exit::Refused,
+            | Self::Download(DownloadError::NoSpace { .. }) => Exit::Refused,
+            Self::Store(error) => host::store::exit(error),
+            Self::Download(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => error.exit(),
+            Self::Query(error) => pgconn::exit(error),
+            Self::Copy(error) => error.exit(),
             Self::Save { exit, .. } => *exit,
             Self::Stopped => Exit::TryAgain,
-            _ => Exit::Internal,
+            Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
-    }
-
-    /// Nobody decided anything: the same request is to be tried again.
-    fn is_passing(&self) -> bool {
-        matches!(self, Self::Stopped)
     }
 }
 
@@ -120,8 +112,15 @@ fn dir(layout: &Layout) -> PathBuf {
 /// Does what a request file asks, and nothing where there is none.
 ///
 /// # Errors
-/// [`Failure`]. The request is then over, too, unless it was cut off.
+/// [`Failure`]. The request is then over, too, unless it was stopped: then the next start does it again.
 pub async fn serve(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+    tokio::select! {
+        end = serve_asked(settings) => end,
+        () = stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
+    }
+}
+
+async fn serve_asked(settings: &Settings) -> Result<(), Failure> {
     let Some(request) = Request::read(&settings.layout).or_exit(Exit::Internal)? else { return Ok(()) };
     let request = match request {
         Ok(request) => request,
@@ -131,28 +130,40 @@ pub async fn serve(_lock: &Lock, settings: &Settings, stop: impl Future<Output =
             return Err(Failure::new(Exit::Refused, error));
         }
     };
-    let end = act(settings, &request.action, &request.request_id, stop).await;
-    if !end.as_ref().is_err_and(SideError::is_passing) {
-        Request::remove(&settings.layout).or_exit(Exit::Internal)?;
-    }
+    let end = act(settings, &request).await;
+    Request::remove(&settings.layout).or_exit(Exit::Internal)?;
     end.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Does one thing, and prints what came of it.
+/// Asks for one thing, does it, and prints what came of it. It is asked as the gateway asks: whatever ends this run, the
+/// unit goes on with it. What was asked before comes first.
 ///
 /// # Errors
 /// [`Failure`].
 pub async fn run(
-    _lock: &Lock,
+    lock: &Lock,
     settings: &Settings,
-    action: &Action,
-    request_id: &str,
+    action: Action,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    let end = act(settings, action, request_id, stop).await;
+    let request = Request::new(action);
+    let asked = async {
+        while !request.ask(&settings.layout).or_exit(Exit::Internal)? {
+            if let Err(earlier) = serve_asked(settings).await {
+                let error = chain(earlier.error.as_ref());
+                tracing::warn!(%error, "what was asked of the side database before has failed");
+            }
+        }
+        Ok(())
+    };
+    tokio::pin!(stop);
+    tokio::select! {
+        asked = asked => asked,
+        () = &mut stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
+    }?;
+    let end = serve(lock, settings, stop).await;
     let shown = show(&settings.layout);
-    end.map_err(|error| Failure::new(error.exit(), error))?;
-    shown
+    end.and(shown)
 }
 
 /// Prints the state.
@@ -191,23 +202,13 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn act(
-    settings: &Settings,
-    action: &Action,
-    request_id: &str,
-    stop: impl Future<Output = ()>,
-) -> Result<(), SideError> {
+async fn act(settings: &Settings, request: &Request) -> Result<(), SideError> {
     failpoint::pass("side.begin")?;
-    let acting = async {
-        match action {
-            Action::Open(chosen) => open(settings, chosen, request_id).await,
-            Action::Copy(wanted) => take_back(settings, wanted, request_id).await,
-            Action::Close => close(settings, request_id).await,
-        }
-    };
-    tokio::select! {
-        end = acting => end,
-        () = stop => Err(SideError::Stopped),
+    let id = &request.request_id;
+    match &request.action {
+        Action::Open(chosen) => open(settings, chosen, id).await,
+        Action::Copy(wanted) => take_back(settings, wanted, id).await,
+        Action::Close => close(settings, id).await,
     }
 }
 
@@ -216,16 +217,12 @@ async fn open(settings: &Settings, chosen: &Chosen, request_id: &str) -> Result<
     state.key.clone_from(&chosen.key);
     state.write(&settings.layout)?;
     let opened = opened(settings, chosen, &mut state).await;
-    match &opened {
-        Ok(()) => state.status = Status::Open,
-        // The next start does it from the beginning.
-        Err(error) if error.is_passing() => return opened,
-        Err(error) => {
-            (state.status, state.error) = (Status::Failed, Some(chain(error)));
-            state.tables.clear();
-            if let Err(error) = clean(settings).await {
-                tracing::warn!(error = %chain(&error), "could not clean up; the next request does");
-            }
+    state.status = Status::Open;
+    if let Err(error) = &opened {
+        (state.status, state.error) = (Status::Failed, Some(chain(error)));
+        state.tables.clear();
+        if let Err(error) = clean(settings).await {
+            tracing::warn!(error = %chain(&error), "could not clean up; the next request does");
         }
     }
     state.write(&settings.layout)?;

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use serde::de::DeserializeOwned;
 use tar::{Archive, Entry, EntryType};
 
-use crate::fsx::FileError;
+use crate::fsx::{self, FileError};
 use crate::host::archive::{self, ABOUT, About, DUMP, HOME, Kind, Listed, MANIFEST, Manifest, SIDE, STAGED};
 use crate::store::snapshot::SideRecord;
 
@@ -148,6 +148,8 @@ impl Archived {
             let changed = || damaged(format!("{name} has changed since it was read"));
             let listed = expected.next().ok_or_else(changed)?;
             let found = if name == DUMP {
+                // An earlier run may have left it.
+                fsx::remove_if_there(&staged.dump)?;
                 let file = created(&staged.dump, 0o600)?;
                 look(name, entry, file).map_err(FileError::at("write", &staged.dump))?
             } else if let Some(inside) = inside(&entry.path().map_err(|_| changed())?) {
@@ -207,14 +209,7 @@ fn unpack_one(
 /// New, and never through a link that an earlier entry made.
 fn created(path: &Path, mode: u32) -> Result<File, FileError> {
     let mut options = File::options();
-    let options = options.write(true).mode(mode);
-    let file = if path.extension().is_some_and(|end| end == "dump") && mode == 0o600 && !path.is_symlink() {
-        // What an earlier run left of the dump.
-        options.create(true).truncate(true).open(path)
-    } else {
-        options.create_new(true).open(path)
-    };
-    file.map_err(FileError::at("create", path))
+    options.write(true).mode(mode).create_new(true).open(path).map_err(FileError::at("create", path))
 }
 
 /// Each entry, by its name as the manifest writes it. Only what an archive of ours may hold passes: plain relative paths,

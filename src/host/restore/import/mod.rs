@@ -69,17 +69,15 @@ impl ImportError {
         match self {
             Self::Superseded => Exit::Permission,
             Self::GateShut => Exit::TryAgain,
-            Self::Anothers { .. }
-            | Self::Archive(_)
-            | Self::Download(DownloadError::NoSpace { .. })
-            | Self::Load(LoadError::Newer { .. } | LoadError::Restore { .. } | LoadError::Differs(_)) => {
+            Self::Anothers { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
                 Exit::Refused
             }
+            Self::Download(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
-            Self::Load(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Swap(error) if error.is_unavailable() => Exit::Unavailable,
-            Self::Query(error) if pgconn::is_unavailable(error) => Exit::Unavailable,
-            _ => Exit::Internal,
+            Self::Load(error) => error.exit(),
+            Self::Query(error) => pgconn::exit(error),
+            Self::Swap(error) => error.exit(),
+            Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
