@@ -2,9 +2,11 @@
 
 use std::process::Command;
 
+use anyhow::Result;
 use jiff::Timestamp;
 use kit::checkers;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use svc::config::Flag;
 use svc::http::proof::ProofKeys;
@@ -19,6 +21,7 @@ use svc::platform::userdata;
 use svc::store::config::{S3Config, StoreConfig};
 
 /// What a user-data is made of; the rest is the same for all.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Parts {
     pub user: String,
     pub handle: String,
@@ -76,16 +79,21 @@ impl Parts {
     }
 
     pub async fn render(&self) -> String {
+        self.try_render().await.unwrap()
+    }
+
+    /// Refused where a part is none that the platform takes.
+    pub async fn try_render(&self) -> Result<String> {
         let hosts = HostSettings {
-            public_url: self.public.as_ref().unwrap_or(&self.platform).parse().unwrap(),
-            internal_url: self.platform.parse().unwrap(),
-            bundle_url: BundleUrl::Exact(self.bundle.parse().unwrap()),
+            public_url: self.public.as_ref().unwrap_or(&self.platform).parse()?,
+            internal_url: self.platform.parse()?,
+            bundle_url: BundleUrl::Exact(self.bundle.parse()?),
             https_port: 443,
             tls_verify: Flag::Off,
             idp: ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"]
                 .map(|name| (name, self.issuer.clone()))
                 .into(),
-            store_endpoint: Some(self.store.parse().unwrap()),
+            store_endpoint: Some(self.store.parse()?),
             bundle_public_keys: Some(vec!["k".repeat(44); self.bundle_keys].join(",")),
             postgres_image: None,
         };
@@ -98,31 +106,31 @@ impl Parts {
             session_token: Some(SecretString::from(self.session_token.clone())),
             expires_at: Some(Timestamp::UNIX_EPOCH),
         });
-        let store = HostStore::new(&store, &HostCredentials::Static).unwrap();
+        let store = HostStore::new(&store, &HostCredentials::Static)?;
         let store = store.reached_by_hosts_at(hosts.store_endpoint.as_ref());
-        let machine = self.machine();
-        let access = store.access(&machine, Life::Whole).await.unwrap();
+        let machine = self.machine()?;
+        let access = store.access(&machine, Life::Whole).await?;
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
-        let keys: ProofKeys = serde_json::from_value(json!({"keys": keys})).unwrap();
+        let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));
-        userdata::render(&machine, &hosts, &access, &keys, &mint).unwrap().expose_secret().to_owned()
+        Ok(userdata::render(&machine, &hosts, &access, &keys, &mint)?.expose_secret().to_owned())
     }
 
-    fn machine(&self) -> MachineRow {
-        MachineRow {
-            id: "019a0000-0000-7000-8000-000000000001".parse().unwrap(),
-            user: self.user.parse().unwrap(),
-            slot: self.slot.parse().unwrap(),
-            handle: self.handle.parse().unwrap(),
+    fn machine(&self) -> Result<MachineRow> {
+        Ok(MachineRow {
+            id: "019a0000-0000-7000-8000-000000000001".parse()?,
+            user: self.user.parse()?,
+            slot: self.slot.parse()?,
+            handle: self.handle.parse()?,
             kind: Kind::Customer,
             status: Status::Provisioning,
             failure: None,
             epoch: Epoch::NONE.next(),
             restore: RestoreMode::Required,
-            server_type: "cpx22".parse().unwrap(),
+            server_type: "cpx22".parse()?,
             resize_to: None,
-            location: "nbg1".parse().unwrap(),
-            image_version: self.version.parse().unwrap(),
+            location: "nbg1".parse()?,
+            image_version: self.version.parse()?,
             bundle_sha256: self.bundle_sha256.clone(),
             provider_server_id: None,
             public_ipv4: None,
@@ -149,7 +157,7 @@ impl Parts {
             boot_stages: Value::Null,
             created_at: Timestamp::UNIX_EPOCH,
             updated_at: Timestamp::UNIX_EPOCH,
-        }
+        })
     }
 }
 

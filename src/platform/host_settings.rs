@@ -57,7 +57,7 @@ impl HostSettings {
         let https_port = env.or("CUSTOMER_VPS_HTTPS_PORT", 443);
         let tls_verify = env.flag("CUSTOMER_VPS_TLS_VERIFY", Flag::Off);
         let idp = ["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"];
-        let idp = idp.into_iter().filter_map(|name| Some((name, env.text(name)?))).collect();
+        let idp = idp.into_iter().filter_map(|name| Some((name, line(env, name)?))).collect();
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
         let store_endpoint = url(env, "HOST_OBJECT_STORE_ENDPOINT");
         let bundle_public_keys = public_keys(env);
@@ -89,6 +89,16 @@ impl HostSettings {
     pub fn trusted_keys(&self) -> TrustedKeys {
         self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
     }
+}
+
+/// A text that a line of an env file can hold.
+fn line(env: &mut Env, name: &str) -> Option<String> {
+    let text = env.text(name)?;
+    if text.chars().any(char::is_control) {
+        env.mistake(name, "must be one line of text: hosts read it from a line of an env file");
+        return None;
+    }
+    Some(text)
 }
 
 /// Raw Ed25519 keys in base64, separated by commas.

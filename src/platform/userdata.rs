@@ -10,7 +10,7 @@ use super::db::machine_row::MachineRow;
 use super::host_settings::HostSettings;
 use super::host_store::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
-use crate::config::env_line;
+use crate::config::{env_line, parse_env_file};
 use crate::http::proof::ProofKeys;
 
 /// What the provider takes at most.
@@ -35,21 +35,25 @@ const RESUME: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
 
+/// Why there is no user-data for a machine.
 #[derive(Debug, thiserror::Error)]
-#[error("the user-data would have {size} bytes, more than the {LARGEST} that the provider takes")]
-pub struct TooLarge {
-    pub size: usize,
+pub enum RenderError {
+    #[error("it would have {size} bytes, more than the {LARGEST} that the provider takes")]
+    TooLarge { size: usize },
+    /// An env file has one line for each variable.
+    #[error("the value of {name} is not one line of text, so {path} cannot hold it")]
+    NotALine { path: &'static str, name: String },
 }
 
 /// # Errors
-/// [`TooLarge`].
+/// [`RenderError`].
 pub fn render(
     machine: &MachineRow,
     hosts: &HostSettings,
     store: &StoreAccess,
     keys: &ProofKeys,
     mint: &TokenMint,
-) -> Result<SecretString, TooLarge> {
+) -> Result<SecretString, RenderError> {
     let mut secret = vec![
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
         ("/opt/svc/env/r2.env", store.env_file()),
@@ -57,6 +61,11 @@ pub fn render(
     ];
     if let Some(keys) = &hosts.bundle_public_keys {
         secret.push(("/opt/svc/env/update.env", env_line("SVC_BUNDLE_PUBLIC_KEYS", keys)));
+    }
+    for (path, content) in &secret {
+        if let Some(name) = not_a_line(content) {
+            return Err(RenderError::NotALine { path, name });
+        }
     }
     // Files are written before there are users: `first-boot.sh` gives them to their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
@@ -67,11 +76,36 @@ pub fn render(
         "bootcmd": [["sh", "-c", RESUME]],
         "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
     });
-    let text = format!("#cloud-config\n{config}\n");
+    let text = format!("#cloud-config\n{}\n", as_yaml(&config.to_string()));
     if text.len() > LARGEST {
-        return Err(TooLarge { size: text.len() });
+        return Err(RenderError::TooLarge { size: text.len() });
     }
     Ok(text.into())
+}
+
+/// The variable of an env file whose value no line can hold.
+fn not_a_line(content: &str) -> Option<String> {
+    let has_control = |line: &str| line.chars().any(char::is_control);
+    let first = content.split('\n').position(has_control);
+    // A line's quotes end in it: a value with a line end in it leaves one that cannot be read.
+    let number = first.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
+    let line = content.split('\n').nth(number).unwrap_or_default();
+    Some(line.split('=').next().unwrap_or_default().to_owned())
+}
+
+/// JSON that YAML 1.1, which cloud-init reads, takes for the same: some characters that a JSON string may hold as they are
+/// YAML reads as line ends, or not at all.
+fn as_yaml(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        match c {
+            '\u{7f}'..='\u{9f}' | '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}' => {
+                text.push_str(&format!("\\u{:04x}", u32::from(c)));
+            }
+            c => text.push(c),
+        }
+    }
+    text
 }
 
 /// Comments are for who reads the sources; a machine has little room for them.

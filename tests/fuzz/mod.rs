@@ -10,6 +10,7 @@ mod environment;
 mod mutation;
 mod objects;
 mod release;
+mod userdata;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -96,6 +97,7 @@ fn targets() -> Vec<Target> {
         archive::unpacked(),
         environment::env_file(),
         environment::boot_env(),
+        userdata::user_data(),
     ]
 }
 
@@ -152,6 +154,7 @@ fuzzed! {
     a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
     a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
     a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
+    a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";
 }
 
 #[test]

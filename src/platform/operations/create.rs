@@ -112,7 +112,7 @@ async fn order(
     let store = platform.host_store.access(machine, Life::Whole).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
-        .map_err(|error| StepError::permanent("the user-data is too large", error))?;
+        .map_err(|error| StepError::permanent("there is no user-data for it", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([
         (MACHINE_LABEL.to_owned(), machine.id.to_string()),

@@ -108,12 +108,36 @@ pub fn shellcheck() -> Result<Command> {
 
 /// `cloud-init schema`; it wants `--config-file FILE`.
 pub fn cloud_init_schema() -> Result<Command> {
+    let mut command = cloud_inits_python()?;
+    command.args(["-m", "cloudinit.cmd.main", "schema"]);
+    Ok(command)
+}
+
+/// Each line of its input is a text as a JSON string; each line of its output is what cloud-init reads in that text, as
+/// `{"read": …}`, or `{"refused": "why"}`.
+pub fn cloud_init_reader() -> Result<Command> {
+    const READ: &str = "
+import json, sys
+import yaml
+for line in sys.stdin:
+    try:
+        said = {'read': yaml.safe_load(json.loads(line))}
+    except yaml.YAMLError as error:
+        said = {'refused': str(error)}
+    print(json.dumps(said), flush=True)
+";
+    let mut command = cloud_inits_python()?;
+    command.args(["-c", READ]);
+    Ok(command)
+}
+
+fn cloud_inits_python() -> Result<Command> {
     let python = Path::new("/usr/bin/python3");
     ensure!(python.exists(), "cloud-init's check needs Debian's Python ({})", python.display());
     let mut command = Command::new(python);
     command.env_clear().env("PYTHONPATH", CLOUD_INIT.locate()?.path());
     // Without what is installed for this Python: the packages are the pinned ones.
-    command.args(["-S", "-B", "-m", "cloudinit.cmd.main", "schema"]);
+    command.args(["-S", "-B"]);
     Ok(command)
 }
 

@@ -1,0 +1,180 @@
+//! User-data: whatever a machine and its platform are called, cloud-init reads the document that was meant.
+//!
+//! A case is what a user-data is made of, as JSON; the parser is cloud-init's own.
+
+use std::cell::RefCell;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use futures_util::FutureExt;
+use kit::checkers;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::config::parse_env_file;
+use svc::platform::userdata::LARGEST;
+
+use super::Target;
+use crate::userdata::{Parts, document};
+
+pub fn user_data() -> Target {
+    Target { name: "user-data", valid: parts().boxed(), holds, accepts, cases: 60 }
+}
+
+/// Names as they may be, and text of any kind where nothing says what it is.
+fn parts() -> impl Strategy<Value = Vec<u8>> {
+    let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
+    let names = (user, "[a-z][a-z0-9]{1,20}", "[a-z][a-z0-9]{0,20}", "[0-9]{1,4}\\.[0-9]{1,3}");
+    let path = "[^\\x00-\\x1f]{0,24}";
+    let text = || prop_oneof![3 => "[^\\pC]{0,40}", 1 => any::<String>()];
+    (names, path, text(), text(), text(), 1..4_usize).prop_map(
+        |(names, path, token, issuer, digest, keys)| {
+            let (user, handle, slot, version) = names;
+            let parts = Parts {
+                user,
+                handle,
+                slot,
+                version,
+                bundle: format!("https://bundles.example/{path}"),
+                session_token: token,
+                issuer,
+                bundle_sha256: digest,
+                proof_keys: keys,
+                ..Parts::usual()
+            };
+            serde_json::to_vec(&parts).expect("plain fields are JSON")
+        },
+    )
+}
+
+/// Refused, or a document that cloud-init reads as it was meant, with the files that every machine has and nothing that
+/// a value brought in.
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(parts) = serde_json::from_slice::<Parts>(bytes) else { return Ok(()) };
+    if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
+        return Ok(());
+    }
+    match rendered(&parts) {
+        Ok(text) => meant(&parts, &text),
+        Err(_) => Ok(()),
+    }
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let parts: Parts = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let is_line = |text: &String| !text.chars().any(char::is_control);
+    let lines = [&parts.session_token, &parts.issuer, &parts.bundle_sha256].into_iter().all(is_line);
+    match (lines, rendered(&parts)) {
+        (true, Ok(_)) | (false, Err(_)) => Ok(()),
+        (true, Err(error)) => Err(format!("refused: {error}")),
+        (false, Ok(_)) => Err("a value of several lines was taken".to_owned()),
+    }
+}
+
+/// Credentials that do not change are given at once.
+fn rendered(parts: &Parts) -> Result<String, String> {
+    let rendered = parts.try_render().now_or_never().ok_or("nobody was to be waited for")?;
+    rendered.map_err(|error| format!("{error:#}"))
+}
+
+fn meant(parts: &Parts, text: &str) -> Result<(), String> {
+    if text.len() > LARGEST {
+        return Err(format!("{} bytes", text.len()));
+    }
+    let ours = document(text);
+    let read = as_cloud_init_reads(text);
+    if read != json!({ "read": ours }) {
+        return Err(format!("cloud-init reads {read}"));
+    }
+    let usual = document(&rendered(&Parts::usual())?);
+    for same in ["bootcmd", "runcmd"] {
+        if ours[same] != usual[same] {
+            return Err(format!("{same} is {}", ours[same]));
+        }
+    }
+    let files = |of: &Value| -> Vec<[Value; 3]> {
+        let files = of["write_files"].as_array().cloned().unwrap_or_default();
+        files
+            .into_iter()
+            .map(|file| ["path", "permissions", "owner"].map(|name| file[name].clone()))
+            .collect()
+    };
+    if files(&ours) != files(&usual) {
+        return Err(format!("the files are {:?}", files(&ours)));
+    }
+    let told = told(&ours)?;
+    // Whether the bundle's URL is of the platform, and the token for it, is for `HostSettings` to say.
+    let names = |told: &[(String, String)]| -> Vec<String> {
+        let names = told.iter().map(|(name, _)| name.clone());
+        names.filter(|name| name != "SVC_HOST_BUNDLE_WITH_TOKEN").collect()
+    };
+    let (found, expected) = (names(&told), names(&self::told(&usual)?));
+    if found != expected {
+        return Err(format!("the variables are {found:?}"));
+    }
+    for (name, value) in [
+        ("SVC_USER_ID", &parts.user),
+        ("SVC_HANDLE", &parts.handle),
+        ("SVC_SLOT", &parts.slot),
+        ("SVC_IMAGE_VERSION", &parts.version),
+        ("AWS_SESSION_TOKEN", &parts.session_token),
+        ("IDP_ISSUER", &parts.issuer),
+        ("SVC_BUNDLE_SHA256", &parts.bundle_sha256),
+    ] {
+        if !told.iter().any(|(told, of)| told == name && of == value) {
+            return Err(format!("{name} is not {value:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// All variables of all env files, in order.
+fn told(document: &Value) -> Result<Vec<(String, String)>, String> {
+    let mut told = Vec::new();
+    for file in document["write_files"].as_array().into_iter().flatten() {
+        let (Some(path), Some(content)) = (file["path"].as_str(), file["content"].as_str()) else { continue };
+        if path.ends_with(".env") {
+            told.extend(parse_env_file(content).map_err(|line| format!("{path}, line {line}"))?);
+        }
+    }
+    Ok(told)
+}
+
+/// cloud-init's reader; it stays for the thread's next case.
+struct Reader {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+}
+
+impl Reader {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python starts");
+        let (to, from) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        Self { child, to, from: BufReader::new(from) }
+    }
+
+    fn read(&mut self, text: &str) -> Value {
+        writeln!(self.to, "{}", json!(text)).expect("it listens");
+        let mut line = String::new();
+        self.from.read_line(&mut line).expect("it answers");
+        serde_json::from_str(&line).expect("JSON")
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn as_cloud_init_reads(text: &str) -> Value {
+    thread_local! {
+        static READER: RefCell<Option<Reader>> = const { RefCell::new(None) };
+    }
+    READER.with_borrow_mut(|reader| {
+        let start = || Reader::start(checkers::cloud_init_reader().expect("cloud-init"));
+        reader.get_or_insert_with(start).read(text)
+    })
+}
