@@ -4,6 +4,7 @@
 //! nothing, so that no `PG*` variable of ours changes what it does.
 
 use std::fmt;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::str::FromStr;
@@ -17,6 +18,8 @@ use super::pgconn::Server;
 use crate::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
+/// Sessions that load side by side.
+const JOBS: usize = 2;
 const PROBE: Duration = Duration::from_secs(20);
 /// What a tool may see of our environment: enough to find itself, its libraries and the container's runtime.
 const PASSED: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
@@ -156,12 +159,13 @@ impl PgTools {
     /// # Errors
     /// When the file cannot be opened.
     pub fn load(&self, server: &Server, database: &str, dump: &Path) -> std::io::Result<Command> {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
-        vars.push(("PGOPTIONS", load_options(memory())));
+        vars.push(("PGOPTIONS", load_options(cores)));
         let mut command = self.command_with("pg_restore", vars);
         command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
         match self {
-            Self::Directory(_) => command.arg("-j2").arg(dump).stdin(Stdio::null()),
+            Self::Directory(_) => command.arg(format!("-j{JOBS}")).arg(dump).stdin(Stdio::null()),
             Self::Container => command.stdin(std::fs::File::open(dump)?),
         };
         command.stdout(Stdio::null());
@@ -213,19 +217,13 @@ fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// For sessions that load a database which nobody uses yet: memory for its indexes, of which each job builds one at a time, and
-/// no wait for the disk at each statement. What comes after the load waits for all of it.
-fn load_options(memory: u64) -> String {
-    let for_indexes = (memory >> 20) / 16;
-    format!("-c maintenance_work_mem={}MB -c synchronous_commit=off", for_indexes.clamp(64, 512))
-}
-
-/// Of this machine, in bytes; 0 where it is not told.
-fn memory() -> u64 {
-    let told = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = told.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.and_then(|total| total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
+/// For sessions that load a database which nobody uses yet. They do not wait for the disk at each statement: what comes
+/// after the load waits for all of it. Where the jobs have all the cores, an index is built without helpers, which only
+/// get into the other job's way. Indexes get no more memory than the server gives: more of it is slower, for the sorts
+/// then leave the processor's caches.
+fn load_options(cores: usize) -> String {
+    let helpers = if cores <= JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
+    format!("-c synchronous_commit=off{helpers}")
 }
 
 /// What a tool complained of, in one line, without what its lines quote of rows.
@@ -256,11 +254,9 @@ mod tests {
     }
 
     #[test]
-    fn a_load_takes_a_sixteenth_of_the_memory_within_bounds() {
-        for (gib, expected) in [(0, "64MB"), (4, "256MB"), (64, "512MB")] {
-            assert!(load_options(gib << 30).contains(&format!("maintenance_work_mem={expected} ")), "{gib}");
-        }
-        assert!(memory() > 1 << 28);
+    fn a_load_takes_helpers_where_there_are_cores_for_them() {
+        assert!(load_options(1).contains("workers=0") && load_options(2).contains("workers=0"));
+        assert_eq!(load_options(4), "-c synchronous_commit=off");
     }
 
     #[test]

@@ -88,9 +88,11 @@ impl Run {
         Ok(Self { server, dir })
     }
 
-    /// Into the place of the empty database that a new machine has.
+    /// Into the place of the empty database that a new machine has. There it was made before the server's first restart.
     async fn ours(&self, svc: &Path, vault: &Vault) -> Result<Ran> {
         self.server.create_database(database::NAME).await?;
+        self.server.connect(database::NAME).await?.batch_execute("CHECKPOINT").await?;
+        nix::unistd::sync();
         let machine = Machine::new(self.dir.path(), vault, &self.server)?;
         let ran = task::run(machine.command(svc, "svc-restore"), DEADLINE)?;
         ensure!(machine.is_open(), "the gate is shut");
