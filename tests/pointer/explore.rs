@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kit::long::Figures;
 use svc::store::Bucket;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -66,6 +67,8 @@ struct Stage {
 struct Shown {
     violations: Vec<Violation>,
     writes: u32,
+    /// Calls that went wrong, and writers that died.
+    faults: u32,
     log: Vec<String>,
 }
 
@@ -85,6 +88,7 @@ fn play(scene: &Scene, choices: &mut dyn Choices) -> Shown {
 impl Stage {
     async fn play(scene: Scene, choices: &mut dyn Choices) -> Shown {
         let (server, turns) = Server::new(slot().pointer(), scene.conditions);
+        let bad = scene.faults + scene.crashes;
         let mut stage =
             Self { scene, server, outside: Outside::new(), actors: Vec::new(), turns, waiting: Vec::new() };
         stage.actors = (0..stage.scene.roles.len()).map(|actor| stage.enter(actor)).collect();
@@ -107,7 +111,8 @@ impl Stage {
         }
         stage.actors.iter().for_each(JoinHandle::abort);
         let history = stage.server.history.lock().unwrap();
-        Shown { violations: history.violations.clone(), writes: history.writes, log }
+        let faults = bad - stage.scene.faults - stage.scene.crashes;
+        Shown { violations: history.violations.clone(), writes: history.writes, faults, log }
     }
 
     fn enter(&self, actor: usize) -> JoinHandle<()> {
@@ -181,16 +186,18 @@ fn seeds_until(scene: &Scene, violation: Violation, most: u64) -> Option<u64> {
     (0..most).find(|&seed| play(scene, &mut Seeded(seed)).violations.contains(&violation))
 }
 
-fn hold(seeds: std::ops::Range<u64>) {
-    let mut writes = 0;
+fn hold(seeds: std::ops::Range<u64>) -> Figures {
+    let (mut writes, mut faults) = (0, 0);
     for seed in seeds.clone() {
         let shown = play(&Scene::whole(), &mut Seeded(seed));
         assert!(shown.violations.is_empty(), "seed {seed}: {:?}\n{}", shown.violations, shown.log.join("\n"));
         writes += u64::from(shown.writes);
+        faults += u64::from(shown.faults);
     }
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} writes of the pointer");
     assert!(writes > 3 * runs, "the runs get somewhere: {writes} writes in {runs} runs");
+    Figures { faults_tried: faults, ..Figures::of("orders of the pointer's calls") }
 }
 
 #[test]
@@ -200,8 +207,8 @@ fn the_pointer_holds_under_random_orders_and_faults() {
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
-fn the_pointer_holds_under_many_more_orders_and_faults() {
-    hold(3000..100_000);
+fn the_pointer_holds_under_many_more_orders_and_faults() -> anyhow::Result<()> {
+    hold(3000..100_000).tell()
 }
 
 /// Old host, its successor and the platform between them: every order of their calls, with one fault at every place.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::future::join_all;
+use kit::long::Figures;
 use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::client::{self, Deadlines};
@@ -207,7 +208,8 @@ async fn kill_again_and_again(
     }
 }
 
-async fn campaign(seed: u64) -> Result<()> {
+/// How many processes were killed.
+async fn campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
     let client = client::build(Deadlines { whole: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
     let bases = Mutex::new(vec![String::new(); PROCESSES]);
@@ -242,7 +244,7 @@ async fn campaign(seed: u64) -> Result<()> {
     }
     let running = look.machines.iter().filter(|machine| machine.is_running()).count();
     println!("seed {seed}: {asked} requests, {kills} kills, {} machines, {running} run", look.machines.len());
-    Ok(())
+    Ok(kills)
 }
 
 fn live(stack: &Stack) -> Vec<String> {
@@ -272,8 +274,10 @@ async fn a_hundred_overlapping_requests_survive_random_kills() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
-async fn long_ten_campaigns_survive() {
+async fn long_ten_campaigns_survive() -> Result<()> {
+    let mut figures = Figures::of("platforms that are killed again and again");
     for seed in 2..12 {
-        campaign(seed).await.unwrap();
+        figures.kills_survived += u64::from(campaign(seed).await?);
     }
+    figures.tell()
 }

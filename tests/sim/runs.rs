@@ -1,10 +1,14 @@
 //! The seeds that are played for every change, and the many more of the long mode.
 
+use anyhow::Result;
+use kit::long::Figures;
+
 use super::run::{Parts, hold};
+use super::world::Tally;
 
 const AT_ONCE: usize = 5;
 
-async fn near(first: u64, count: u64) {
+async fn near(first: u64, count: u64) -> Tally {
     let tally = hold(first..first + count, Parts::Near, AT_ONCE).await;
     println!("{count} seeds from {first}: {tally:?}");
     // Where all is played, enough has to be reached for the rest to mean anything.
@@ -16,6 +20,12 @@ async fn near(first: u64, count: u64) {
         assert!(u64::from(tally.crashes) > count / 4, "{tally:?}");
         assert!(u64::from(tally.snapshots) > count / 2, "{tally:?}");
     }
+    tally
+}
+
+/// A crash of a process that is simulated is a fault like those of its world.
+fn told(test: &str, tally: &Tally) -> Result<()> {
+    Figures { faults_tried: u64::from(tally.crashes), ..Figures::of(test) }.tell()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -47,19 +57,20 @@ async fn plans_hold_over_the_wire() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 2,500 runs"]
-async fn long_the_first_half_holds() {
-    near(100_000, 2500).await;
+async fn long_the_first_half_holds() -> Result<()> {
+    told("simulated fleets, first half", &near(100_000, 2500).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 2,500 runs"]
-async fn long_the_second_half_holds() {
-    near(200_000, 2500).await;
+async fn long_the_second_half_holds() -> Result<()> {
+    told("simulated fleets, second half", &near(200_000, 2500).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 200 runs over HTTP"]
-async fn long_over_the_wire() {
+async fn long_over_the_wire() -> Result<()> {
     let tally = hold(300_000..300_200, Parts::Wire, 3).await;
     println!("200 seeds over the wire: {tally:?}");
+    told("simulated fleets over the wire", &tally)
 }
