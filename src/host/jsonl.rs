@@ -32,8 +32,11 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::at("append to", path))
 }
 
-/// What must come before the next line: nothing, or the line end that a whole last line lacks.
-fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
+/// What must come before the next line: nothing, or the line end that a whole last line lacks. A torn one is cut off.
+///
+/// # Errors
+/// The file's.
+pub fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
     const LONGEST_LINE: u64 = 1 << 20;
     let length = file.metadata()?.len();
     let from = length.saturating_sub(LONGEST_LINE);

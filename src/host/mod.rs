@@ -17,6 +17,7 @@ pub mod pgconn;
 pub mod pgtools;
 pub mod probe;
 pub mod progress;
+pub mod records;
 pub mod register;
 pub mod release;
 pub mod restore;

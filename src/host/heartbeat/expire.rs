@@ -9,8 +9,8 @@ use std::path::Path;
 use jiff::ToSpan;
 use jiff::civil::Date;
 
-use super::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use crate::fsx::{self, FileError};
+use crate::host::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 
 /// The specification's part 8.
 const KEPT_DAYS: i32 = 30;

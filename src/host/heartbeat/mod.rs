@@ -4,9 +4,7 @@
 //! is left to do, and a run that was killed anywhere is simply run again. What fails does not keep the rest from being
 //! done.
 
-mod day;
 mod expire;
-mod names;
 mod rotate;
 mod storage;
 
@@ -16,11 +14,12 @@ use std::process::ExitCode;
 use jiff::Timestamp;
 use jiff::civil::Date;
 
-use self::day::Calendar;
 use super::config::{self, DatabaseUrl, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
 use super::pgconn::Server;
+use super::records::calendar::Calendar;
+use super::records::names;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::failpoint;
 use crate::fsx::FileError;

@@ -15,9 +15,9 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
 use serde::Deserialize;
 
-use super::day::Calendar;
-use super::names::Record;
 use crate::fsx::{self, FileError};
+use crate::host::records::calendar::Calendar;
+use crate::host::records::names::Record;
 
 /// No day has more files than this; then something else is wrong.
 const MOST_OF_A_DAY: u32 = 1000;
@@ -117,8 +117,8 @@ mod tests {
     use jiff::ToSpan;
     use proptest::prelude::*;
 
-    use super::super::names::{ACTIVITY, AUDIT};
     use super::*;
+    use crate::host::records::names::{ACTIVITY, AUDIT};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 

@@ -1,4 +1,5 @@
-//! Which day it is for the owner: `costLimits.timeZone` of `config.json`, UTC where nothing else is said.
+//! Which day it is for the owner: `costLimits.timeZone` of `config.json`, UTC where nothing else is said. When the next
+//! day, and the next month, begin.
 
 use std::path::Path;
 
@@ -43,8 +44,35 @@ impl Calendar {
         }))
     }
 
+    pub fn utc() -> Self {
+        Self(TimeZone::UTC)
+    }
+
+    /// # Errors
+    /// Where there is no such zone.
+    pub fn of(zone: &str) -> Result<Self, jiff::Error> {
+        TimeZone::get(zone).map(Self)
+    }
+
     pub fn day(&self, at: Timestamp) -> Date {
         at.to_zoned(self.0.clone()).date()
+    }
+
+    /// The first instant of a day; where the clock jumps over its midnight, the first that there is.
+    pub fn start(&self, day: Date) -> Timestamp {
+        // A day that no clock can show is none that anybody waits for.
+        day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
+    }
+
+    /// When the day after the one of this time begins.
+    pub fn next_day(&self, at: Timestamp) -> Timestamp {
+        self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start(day))
+    }
+
+    /// When the month after the one of this time begins.
+    pub fn next_month(&self, at: Timestamp) -> Timestamp {
+        let next = self.day(at).last_of_month().tomorrow();
+        next.map_or(Timestamp::MAX, |day| self.start(day))
     }
 }
 
@@ -69,6 +97,27 @@ mod tests {
         assert_eq!(day(Some(&zone("Europe/Berlin")), late), "2026-11-21");
         assert_eq!(day(Some(&zone("Pacific/Kiritimati")), "2026-11-20T10:00:00Z"), "2026-11-21");
         assert_eq!(day(Some("{}"), late), "2026-11-20");
+    }
+
+    #[test]
+    fn days_and_months_begin_where_the_clock_does() {
+        let next = |zone: &str, at: &str| {
+            let (calendar, at) = (Calendar::of(zone).unwrap(), at.parse().unwrap());
+            (calendar.next_day(at).to_string(), calendar.next_month(at).to_string())
+        };
+        // A day of 23 hours, one of 25, a leap day, the end of a year.
+        for (zone, at, day, month) in [
+            ("Europe/Berlin", "2026-03-28T23:30:00Z", "2026-03-29T22:00:00Z", "2026-03-31T22:00:00Z"),
+            ("Europe/Berlin", "2026-10-24T22:30:00Z", "2026-10-25T23:00:00Z", "2026-10-31T23:00:00Z"),
+            ("UTC", "2028-02-28T12:00:00Z", "2028-02-29T00:00:00Z", "2028-03-01T00:00:00Z"),
+            ("America/New_York", "2027-01-01T04:59:59Z", "2027-01-01T05:00:00Z", "2027-01-01T05:00:00Z"),
+        ] {
+            assert_eq!(next(zone, at), (day.to_owned(), month.to_owned()), "{zone} {at}");
+        }
+        // There is no midnight on the day on which summer time begins in Lebanon, or did.
+        let beirut = Calendar::of("Asia/Beirut").unwrap();
+        assert_eq!(beirut.start("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
+        assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");
     }
 
     #[test]

@@ -1,0 +1,140 @@
+use std::fs;
+
+use jiff::Timestamp;
+
+use super::*;
+use crate::host::records::entry::Status;
+use crate::host::records::writer::Writer;
+
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn logs(&self) -> PathBuf {
+        self.dir.path().join("logs")
+    }
+
+    fn open(&self) -> (Writer, Book) {
+        let writer = Writer::start(self.logs()).unwrap();
+        let book = Book::open(writer.records(), self.logs(), self.dir.path().join("seals.json")).unwrap();
+        (writer, book)
+    }
+
+    fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.logs().join(name)).unwrap()
+    }
+}
+
+fn day(text: &str) -> Date {
+    text.parse().unwrap()
+}
+
+fn interaction(n: u64) -> Interaction {
+    Interaction {
+        version: 1,
+        id: n.to_string(),
+        timestamp: Timestamp::UNIX_EPOCH,
+        sender_id: format!("user_{}", n % 3),
+        conversation_id: "c".to_owned(),
+        model: format!("model-{}", n % 2),
+        agent_name: "coder".to_owned(),
+        tokens_in: n,
+        tokens_out: 1,
+        cost: Dollars::from_nanos(n * 1_000_003),
+        duration_ms: 5,
+        tools: Vec::new(),
+        status: Status::Success,
+        error: None,
+        batch: false,
+        batch_id: None,
+    }
+}
+
+fn cost(book: &Book) -> Dollars {
+    book.report(&Asked::default()).total.cost
+}
+
+#[test]
+fn a_book_is_opened_as_it_was_closed_and_counts_only_what_is_not_sealed() {
+    let place = Place::new();
+    let (writer, book) = place.open();
+    for n in 0..100 {
+        book.record(day(if n < 60 { "2026-11-21" } else { "2026-11-22" }), &interaction(n)).unwrap();
+    }
+    let before = book.report(&Asked::default());
+    book.seal();
+    drop((book, writer));
+    assert_eq!(place.read("interactions-2026-11-21.jsonl").lines().count(), 60);
+    let usage = place.read("usage.jsonl");
+    assert_eq!(usage.lines().count(), 12);
+
+    // A sealed day is not read: what somebody put in the place of its lines, as long as they were, is not seen.
+    let path = place.logs().join("interactions-2026-11-21.jsonl");
+    let length = fs::metadata(&path).unwrap().len();
+    fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
+    let (writer, book) = place.open();
+    assert_eq!(book.report(&Asked::default()), before);
+    book.seal();
+    drop((book, writer));
+    assert_eq!(place.read("usage.jsonl"), usage, "nothing new, nothing written");
+
+    // Its file has had its time: the day comes from usage.jsonl alone.
+    fs::remove_file(&path).unwrap();
+    let (_writer, book) = place.open();
+    assert_eq!(book.report(&Asked::default()), before);
+}
+
+#[test]
+fn what_a_crash_left_is_counted_from_the_interactions() {
+    let place = Place::new();
+    let (writer, book) = place.open();
+    for n in 0..10 {
+        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+    }
+    book.write();
+    for n in 10..20 {
+        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+    }
+    // Neither sealed nor written to its end.
+    drop((book, writer));
+    let path = place.logs().join("interactions-2026-11-22.jsonl");
+    let mut text = fs::read_to_string(&path).unwrap();
+    text.push_str("{\"version\":1,\"id\":\"torn");
+    fs::write(&path, text).unwrap();
+    let (writer, book) = place.open();
+    assert_eq!(cost(&book), (0..20).map(|n| interaction(n).cost).sum());
+    assert_eq!(
+        book.spent("user_1", day("2026-11-01"), day("2026-11-30")),
+        (0..20).filter(|n| n % 3 == 1).map(|n| interaction(n).cost).sum()
+    );
+    book.record(day("2026-11-22"), &interaction(20)).unwrap();
+    book.seal();
+    drop((book, writer));
+    assert_eq!(place.read("interactions-2026-11-22.jsonl").lines().count(), 21, "the torn line is gone");
+    // Lines are lost: totals go down with them, and usage.jsonl says so.
+    let kept: String = place.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
+    fs::write(&path, kept).unwrap();
+    let (writer, book) = place.open();
+    assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
+    book.seal();
+    drop((book, writer));
+    fs::remove_file(path).unwrap();
+    let (_writer, book) = place.open();
+    assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
+}
+
+#[test]
+fn what_is_no_line_of_its_record_is_left_out() {
+    let place = Place::new();
+    fs::create_dir_all(place.logs()).unwrap();
+    fs::write(place.logs().join("usage.jsonl"), "{}\n[]\nnot json\n{\"version\":1,\"gap\":{}}\n").unwrap();
+    fs::write(place.logs().join("interactions-2026-11-22.jsonl"), "{\"cost\":-1}\n\n").unwrap();
+    fs::create_dir(place.logs().join("interactions-2026-11-23.jsonl")).unwrap();
+    let (_writer, book) = place.open();
+    assert_eq!(book.report(&Asked::default()), Report::default());
+}

@@ -1,0 +1,144 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn date(text: &str) -> Date {
+    text.parse().unwrap()
+}
+
+fn cents(cents: u64) -> Totals {
+    Totals::one(Dollars::from_nanos(cents * 10_000_000), 10, 1)
+}
+
+fn grouped(ledger: &Ledger, group_by: GroupBy) -> Vec<(String, u64)> {
+    let report = ledger.report(&Asked { group_by, ..Asked::default() });
+    let name =
+        |entry: &Entry| entry.model.clone().or(entry.user_id.clone()).unwrap_or(entry.date.to_string());
+    report.entries.iter().map(|entry| (name(entry), entry.totals.dispatches)).collect()
+}
+
+#[test]
+fn a_report_is_by_days_weeks_months_models_or_users() {
+    let mut ledger = Ledger::default();
+    // A Sunday, a Monday, and the first of a month.
+    for (day, user, model) in [
+        ("2026-11-22", "ada", "big"),
+        ("2026-11-22", "bob", "small"),
+        ("2026-11-23", "ada", "small"),
+        ("2026-12-01", "ada", "big"),
+    ] {
+        ledger.count(date(day), user, model, &cents(150));
+    }
+    let pairs = |pairs: &[(&str, u64)]| -> Vec<(String, u64)> {
+        pairs.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect()
+    };
+    assert_eq!(
+        grouped(&ledger, GroupBy::Day),
+        pairs(&[("2026-11-22", 2), ("2026-11-23", 1), ("2026-12-01", 1)])
+    );
+    assert_eq!(
+        grouped(&ledger, GroupBy::Week),
+        pairs(&[("2026-11-16", 2), ("2026-11-23", 1), ("2026-11-30", 1)])
+    );
+    assert_eq!(grouped(&ledger, GroupBy::Month), pairs(&[("2026-11-01", 3), ("2026-12-01", 1)]));
+    assert_eq!(grouped(&ledger, GroupBy::Model), pairs(&[("big", 2), ("small", 2)]));
+    assert_eq!(grouped(&ledger, GroupBy::User), pairs(&[("ada", 3), ("bob", 1)]));
+    let asked = Asked {
+        user_id: Some("ada".to_owned()),
+        start: Some(date("2026-11-23")),
+        end: Some(date("2026-11-30")),
+        ..Asked::default()
+    };
+    assert_eq!(ledger.report(&asked).total, cents(150));
+    assert_eq!(
+        ledger.report(&Asked { user_id: Some("eve".to_owned()), ..Asked::default() }),
+        Report::default()
+    );
+    let wrong = Asked { start: Some(date("2026-12-01")), end: Some(date("2026-11-01")), ..Asked::default() };
+    assert_eq!(ledger.report(&wrong), Report::default());
+    assert_eq!(
+        ledger.spent("ada", date("2026-11-01"), date("2026-11-30")),
+        Dollars::from_nanos(3_000_000_000)
+    );
+}
+
+#[test]
+fn a_line_is_written_once_and_reads_back() {
+    let mut ledger = Ledger::default();
+    ledger.count(date("2026-11-22"), "ada", "big", &cents(1));
+    ledger.count(date("2026-11-22"), "ada", "big", &cents(2));
+    let lines = ledger.lines();
+    let text = serde_json::to_string(&lines[0]).unwrap();
+    assert_eq!(
+        text,
+        r#"{"version":1,"date":"2026-11-22","userId":"ada","model":"big","cost":0.03,"tokensIn":20,"tokensOut":2,"dispatches":2,"seq":2}"#
+    );
+    assert_eq!(serde_json::from_str::<UsageLine>(&text).unwrap(), lines[0]);
+    assert!(ledger.lines().is_empty());
+}
+
+/// What happens: dispatches end, lines are written, and now and then the process dies and begins anew from what is there.
+#[derive(Debug, Clone)]
+enum Event {
+    Ended {
+        day: u8,
+        user: u8,
+        model: u8,
+        nanos: u64,
+    },
+    Written,
+    /// The last lines of `usage.jsonl` are not there after it.
+    Died {
+        lines_lost: usize,
+        interactions_lost: usize,
+    },
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        8 => (0_u8..4, 0_u8..3, 0_u8..3, 0_u64..3_000_000_000).prop_map(|(day, user, model, nanos)| Event::Ended { day, user, model, nanos }),
+        2 => Just(Event::Written),
+        1 => (0_usize..4, 0_usize..4).prop_map(|(lines_lost, interactions_lost)| Event::Died { lines_lost, interactions_lost }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn totals_are_the_sum_of_the_interactions_after_any_crash(events in prop::collection::vec(event(), 0..60)) {
+        let day = |n: u8| date("2026-11-20").checked_add(jiff::Span::new().days(n)).unwrap();
+        let mut interactions: Vec<(Date, String, String, Totals)> = Vec::new();
+        let mut file: Vec<UsageLine> = Vec::new();
+        let mut ledger = Ledger::default();
+        for event in events {
+            match event {
+                Event::Ended { day: n, user, model, nanos } => {
+                    let one = Totals::one(Dollars::from_nanos(nanos), nanos % 97, nanos % 89);
+                    ledger.count(day(n), &format!("u{user}"), &format!("m{model}"), &one);
+                    interactions.push((day(n), format!("u{user}"), format!("m{model}"), one));
+                }
+                Event::Written => file.extend(ledger.lines()),
+                Event::Died { lines_lost, interactions_lost } => {
+                    file.truncate(file.len().saturating_sub(lines_lost));
+                    interactions.truncate(interactions.len().saturating_sub(interactions_lost));
+                    ledger = Ledger::default();
+                    file.iter().for_each(|line| ledger.settle(line));
+                    for n in 0..4 {
+                        let of_day = interactions.iter().filter(|(date, ..)| *date == day(n));
+                        ledger.recount(day(n), of_day.map(|(_, user, model, one)| (&**user, &**model, *one)));
+                    }
+                }
+            }
+            let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., one)| { sum.add(one); sum });
+            prop_assert_eq!(ledger.report(&Asked::default()).total, sum);
+            // And what would be read, were all lines written now.
+            let mut read = Ledger::default();
+            let mut lines = file.clone();
+            lines.extend(ledger.unwritten_lines());
+            lines.iter().for_each(|line| read.settle(line));
+            for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
+                let asked = Asked { group_by, ..Asked::default() };
+                prop_assert_eq!(read.report(&asked), ledger.report(&asked));
+            }
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Money: dollars, counted in billionths, so that sums are exact in any order.
+
+use std::fmt;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+const NANOS: f64 = 1e9;
+/// A number of dollars up to this has all its billionths in a 64-bit count, and more is no price of anything here.
+const MOST_DOLLARS: f64 = 1e9;
+
+/// An amount that is not negative. In JSON it is a number of dollars.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Dollars(u64);
+
+/// A number that is no amount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("must be a number of dollars from 0 to 1000000000")]
+pub struct NoAmount;
+
+impl Dollars {
+    pub const ZERO: Self = Self(0);
+
+    pub const fn from_nanos(nanos: u64) -> Self {
+        Self(nanos)
+    }
+
+    pub const fn nanos(self) -> u64 {
+        self.0
+    }
+
+    /// The nearest amount.
+    ///
+    /// # Errors
+    /// [`NoAmount`]: negative, not finite, or beyond all reason.
+    pub fn from_f64(dollars: f64) -> Result<Self, NoAmount> {
+        if !(0.0..=MOST_DOLLARS).contains(&dollars) {
+            return Err(NoAmount);
+        }
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it was looked at")]
+        Ok(Self((dollars * NANOS).round() as u64))
+    }
+
+    /// For JSON and for a person; 15 digits are the amount's own.
+    pub fn as_f64(self) -> f64 {
+        self.0 as f64 / NANOS
+    }
+
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+
+    /// `self` × `numerator` / `denominator`, to the nearest billionth.
+    pub fn scaled(self, numerator: u64, denominator: u64) -> Self {
+        let product = u128::from(self.0) * u128::from(numerator) + u128::from(denominator / 2);
+        Self(u64::try_from(product / u128::from(denominator)).unwrap_or(u64::MAX))
+    }
+}
+
+impl Add for Dollars {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(self.0.saturating_add(other.0))
+    }
+}
+
+impl AddAssign for Dollars {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}
+
+impl Sum for Dollars {
+    fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
+        amounts.fold(Self::ZERO, Add::add)
+    }
+}
+
+impl fmt::Display for Dollars {
+    /// `$12.30`; with more digits where the amount has them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (whole, nanos) = (self.0 / 1_000_000_000, self.0 % 1_000_000_000);
+        let digits = format!("{nanos:09}");
+        let digits = digits.trim_end_matches('0');
+        write!(f, "${whole}.{digits:0<2}")
+    }
+}
+
+impl fmt::Debug for Dollars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for Dollars {
+    fn serialize<S: Serializer>(&self, out: S) -> Result<S::Ok, S::Error> {
+        if self.0.is_multiple_of(1_000_000_000) {
+            return out.serialize_u64(self.0 / 1_000_000_000);
+        }
+        out.serialize_f64(self.as_f64())
+    }
+}
+
+impl<'de> Deserialize<'de> for Dollars {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        Self::from_f64(f64::deserialize(input)?).map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn amounts_are_shown_with_at_least_their_cents() {
+        for (nanos, shown) in
+            [(0, "$0.00"), (12_300_000_000, "$12.30"), (1_234, "$0.000001234"), (500_000_000, "$0.50")]
+        {
+            assert_eq!(Dollars::from_nanos(nanos).to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn what_is_no_amount_is_refused() {
+        for wrong in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
+            assert_eq!(Dollars::from_f64(wrong), Err(NoAmount), "{wrong}");
+        }
+        for text in ["-1", "\"1\"", "null", "1e300"] {
+            assert!(serde_json::from_str::<Dollars>(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_part_is_rounded_to_the_nearest() {
+        // 1,234 tokens at $3 for a million.
+        assert_eq!(
+            Dollars::from_nanos(3_000_000_000).scaled(1234, 1_000_000),
+            Dollars::from_nanos(3_702_000)
+        );
+        assert_eq!(Dollars::from_nanos(u64::MAX).scaled(u64::MAX, 1), Dollars::from_nanos(u64::MAX));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(nanos in 0_u64..1_000_000_000_000_000) {
+            let amount = Dollars::from_nanos(nanos);
+            let text = serde_json::to_string(&amount).unwrap();
+            prop_assert_eq!(serde_json::from_str::<Dollars>(&text).unwrap(), amount, "{}", text);
+        }
+    }
+}

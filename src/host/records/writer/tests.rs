@@ -1,0 +1,142 @@
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::*;
+
+const WAIT: Duration = Duration::from_secs(20);
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn numbers(path: &Path) -> Vec<u64> {
+    lines(path).iter().filter_map(|line| line["n"].as_u64()).collect()
+}
+
+#[test]
+fn all_that_is_accepted_is_there_after_a_clean_end_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let writer = Writer::start(dir.path().join("logs")).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let records = writer.records();
+            scope.spawn(move || {
+                for n in 0..5000 {
+                    records.append(Record::Audit, &json!({"thread": thread, "n": n})).unwrap();
+                }
+            });
+        }
+    });
+    writer.records().note("two lines\nin one").unwrap();
+    drop(writer);
+    let found = lines(&dir.path().join("logs/audit.jsonl"));
+    for thread in 0..4 {
+        let of_thread = found.iter().filter(|line| line["thread"] == thread);
+        assert!(of_thread.map(|line| line["n"].as_u64().unwrap()).eq(0..5000), "thread {thread}");
+    }
+    let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
+    assert!(activity.ends_with(" two lines in one\n") && activity.lines().count() == 1, "{activity}");
+}
+
+#[test]
+fn lines_come_to_the_disk_soon_by_themselves() {
+    let dir = tempfile::tempdir().unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    let day = "2026-11-22".parse().unwrap();
+    writer.records().append(Record::Interactions(day), &json!({"n": 1})).unwrap();
+    let (path, begun) = (dir.path().join("interactions-2026-11-22.jsonl"), Instant::now());
+    while fs::read(&path).is_ok_and(|text| text.is_empty()) || !path.exists() {
+        assert!(begun.elapsed() < WAIT, "nothing is written");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(numbers(&path), [1]);
+}
+
+#[test]
+fn a_file_that_is_renamed_or_deleted_under_its_feet_loses_nothing_that_is_written_after() {
+    let dir = tempfile::tempdir().unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
+    let write = |n: u64| {
+        records.append(Record::Audit, &json!({"n": n})).unwrap();
+        assert!(records.flush(WAIT));
+    };
+    write(1);
+    fs::rename(&path, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
+    write(2);
+    fs::remove_file(&path).unwrap();
+    write(3);
+    // Somebody else's torn line.
+    fs::write(&path, "{\"n\":4}\n{\"n\":").unwrap();
+    write(5);
+    fs::write(&path, "").unwrap();
+    write(6);
+    assert_eq!(numbers(&dir.path().join("audit-2026-11-21.jsonl")), [1]);
+    assert_eq!(numbers(&path), [6]);
+    assert_eq!(records.waiting_bytes(), 0);
+}
+
+#[test]
+fn a_text_that_was_torn_is_kept_and_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("activity.log");
+    fs::write(&path, "2026-11-22T00:00:00.000Z half a li").unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    writer.records().note("whole").unwrap();
+    drop(writer);
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.starts_with("2026-11-22T00:00:00.000Z half a li\n2"), "{text}");
+}
+
+/// Something is in the record's place that no line goes into: as with a disk that is full, lines wait, then have no room.
+#[test]
+fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    fs::create_dir(&path).unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    let records = writer.records();
+    let text = "x".repeat(10_000);
+    let mut accepted = 0;
+    while records.append(Record::Audit, &json!({"n": accepted, "text": text})).is_ok() {
+        accepted += 1;
+    }
+    for n in 0..9 {
+        records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
+    }
+    assert!(accepted as usize * 10_000 <= MOST_BYTES && records.waiting_bytes() <= MOST_BYTES);
+    assert!(!records.flush(Duration::from_millis(100)) && records.is_stuck());
+    // Others go on meanwhile.
+    fs::create_dir_all(dir.path().join("other")).unwrap();
+    fs::remove_dir(&path).unwrap();
+    assert!(records.flush(WAIT) && !records.is_stuck());
+    records.append(Record::Audit, &json!({"n": accepted})).unwrap();
+    drop(writer);
+    let found = lines(&path);
+    assert_eq!(found.len() as u64, accepted + 2);
+    assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
+    let numbers = numbers(&path);
+    assert!(numbers.iter().copied().eq(0..=accepted), "{}", numbers.len());
+}
+
+#[test]
+fn a_record_that_cannot_be_written_keeps_no_other_waiting_but_the_one_that_counts_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let day: Date = "2026-11-22".parse().unwrap();
+    let blocked = dir.path().join("interactions-2026-11-22.jsonl");
+    fs::create_dir(&blocked).unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    let records = writer.records();
+    records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
+    records.append(Record::Usage, &json!({"n": 1})).unwrap();
+    records.append(Record::Audit, &json!({"n": 1})).unwrap();
+    assert!(!records.flush(Duration::from_millis(300)));
+    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1]);
+    assert!(!dir.path().join("usage.jsonl").exists());
+    fs::remove_dir(&blocked).unwrap();
+    assert!(records.flush(WAIT));
+    assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
+}
