@@ -114,6 +114,11 @@ impl Layout {
         self.home().join("system/logs")
     }
 
+    /// Days whose usage need not be counted again.
+    pub fn usage_seals(&self) -> PathBuf {
+        self.state("usage-seals.json")
+    }
+
     pub fn tls_cert(&self) -> PathBuf {
         self.state("tls/cert.pem")
     }

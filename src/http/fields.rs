@@ -132,6 +132,16 @@ impl Fields {
     /// Text of 1 to `longest` characters.
     pub fn text(&mut self, name: &str, longest: usize) -> Option<String> {
         let text: String = self.required(name)?;
+        self.measured(name, text, longest)
+    }
+
+    /// The same, where it is given.
+    pub fn optional_text(&mut self, name: &str, longest: usize) -> Option<String> {
+        let text: String = self.optional(name)?;
+        self.measured(name, text, longest)
+    }
+
+    fn measured(&mut self, name: &str, text: String, longest: usize) -> Option<String> {
         if !(1..=longest).contains(&text.chars().count()) {
             self.wrong(name, format!("must have 1 to {longest} characters"));
             return None;
@@ -155,6 +165,15 @@ impl Fields {
     pub fn optional_number(&mut self, name: &str) -> Option<u64> {
         let value = self.take(name)?;
         self.number(name, &value)
+    }
+
+    /// Any finite number.
+    pub fn decimal(&mut self, name: &str) -> Option<f64> {
+        let number = self.take(name)?.as_f64();
+        if number.is_none() {
+            self.wrong(name, "must be a number");
+        }
+        number
     }
 
     fn number(&mut self, name: &str, value: &Value) -> Option<u64> {

@@ -178,8 +178,11 @@ impl Side for World {
             "maxAffected" => json!(5),
             "operations" => json!([{ "action": "count", "table": "notes" }]),
             "tables" => json!(["app_notes.notes"]),
+            "timeZone" => json!("Europe/Berlin"),
+            "startDate" => json!("2026-01-02"),
+            "endDate" => json!("2026-02-01"),
             // Of an earlier page; there is none. And a snapshot is named by its key or by a time.
-            "after" | "key" => Value::Null,
+            "after" | "cursor" | "key" => Value::Null,
             _ => return None,
         })
     }
@@ -338,6 +341,37 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     world.send(after("7-1")).await.assert_problem(410, "gone");
     for bad in ["x", "1", "-", "1-x", "1-1-1", "99999999999999999999999-1"] {
         world.send(after(bad)).await.assert_problem(400, "invalid_request");
+    }
+    records(world).await;
+}
+
+/// Pages and events of records that are not there, and settings that are none.
+async fn records(world: &World) {
+    for record in ["interactions", "audit", "activity", "storage", "backups"] {
+        let by = |path: &str| world.by("owner", &Method::GET, path);
+        world.send(by(&format!("/api/{record}?cursor=1-1"))).await.assert_problem(410, "gone");
+        let after = |id: &str| by(&format!("/api/{record}/changes")).header("last-event-id", id);
+        world.send(after("1-1")).await.assert_problem(410, "gone");
+        for bad in ["x", "1", "-", "01-1", "1-1-1", "99999999999999999999999-1"] {
+            world.send(after(bad)).await.assert_problem(400, "invalid_request");
+            let paged = world.send(by(&format!("/api/{record}?cursor={bad}"))).await;
+            paged.assert_problem(400, "invalid_request");
+        }
+    }
+    let config = "home/svc/home/system/config.json";
+    world.host.machine.write(config, "[\"s3cret-config\"]").unwrap();
+    contract::gateway().plant("s3cret-config");
+    let set = world.by("owner", &Method::PUT, "/api/limits").json(&json!({ "daily": 1 }));
+    world.send(set).await.assert_problem(409, "conflict");
+    std::fs::remove_file(world.host.machine.path(config)).unwrap();
+    for wrong in [
+        "startDate=2026-13-01",
+        "startDate=20260101",
+        "groupBy=hour",
+        "startDate=2026-02-02&endDate=2026-02-01",
+    ] {
+        let asked = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
+        world.send(asked).await.assert_problem(400, "invalid_request");
     }
 }
 

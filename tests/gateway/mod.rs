@@ -17,3 +17,4 @@ mod isolation;
 mod journal;
 mod life;
 mod metrics;
+mod records;

@@ -10,10 +10,11 @@ use http::header;
 use jiff::Timestamp;
 use serde::Deserialize;
 
-use super::backups;
 use super::state::Gateway;
 use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::layout::Layout;
+use crate::host::records::files::Kind;
+use crate::host::records::page::{self, Verdict};
 use crate::http::problem::Problem;
 use crate::metrics::{
     APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape,
@@ -34,7 +35,7 @@ pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Ext
     let layout = gateway.config.layout.clone();
     // Records are read, and so is /proc.
     let told = tokio::task::spawn_blocking(move || {
-        measure_backups(&layout.logs().join("backup.jsonl"));
+        measure_backups(&layout.logs());
         measure_checks(&layout);
         scrape.text()
     });
@@ -45,13 +46,14 @@ pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Ext
 }
 
 /// Nothing is said before the first backup.
-fn measure_backups(log: &Path) {
+fn measure_backups(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
         status: String,
         key: Option<String>,
     }
-    let lines = backups::newest(log, MOST_FAILURES).unwrap_or_default();
+    let newest = page::newest(Kind::Backups, logs, None, MOST_FAILURES, |_| Verdict::Take);
+    let lines = newest.map(|page| page.lines).unwrap_or_default();
     let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let has_succeeded = |run: &Run| run.status == "success";
     if let Some(last) = runs.first() {

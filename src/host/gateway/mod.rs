@@ -5,7 +5,6 @@
 
 mod apps;
 mod auth;
-mod backups;
 mod blocking;
 mod body;
 mod bridge;
@@ -13,8 +12,10 @@ mod certificate;
 mod config;
 mod database;
 mod endpoint;
+mod events;
 mod health;
 mod internal;
+mod kernel;
 mod lifetime;
 mod measure;
 mod proxy;
@@ -61,6 +62,12 @@ struct Args {
 enum Command {
     /// Copy the release's default apps into the owner's, as the owner's user; what the owner changed stays
     InstallApps,
+    /// Show what dispatches have cost, summed up
+    #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
+    Usage(kernel::UsageArgs),
+    /// Show the last lines of a record, and follow it
+    #[command(after_help = "Example: svc-gateway logs audit --follow")]
+    Logs(kernel::LogsArgs),
 }
 
 /// The applet.
@@ -74,6 +81,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         None => applet::block_on("svc-gateway", serve(Layout::from_process())),
         Some(Command::InstallApps) => {
             applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
+        }
+        Some(Command::Usage(args)) => {
+            applet::block_on("svc-gateway", async { kernel::usage(&Layout::from_process(), args) })
+        }
+        Some(Command::Logs(args)) => {
+            applet::block_on("svc-gateway", async move { kernel::logs(&Layout::from_process(), &args) })
         }
     }
 }
@@ -98,6 +111,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
+    tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
@@ -117,5 +131,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // Requests are answered; what still runs belongs to nobody.
     apps.abort();
     local.abort();
+    let kernel = gateway.kernel.clone();
+    tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;
     Ok(())
 }

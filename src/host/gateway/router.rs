@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
-use super::{apps, backups, body, bridge, health, internal, measure, proxy, side};
+use super::{apps, body, bridge, health, internal, kernel, measure, proxy, side};
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
-pub static ENDPOINTS: [&Endpoint; 19] = [
+pub static ENDPOINTS: [&Endpoint; 31] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
     &bridge::CHANGES,
@@ -29,11 +29,23 @@ pub static ENDPOINTS: [&Endpoint; 19] = [
     &apps::FRONT,
     &apps::FOLDER,
     &apps::PAGE,
-    &backups::LIST,
+    &kernel::BACKUPS,
+    &kernel::FOLLOW_BACKUPS,
     &side::SHOW,
     &side::OPEN,
     &side::COPY,
     &side::CLOSE,
+    &kernel::INTERACTIONS,
+    &kernel::FOLLOW_INTERACTIONS,
+    &kernel::AUDIT,
+    &kernel::FOLLOW_AUDIT,
+    &kernel::ACTIVITY,
+    &kernel::FOLLOW_ACTIVITY,
+    &kernel::STORAGE,
+    &kernel::FOLLOW_STORAGE,
+    &kernel::USAGE,
+    &kernel::SHOW_LIMITS,
+    &kernel::SET_LIMITS,
     &internal::BACKUP,
     &internal::DRILL,
     &internal::UPDATE,
@@ -48,7 +60,12 @@ const API: Api = Api {
     schemas: &[
         ("App", apps::told_app),
         ("AppSchema", bridge::app_schema),
-        ("Backup", backups::told_run),
+        ("ActivityLine", kernel::told_activity),
+        ("AuditEntry", kernel::told_audit),
+        ("Backup", kernel::told_backup),
+        ("Interaction", kernel::told_interaction),
+        ("StorageDay", kernel::told_storage),
+        ("Limits", kernel::told_limits),
         ("SideDatabase", side::told_side),
     ],
 };

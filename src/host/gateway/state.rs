@@ -7,6 +7,7 @@ use super::auth::Seam;
 use super::bridge::Changes;
 use super::config::Config;
 use super::database::Database;
+use super::kernel::Kernel;
 use super::proxy::Upstreams;
 
 /// One running gateway.
@@ -15,19 +16,21 @@ pub struct Gateway {
     pub database: Arc<Database>,
     pub apps: Registry,
     pub changes: Arc<Changes>,
+    pub kernel: Arc<Kernel>,
     pub upstreams: Upstreams,
     pub config: Config,
 }
 
 impl Gateway {
     /// # Errors
-    /// When the client for the identity provider's keys cannot be made.
+    /// When the client for the identity provider's keys, or a thread, cannot be made.
     pub fn new(config: Config) -> anyhow::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             seam: Seam::new(&config)?,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
             changes: Arc::default(),
+            kernel: Arc::new(Kernel::new(&config.layout)?),
             upstreams: Upstreams::new(&config.layout.owner_sockets()),
             config,
         }))

@@ -41,21 +41,8 @@ impl Book {
     /// # Errors
     /// [`FileError`], where a record is there and cannot be read.
     pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
-        let mut ledger = Ledger::default();
-        each_line(&logs.join("usage.jsonl"), |line: UsageLine| ledger.settle(&line))?;
-        let sealed = Seals::read(&seals);
-        for (day, files) in days(&logs)? {
-            let length: u64 = files.iter().map(|(_, length)| length).sum();
-            if sealed.holds(day, length) {
-                continue;
-            }
-            let mut all: Vec<Counted> = Vec::new();
-            for (path, _) in &files {
-                each_line(path, |one: Counted| all.push(one))?;
-            }
-            ledger.recount(day, all.iter().map(Counted::parts));
-        }
-        Ok(Self { ledger: Mutex::new(ledger), records, logs, seals })
+        let ledger = Mutex::new(read(&logs, &seals)?);
+        Ok(Self { ledger, records, logs, seals })
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {
@@ -117,6 +104,28 @@ impl Book {
             tracing::warn!(error = %chain(&error), "days could not be sealed; they are counted again");
         }
     }
+}
+
+/// What was spent, by what is on the disk.
+///
+/// # Errors
+/// [`FileError`], where a record is there and cannot be read.
+pub fn read(logs: &Path, seals: &Path) -> Result<Ledger, FileError> {
+    let mut ledger = Ledger::default();
+    each_line(&logs.join("usage.jsonl"), |line: UsageLine| ledger.settle(&line))?;
+    let sealed = Seals::read(seals);
+    for (day, files) in days(logs)? {
+        let length: u64 = files.iter().map(|(_, length)| length).sum();
+        if sealed.holds(day, length) {
+            continue;
+        }
+        let mut all: Vec<Counted> = Vec::new();
+        for (path, _) in &files {
+            each_line(path, |one: Counted| all.push(one))?;
+        }
+        ledger.recount(day, all.iter().map(Counted::parts));
+    }
+    Ok(ledger)
 }
 
 /// What is read of an interaction to count it.

@@ -219,7 +219,7 @@ impl Ledger {
             date: key.date,
             user_id: self.known(key.user).to_owned(),
             model: self.known(key.model).to_owned(),
-            totals: self.totals.get(&key).copied().unwrap_or_default(),
+            totals: self.totals.get(key).copied().unwrap_or_default(),
             seq: self.counted.get(&key.date).copied().unwrap_or_default(),
         };
         self.unwritten.iter().map(line).collect()

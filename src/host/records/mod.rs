@@ -6,9 +6,12 @@
 pub mod book;
 pub mod calendar;
 pub mod entry;
+pub mod files;
 pub mod ledger;
 pub mod limits;
 pub mod money;
 pub mod names;
+pub mod page;
 pub mod seals;
+pub mod tail;
 pub mod writer;

@@ -28,12 +28,22 @@ impl Record {
 
     /// The day in a name of this record's; `None` for any other name.
     pub fn day(self, name: &str) -> Option<Date> {
+        self.place(name).map(|(day, _)| day)
+    }
+
+    /// The day, and which of its files it is.
+    pub fn place(self, name: &str) -> Option<(Date, u32)> {
         let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
         let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;
-        let (day, n) = middle.split_once('.').unwrap_or((middle, "2"));
-        let is_number = n.parse::<u32>().is_ok_and(|number| number > 1 && number.to_string() == n);
-        let day: Date = day.parse().ok().filter(|parsed: &Date| parsed.to_string() == day)?;
-        is_number.then_some(day)
+        let (day, n) = match middle.split_once('.') {
+            None => (middle, 1),
+            Some((day, text)) => {
+                let n = text.parse().ok().filter(|n: &u32| *n > 1 && n.to_string() == text)?;
+                (day, n)
+            }
+        };
+        let parsed: Date = day.parse().ok()?;
+        (parsed.to_string() == day).then_some((parsed, n))
     }
 }
 
@@ -47,7 +57,7 @@ mod tests {
         fn a_name_that_was_given_is_read_back(days in 0_i32..60_000, n in 1_u32..2000) {
             let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
             for record in [ACTIVITY, AUDIT, INTERACTIONS] {
-                prop_assert_eq!(record.day(&record.dated(day, n)), Some(day));
+                prop_assert_eq!(record.place(&record.dated(day, n)), Some((day, n)));
             }
             prop_assert_eq!(AUDIT.day(&ACTIVITY.dated(day, n)), None);
         }

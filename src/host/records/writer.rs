@@ -101,6 +101,14 @@ struct Shared {
     is_stuck: AtomicBool,
 }
 
+/// What the thread takes at once.
+struct Taken {
+    lines: Vec<(Record, Vec<u8>)>,
+    /// A flush that is waited for.
+    asked: Option<u64>,
+    stop: bool,
+}
+
 /// A handle to append by; cheap to clone.
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
@@ -265,8 +273,8 @@ impl Shared {
         let mut files: Vec<(Record, Appended)> = Vec::new();
         let mut synced = Instant::now();
         loop {
-            let (taken, asked, stop) = self.take(files.iter().any(|(_, file)| !file.is_synced()));
-            for (record, lines) in taken {
+            let Taken { lines, asked, stop } = self.take(files.iter().any(|(_, file)| !file.is_synced()));
+            for (record, lines) in lines {
                 file_of(&mut files, record, &self.logs).take(lines);
             }
             files.sort_by_key(|(record, _)| *record);
@@ -293,7 +301,7 @@ impl Shared {
     }
 
     /// Waits for lines, lets them gather, and takes them.
-    fn take(&self, unsynced: bool) -> (Vec<(Record, Vec<u8>)>, Option<u64>, bool) {
+    fn take(&self, unsynced: bool) -> Taken {
         let mut waiting = self.lock();
         let asks = |waiting: &Waiting| waiting.stop || waiting.flushes_asked > waiting.flushes_done;
         while waiting.bytes == 0 && waiting.taken == 0 && !asks(&waiting) {
@@ -318,7 +326,7 @@ impl Shared {
         }
         waiting.taken += waiting.bytes;
         waiting.bytes = 0;
-        let taken = waiting
+        let lines = waiting
             .queues
             .iter_mut()
             .filter(|(_, queue)| !queue.lines.is_empty())
@@ -327,7 +335,7 @@ impl Shared {
         // A record gets its next memory with its next line; of days that are over nothing is kept.
         waiting.queues.retain(|(_, queue)| queue.since.is_some());
         let asked = (waiting.flushes_asked > waiting.flushes_done).then_some(waiting.flushes_asked);
-        (taken, asked, waiting.stop)
+        Taken { lines, asked, stop: waiting.stop }
     }
 
     /// Writes what there is, and says once where that ends or begins to go wrong.

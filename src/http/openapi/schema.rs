@@ -26,6 +26,11 @@ pub fn array(of: Value) -> Value {
 }
 
 /// Of an answer; a request's says more.
+/// Not negative.
+pub fn number() -> Value {
+    json!({ "type": "number", "minimum": 0 })
+}
+
 pub fn text() -> Value {
     json!({ "type": "string" })
 }

@@ -66,6 +66,14 @@ impl Seam {
         Ok(Self { owner, admin_token, issuer, used: Mutex::default(), verified: Mutex::default() })
     }
 
+    /// Whose machine this is.
+    pub fn owner(&self) -> &IdpUserId {
+        match &self.owner {
+            Owner::Provisioned { identity, .. } => &identity.user,
+            Owner::DevDefault { sub } => sub,
+        }
+    }
+
     /// The principal of a request.
     ///
     /// # Errors

@@ -1,3 +1,5 @@
+//! The book over its files: closed and opened again, after a crash, and with what is no line.
+
 use std::fs;
 
 use jiff::Timestamp;

@@ -1,3 +1,5 @@
+//! The ledger: its groups, its lines, and random histories with crashes.
+
 use proptest::prelude::*;
 
 use super::*;

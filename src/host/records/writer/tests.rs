@@ -1,3 +1,5 @@
+//! The writer with files that are renamed, deleted, torn, and not to be written.
+
 use std::fs;
 use std::path::Path;
 

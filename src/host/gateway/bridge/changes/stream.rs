@@ -5,12 +5,11 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Body;
 use axum::extract::{Extension, RawQuery, State};
 use axum::response::Response;
 use bytes::Bytes;
 use futures_util::stream;
-use http::{HeaderMap, HeaderValue, header};
+use http::HeaderMap;
 use tokio::time::Instant;
 
 use super::feed::Stream;
@@ -21,15 +20,11 @@ use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::bridge::handler::{allow, find_app};
 use crate::host::gateway::bridge::refusal;
 use crate::host::gateway::database::DatabaseError;
+use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
 use crate::host::gateway::state::Gateway;
 use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem, chain};
 
-const HEARTBEAT: Duration = Duration::from_secs(15);
-/// Then the listener comes again, with a credential that is still good.
-const LONGEST: Duration = Duration::from_secs(15 * 60);
-/// How long a listener waits before it comes again.
-const RETRY_MS: u32 = 1000;
 const SET_UP: Duration = Duration::from_secs(15);
 
 /// `GET /api/bridge/changes?app=`: an app hears of itself; the owner of one app, or of all.
@@ -49,17 +44,10 @@ pub async fn changes(
     let resumed = resumed(&headers)?;
     let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), scope, resumed));
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
-    let body = stream::unfold(listener, |mut listener| async move {
+    Ok(events::response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
         Some((Ok::<_, Infallible>(chunk), listener))
-    });
-    let mut response = Response::new(Body::from_stream(body));
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    // Proxies that would gather an answer before they pass it on.
-    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    Ok(response)
+    })))
 }
 
 /// One app, by its slug; or all that there are and will be.

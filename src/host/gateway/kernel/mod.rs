@@ -1,0 +1,186 @@
+//! The kernel: what agents do for the owner, what it costs, and the records of it.
+//!
+//! The book of usage is read behind the start, for the port listens before it: until then, whoever needs it is told to
+//! come again.
+
+mod limits;
+mod lines;
+mod records;
+mod settings;
+mod terminal;
+mod usage;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use jiff::civil::Date;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+pub use limits::{SET_LIMITS, SHOW_LIMITS, told_limits};
+pub use records::{
+    ACTIVITY, AUDIT, BACKUPS, FOLLOW_ACTIVITY, FOLLOW_AUDIT, FOLLOW_BACKUPS, FOLLOW_INTERACTIONS,
+    FOLLOW_STORAGE, INTERACTIONS, STORAGE, told_activity, told_audit, told_backup, told_interaction,
+    told_storage,
+};
+pub use terminal::{LogsArgs, UsageArgs, logs, usage};
+pub use usage::USAGE;
+
+use self::settings::{Live, Settings};
+use crate::chain::chain;
+use crate::host::layout::Layout;
+use crate::host::records::book::Book;
+use crate::host::records::limits::{Period, Spent};
+use crate::host::records::money::Dollars;
+use crate::host::records::writer::{Records, Writer};
+use crate::http::problem::{Code, Problem};
+
+/// How often `usage.jsonl` gets what it lacks.
+const WRITE_USAGE: Duration = Duration::from_secs(300);
+/// How often it is looked whether a day has begun, and whether the settings have changed.
+const LOOK: Duration = Duration::from_secs(5);
+/// How long a request waits for the book.
+const READING: Duration = Duration::from_secs(2);
+const MOST_LISTENERS: usize = 32;
+/// Records that could not be read are tried again after this.
+const AGAIN: Duration = Duration::from_secs(5);
+
+pub struct Kernel {
+    layout: Layout,
+    settings: Live,
+    records: Records,
+    /// `None` once it has ended.
+    writer: Mutex<Option<Writer>>,
+    book: OnceLock<Book>,
+    /// What is set aside for the dispatches that run, by user.
+    reserved: Mutex<HashMap<String, Dollars>>,
+    /// Streams of records that may be open at once.
+    listeners: Arc<Semaphore>,
+    /// Cancelled when the book is there.
+    opened: CancellationToken,
+}
+
+impl Kernel {
+    /// # Errors
+    /// When there can be no thread for the records.
+    pub fn new(layout: &Layout) -> std::io::Result<Self> {
+        let writer = Writer::start(layout.logs())?;
+        let records = writer.records();
+        Ok(Self {
+            layout: layout.clone(),
+            settings: Live::new(layout.settings(), records.clone()),
+            records,
+            writer: Mutex::new(Some(writer)),
+            book: OnceLock::new(),
+            reserved: Mutex::default(),
+            listeners: Arc::new(Semaphore::new(MOST_LISTENERS)),
+            opened: CancellationToken::new(),
+        })
+    }
+
+    /// What is known of the owner's settings now.
+    pub fn settings(&self) -> Arc<Settings> {
+        self.settings.current()
+    }
+
+    /// The book, which is waited for where it is just being read.
+    ///
+    /// # Errors
+    /// While the records are read for longer.
+    pub async fn ready(&self) -> Result<&Book, Problem> {
+        // Whether it came in time is seen below.
+        let _ = tokio::time::timeout(READING, self.opened.cancelled()).await;
+        self.book()
+    }
+
+    fn book(&self) -> Result<&Book, Problem> {
+        self.book.get().ok_or_else(|| {
+            Problem::new(Code::Unavailable, "The records are still being read.").retry_after(1)
+        })
+    }
+
+    fn reserved(&self) -> MutexGuard<'_, HashMap<String, Dollars>> {
+        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a user has spent in the periods of this time, and what is set aside.
+    ///
+    /// # Errors
+    /// While the records are read.
+    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
+        let book = self.book()?;
+        let today = settings.calendar.day(now);
+        let reserved = self.reserved().get(user).copied().unwrap_or_default();
+        let since = |period| first_day(period, today);
+        Ok(Spent {
+            today: book.spent(user, since(Period::Daily), today),
+            this_month: book.spent(user, since(Period::Monthly), today),
+            reserved,
+        })
+    }
+
+    /// Reads the records, then sees to what happens by the clock, until it is told to end.
+    pub async fn tend(self: Arc<Self>, stop: CancellationToken) {
+        while self.book.get().is_none() {
+            let kernel = Arc::clone(&self);
+            let opened = tokio::task::spawn_blocking(move || kernel.open()).await;
+            if !matches!(opened, Ok(true))
+                && stop.run_until_cancelled(tokio::time::sleep(AGAIN)).await.is_none()
+            {
+                return;
+            }
+        }
+        let mut written = tokio::time::Instant::now();
+        let mut day = self.today();
+        while stop.run_until_cancelled(tokio::time::sleep(LOOK)).await.is_some() {
+            // A limit that is armed is told when it is, not at the next dispatch.
+            let today = self.today();
+            if today != day || written.elapsed() >= WRITE_USAGE {
+                let kernel = Arc::clone(&self);
+                let seal = today != day;
+                let work =
+                    move || kernel.book.get().map(|book| if seal { book.seal() } else { book.write() });
+                // A panic in there has been told by its own message.
+                let _ = tokio::task::spawn_blocking(work).await;
+                (written, day) = (tokio::time::Instant::now(), today);
+            }
+        }
+    }
+
+    fn today(&self) -> Date {
+        self.settings().calendar.day(Timestamp::now())
+    }
+
+    fn open(&self) -> bool {
+        let (logs, seals) = (self.layout.logs(), self.layout.usage_seals());
+        match Book::open(self.records.clone(), logs, seals) {
+            Ok(book) => {
+                let is_first = self.book.set(book).is_ok();
+                self.opened.cancel();
+                is_first
+            }
+            Err(error) => {
+                tracing::error!(error = %chain(&error), "the records cannot be read; trying again");
+                false
+            }
+        }
+    }
+
+    /// All that is recorded is written, for this process ends.
+    pub fn close(&self) {
+        if let Some(book) = self.book.get() {
+            book.seal();
+        }
+        drop(self.writer.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
+/// The first day of a period that this day is in.
+fn first_day(period: Period, today: Date) -> Date {
+    match period {
+        Period::Daily => today,
+        Period::Monthly => today.first_of_month(),
+    }
+}

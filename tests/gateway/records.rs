@@ -1,0 +1,244 @@
+//! The kernel's records as the owner asks for them: pages, streams, usage, limits, and the same in a terminal.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures_util::StreamExt;
+use http::Method;
+use jiff::{Timestamp, ToSpan};
+use serde_json::{Value, json};
+
+use super::host::{Host, Machine, answer};
+
+const NOWHERE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
+const LOGS: &str = "home/svc/home/system/logs";
+const CONFIG: &str = "home/svc/home/system/config.json";
+
+fn interaction(n: u32, at: Timestamp, user: &str, model: &str, cost: f64) -> Value {
+    json!({
+        "version": 1, "id": format!("d{n}"), "timestamp": format!("{at:.3}"), "senderId": user, "conversationId": "c",
+        "model": model, "agentName": "coder", "tokensIn": 100, "tokensOut": 10, "cost": cost, "durationMs": 5,
+        "tools": [{ "name": "Bash", "durationMs": 1, "inputPreview": "ls", "status": "success" }],
+        "status": if n.is_multiple_of(5) { "error" } else { "success" }, "batch": false,
+    })
+}
+
+/// A machine on which something was dispatched: yesterday and today, by two users.
+fn machine_in_use() -> Result<(Machine, Timestamp)> {
+    let machine = Machine::new(NOWHERE)?;
+    let now = Timestamp::now();
+    for (ago, first) in [(24, 0), (0, 10)] {
+        let at = now.checked_sub(ago.hours())?;
+        let day = at.to_zoned(jiff::tz::TimeZone::UTC).date();
+        let user = |n: u32| if n.is_multiple_of(2) { "user_owner" } else { "telegram:7" };
+        let lines: String = (first..first + 10)
+            .map(|n| format!("{}\n", interaction(n, at, user(n), if n < 15 { "big" } else { "small" }, 0.1)))
+            .collect();
+        machine.write(&format!("{LOGS}/interactions-{day}.jsonl"), &lines)?;
+    }
+    Ok((machine, now))
+}
+
+async fn get(host: &Host, path: &str) -> Result<Value> {
+    let (status, body) = host.get(path).await?;
+    ensure!(status == 200, "{path}: {status} {body}");
+    Ok(body)
+}
+
+fn ids(body: &Value) -> Vec<&str> {
+    body["interactions"].as_array().into_iter().flatten().filter_map(|one| one["id"].as_str()).collect()
+}
+
+#[tokio::test]
+async fn interactions_come_in_pages_the_newest_first_and_by_filters() -> Result<()> {
+    let (machine, now) = machine_in_use()?;
+    let host = machine.start()?;
+    let (mut all, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
+    loop {
+        let page = get(&host, &format!("/api/interactions?limit=6{cursor}")).await?;
+        all.extend(ids(&page).into_iter().map(str::to_owned));
+        pages += 1;
+        match page["nextCursor"].as_str() {
+            Some(next) => cursor = format!("&cursor={next}"),
+            None => break,
+        }
+    }
+    let expected: Vec<String> = (0..20).rev().map(|n| format!("d{n}")).collect();
+    assert_eq!((all, pages), (expected, 4));
+    assert_eq!(ids(&get(&host, "/api/interactions?status=error").await?), ["d15", "d10", "d5", "d0"]);
+    let filtered = get(&host, "/api/interactions?senderId=telegram:7&model=small").await?;
+    assert_eq!(ids(&filtered), ["d19", "d17", "d15"]);
+    let since = now.checked_sub(1.hours())?;
+    let recent = get(&host, &format!("/api/interactions?since={since:.3}&limit=1000")).await?;
+    assert_eq!(ids(&recent).len(), 10);
+    let before = get(&host, &format!("/api/interactions?until={since:.3}")).await?;
+    assert_eq!(ids(&before)[0], "d9");
+    Ok(())
+}
+
+#[tokio::test]
+async fn usage_is_the_sum_of_the_interactions_and_stays_when_they_are_gone() -> Result<()> {
+    let (machine, _) = machine_in_use()?;
+    let mut host = machine.start()?;
+    let all = get(&host, "/api/usage").await?;
+    assert_eq!(
+        (&all["totalCost"], &all["totalDispatches"], &all["totalTokensIn"]),
+        (&json!(2), &json!(20), &json!(2000))
+    );
+    assert_eq!(all["entries"].as_array().context("entries")?.len(), 2);
+    let models = get(&host, "/api/usage?groupBy=model&userId=telegram:7").await?;
+    let named: Vec<_> = models["entries"]
+        .as_array()
+        .context("entries")?
+        .iter()
+        .map(|one| (&one["model"], &one["cost"]))
+        .collect();
+    assert_eq!(named, [(&json!("big"), &json!(0.7)), (&json!("small"), &json!(0.3))]);
+    let day = all["entries"][1]["date"].as_str().context("a day")?.to_owned();
+    let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
+    assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
+
+    // In a terminal, while it runs.
+    let shown = host.machine.command().args(["usage", "--by", "user"]).output()?;
+    let shown = String::from_utf8(shown.stdout)?;
+    assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
+
+    host.terminate()?;
+    assert!(host.ended().await?.success());
+    let logs = host.machine.path(LOGS);
+    let usage = std::fs::read_to_string(logs.join("usage.jsonl"))?;
+    assert_eq!(usage.lines().count(), 6, "by day, user and model: {usage}");
+    for entry in std::fs::read_dir(&logs)? {
+        let path = entry?.path();
+        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("interactions-")) {
+            std::fs::remove_file(path)?;
+        }
+    }
+    let host = host.restart()?;
+    assert_eq!(get(&host, "/api/usage").await?["totalCost"], json!(2));
+    assert!(get(&host, "/api/interactions").await?["interactions"].as_array().is_some_and(Vec::is_empty));
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
+    let (machine, _) = machine_in_use()?;
+    machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
+    let host = machine.start()?;
+    let put = |body: Value| answer(host.owner(Method::PUT, "/api/limits").json(&body));
+    let shown = get(&host, "/api/limits").await?;
+    assert_eq!(
+        (&shown["daily"]["limit"], &shown["daily"]["remaining"], &shown["timeZone"]),
+        (&json!(0), &Value::Null, &json!("UTC"))
+    );
+    assert_eq!(
+        (&shown["userId"], &shown["daily"]["spent"], &shown["monthly"]["limit"]),
+        (&json!("user_owner"), &json!(0.5), &json!(100))
+    );
+
+    let (status, set) = put(json!({"daily": 0.6, "reservation": 0.05})).await?;
+    assert_eq!(
+        (status.as_u16(), &set["daily"]["warning"], &set["daily"]["reached"]),
+        (200, &json!(true), &json!(false))
+    );
+    let (_, set) = put(json!({"daily": 0.5})).await?;
+    assert_eq!((&set["daily"]["reached"], &set["daily"]["remaining"]), (&json!(true), &json!(0)));
+    let kept: Value = serde_json::from_slice(&std::fs::read(host.machine.path(CONFIG))?)?;
+    assert_eq!(
+        kept,
+        json!({"theme": "dark", "costLimits": {"monthly": 100, "daily": 0.5, "reservation": 0.05}})
+    );
+    assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
+
+    // A broken edit by hand changes nothing, and is told.
+    host.machine.write(CONFIG, r#"{"costLimits": {"daily": -3}}"#)?;
+    let shown = get(&host, "/api/limits").await?;
+    assert_eq!(shown["daily"]["limit"], json!(0.5));
+    assert!(shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("line 1")), "{shown}");
+    // The day is the owner's: where it is another one now, another is counted.
+    host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
+    let shown = get(&host, "/api/limits").await?;
+    assert_eq!((&shown["mistake"], &shown["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));
+    for wrong in [
+        json!({"daily": -1}),
+        json!({"daily": "5"}),
+        json!({"timeZone": "Mars/Olympus"}),
+        json!({"weekly": 1}),
+    ] {
+        let (status, body) = put(wrong).await?;
+        assert_eq!((status.as_u16(), &body["code"]), (400, &json!("invalid_request")));
+    }
+    host.until("what was told is in activity.log", async || {
+        let told = get(&host, "/api/activity?contains=limit&limit=100").await?;
+        let told = told["lines"].to_string();
+        Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"].iter().all(|text| told.contains(text)))
+    })
+    .await
+}
+
+/// Each line of the stream once, through a rotation; after a break it goes on where it was.
+#[tokio::test]
+async fn what_comes_is_streamed_and_gone_on_with() -> Result<()> {
+    let machine = Machine::new(NOWHERE)?;
+    let line = |n: u32, op: &str| {
+        json!({"version": 1, "timestamp": "2026-11-22T10:00:00.000Z", "op": op, "path": format!("a/{n}"), "actor": "x"}).to_string() + "\n"
+    };
+    machine.write(&format!("{LOGS}/audit.jsonl"), &line(0, "write"))?;
+    let host = machine.start()?;
+    let path = host.machine.path(LOGS).join("audit.jsonl");
+    let append = |text: &str| -> Result<()> {
+        use std::io::Write;
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path)?;
+        Ok(file.write_all(text.as_bytes())?)
+    };
+    let mut events = Events::open(&host, "/api/audit/changes?op=write", None).await?;
+    let ready = events.next().await?;
+    assert!(ready.contains("event: ready"), "{ready}");
+    append(&(line(1, "write") + &line(2, "delete") + &line(3, "write")))?;
+    let first = events.next().await?;
+    assert!(first.contains("\"a/1\""), "{first}");
+    let id = first.lines().find_map(|line| line.strip_prefix("id: ")).context("an id")?.to_owned();
+    assert!(events.next().await?.contains("\"a/3\""));
+    drop(events);
+    std::fs::rename(&path, path.with_file_name("audit-2026-11-21.jsonl"))?;
+    append(&line(4, "write"))?;
+    let mut events = Events::open(&host, "/api/audit/changes", Some(&id)).await?;
+    assert!(events.next().await?.contains("event: ready"));
+    for n in 2..5 {
+        let event = events.next().await?;
+        assert!(event.contains(&format!("\"a/{n}\"")), "{event}");
+    }
+    // The same in a terminal.
+    let shown = host.machine.command().args(["logs", "audit", "-n", "3"]).output()?;
+    let shown = String::from_utf8(shown.stdout)?;
+    let paths: Vec<_> =
+        shown.lines().filter_map(|line| line.split("\"path\":\"").nth(1)?.split('"').next()).collect();
+    assert_eq!(paths, ["a/2", "a/3", "a/4"]);
+    Ok(())
+}
+
+struct Events {
+    body: futures_util::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
+    text: String,
+}
+
+impl Events {
+    async fn open(host: &Host, path: &str, after: Option<&str>) -> Result<Self> {
+        let request = host.owner(Method::GET, path).header("last-event-id", after.unwrap_or_default());
+        let response = request.send().await?;
+        ensure!(response.status() == 200, "{}", response.status());
+        Ok(Self { body: response.bytes_stream().boxed(), text: String::new() })
+    }
+
+    async fn next(&mut self) -> Result<String> {
+        loop {
+            if let Some((event, rest)) = self.text.split_once("\n\n") {
+                let (event, rest) = (event.to_owned(), rest.to_owned());
+                self.text = rest;
+                return Ok(event);
+            }
+            let chunk = tokio::time::timeout(Duration::from_secs(20), self.body.next()).await?;
+            self.text.push_str(std::str::from_utf8(&chunk.context("the stream has ended")??)?);
+        }
+    }
+}
