@@ -17,7 +17,12 @@ use crate::store::{Bucket, StoreError};
 pub fn exit(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
-        _ => Exit::Unavailable,
+        StoreError::Unavailable { .. } | StoreError::Denied { .. } | StoreError::Clock { .. } => {
+            Exit::Unavailable
+        }
+        StoreError::NotFound { .. } | StoreError::Precondition { .. } | StoreError::Corrupt { .. } => {
+            Exit::Internal
+        }
     }
 }
 

@@ -30,6 +30,20 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
+/// Its server looks at a condition and then writes, in threads: of two conditional puts at once, both may succeed. A store
+/// that promises conditions does not do that, so its requests are served one after the other.
+const ONE_AT_A_TIME: &str = "
+import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App
+serve, turn = App.__call__, threading.Lock()
+def one(self, environ, start_response):
+    with turn:
+        return serve(self, environ, start_response)
+App.__call__ = one
+from moto.server import main
+main(sys.argv[1:])
+";
+
 /// A running server with one empty bucket; it ends when this is dropped.
 pub struct Moto {
     server: Child,
@@ -45,13 +59,13 @@ impl Moto {
         let log = tempfile::NamedTempFile::new()?;
         let mut server = Command::new("python3");
         server
-            .args(["-m", "moto.server", "--host", "127.0.0.1", "--port", &port.to_string()])
+            .args(["-c", ONE_AT_A_TIME, "--host", "127.0.0.1", "--port", &port.to_string()])
             .env("PYTHONPATH", &place)
             .env("PYTHONDONTWRITEBYTECODE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(log.path())?);
-        let server = server.spawn().context("start python3 -m moto.server")?;
+        let server = server.spawn().context("start moto's server")?;
         child::end_with_us(server.id(), AtExit::Kill);
         let mut moto = Self { server, port };
         let deadline = Instant::now() + START_DEADLINE;

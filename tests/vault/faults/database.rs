@@ -99,27 +99,37 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
     Figures { faults_tried: points.len() as u64, ..Figures::of("restarts under restores") }.tell()
 }
 
+const CONNECTIONS: usize = 8;
+
 /// A server with room for few.
 async fn narrow(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-    let settings = vec![setting("max_connections", "8"), setting("superuser_reserved_connections", "0")];
+    let settings = vec![
+        setting("max_connections", &CONNECTIONS.to_string()),
+        setting("superuser_reserved_connections", "0"),
+    ];
     Machine::with(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
 }
 
 /// Takes all connections but `left`.
 async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
+    let end = std::time::Instant::now() + Duration::from_secs(20);
     let mut held = Vec::new();
-    while let Ok(client) = machine.postgres().connect("postgres").await {
-        held.push(client);
-        ensure!(held.len() < 50, "there is no limit");
+    while held.len() < CONNECTIONS {
+        // A session ends a moment after its client has gone.
+        match machine.postgres().connect("postgres").await {
+            Ok(client) => held.push(client),
+            Err(error) => {
+                ensure!(std::time::Instant::now() < end, "there is no room for us: {error:#}");
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
     }
     for _ in 0..left {
         held.pop();
     }
-    // A session ends a moment after its client has gone.
     let there = i64::try_from(held.len())?;
     let asked = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
-    let end = std::time::Instant::now() + Duration::from_secs(20);
     while held[0].query_one(asked, &[]).await?.get::<_, i64>(0) != there {
         ensure!(std::time::Instant::now() < end, "sessions do not end");
         tokio::time::sleep(Duration::from_millis(10)).await;
