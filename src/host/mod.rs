@@ -1,5 +1,6 @@
 //! The applets of a customer machine. Nothing here knows the platform's inside.
 
+pub mod agents;
 pub mod archive;
 pub mod backup;
 pub mod census;

@@ -1,0 +1,357 @@
+//! Claude Code, as `claude -p --output-format stream-json --verbose` tells of its run. What it tells, and when, is in
+//! `tests/agents/README.md`, with the recordings that this is tested by.
+//!
+//! Its `total_cost_usd` goes on over resumed conversations: what this run cost is the sum of `model_usage_since_last_result`
+//! over its results, of which there are several where something ran in the background.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::tools::Tools;
+use super::{Adapter, Event, Exit, LONGEST_MESSAGE, Outcome, silent, told};
+use crate::host::records::entry::{Failed, Status};
+use crate::host::records::money::Dollars;
+
+#[derive(Deserialize)]
+struct Line {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    subtype: Option<String>,
+    #[serde(default)]
+    session_id: Option<String>,
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default)]
+    message: Option<Message>,
+    #[serde(default)]
+    parent_tool_use_id: Option<String>,
+    // Of a result.
+    #[serde(default)]
+    is_error: bool,
+    #[serde(default)]
+    result: Option<String>,
+    #[serde(default)]
+    errors: Vec<Value>,
+    #[serde(default)]
+    num_turns: Option<u64>,
+    #[serde(default)]
+    total_cost_usd: Option<f64>,
+    #[serde(default)]
+    usage: Option<Usage>,
+    #[serde(default)]
+    model_usage_since_last_result: Option<BTreeMap<String, ModelUsage>>,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    #[serde(default)]
+    id: Option<String>,
+    #[serde(default)]
+    content: Value,
+    #[serde(default)]
+    usage: Option<Usage>,
+}
+
+#[derive(Deserialize, Clone, Copy, Default)]
+#[serde(default)]
+struct Usage {
+    input_tokens: u64,
+    output_tokens: u64,
+    cache_creation_input_tokens: u64,
+    cache_read_input_tokens: u64,
+}
+
+impl Usage {
+    fn tokens_in(self) -> u64 {
+        self.input_tokens + self.cache_creation_input_tokens + self.cache_read_input_tokens
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+#[derive(Default)]
+struct ModelUsage {
+    input_tokens: u64,
+    output_tokens: u64,
+    cache_read_input_tokens: u64,
+    cache_creation_input_tokens: u64,
+    #[serde(rename = "costUSD")]
+    cost_usd: f64,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Block {
+    Text {
+        text: String,
+    },
+    ToolUse {
+        id: String,
+        name: String,
+        #[serde(default)]
+        input: Value,
+    },
+    ToolResult {
+        tool_use_id: String,
+        #[serde(default)]
+        is_error: bool,
+    },
+    #[serde(other)]
+    Other,
+}
+
+/// A run of Claude Code.
+#[derive(Default)]
+pub struct Claude {
+    conversation_id: Option<String>,
+    model: Option<String>,
+    tools: Tools,
+    text: Option<String>,
+    /// Of results.
+    tokens_in: u64,
+    tokens_out: u64,
+    cost: Option<Dollars>,
+    result: Option<Ended>,
+    /// Of messages of the model since the last result: all that is known of a run that is cut off. An answer's own tokens are
+    /// not told before its end.
+    asked: BTreeMap<String, u64>,
+}
+
+struct Ended {
+    error: Option<Failed>,
+}
+
+impl Adapter for Claude {
+    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
+        let Ok(line) = serde_json::from_str::<Line>(line) else { return Vec::new() };
+        match (&*line.kind, line.subtype.as_deref()) {
+            ("system", Some("init")) => self.init(line),
+            ("assistant" | "user", _) => self.message(at_ms, line),
+            ("result", _) => {
+                self.end_of_turns(line);
+                Vec::new()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
+        let cut_off = self.tools.close(at_ms);
+        let error = match (self.result.take(), exit) {
+            (Some(Ended { error: None }), Exit::Code(0)) => None,
+            (Some(Ended { error: Some(error) }), _) => Some(error),
+            _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
+        };
+        Outcome {
+            conversation_id: self.conversation_id.take(),
+            model: self.model.take(),
+            tokens_in: self.tokens_in + self.asked.values().sum::<u64>(),
+            tokens_out: self.tokens_out,
+            cost: self.cost,
+            tools: self.tools.take(),
+            status: if error.is_some() { Status::Error } else { Status::Success },
+            error,
+            text: self.text.take(),
+        }
+    }
+}
+
+impl Claude {
+    /// It comes again where the model is woken by something that ran in the background.
+    fn init(&mut self, line: Line) -> Vec<Event> {
+        let is_first = self.conversation_id.is_none();
+        self.conversation_id = line.session_id.or(self.conversation_id.take());
+        self.model = line.model.or(self.model.take());
+        let (conversation_id, model) = (self.conversation_id.clone(), self.model.clone());
+        is_first.then_some(Event::Started { conversation_id, model }).into_iter().collect()
+    }
+
+    fn message(&mut self, at_ms: u64, line: Line) -> Vec<Event> {
+        let (Some(message), is_agents) = (line.message, line.kind == "assistant") else { return Vec::new() };
+        // Each block has a line of its own; those of one message have its id.
+        if let (true, Some(id), Some(usage)) = (is_agents, message.id, message.usage) {
+            self.asked.insert(id, usage.tokens_in());
+        }
+        let Value::Array(blocks) = message.content else { return Vec::new() };
+        let mut events = Vec::new();
+        for block in blocks {
+            events.extend(match serde_json::from_value(block).unwrap_or(Block::Other) {
+                Block::Text { text } if is_agents && line.parent_tool_use_id.is_none() => {
+                    self.text = Some(text.clone());
+                    Some(Event::Text { text })
+                }
+                Block::ToolUse { id, name, input } if is_agents => {
+                    self.tools.start(at_ms, &id, &name, &input)
+                }
+                Block::ToolResult { tool_use_id, is_error } => {
+                    let status = if is_error { Status::Error } else { Status::Success };
+                    self.tools.end(at_ms, &tool_use_id, status)
+                }
+                _ => None,
+            });
+        }
+        events
+    }
+
+    fn end_of_turns(&mut self, line: Line) {
+        self.asked.clear();
+        // A run that came to nothing says so without an init.
+        self.conversation_id = self.conversation_id.take().or(line.session_id);
+        let cost = match line.model_usage_since_last_result {
+            Some(models) => {
+                for usage in models.values() {
+                    self.tokens_in += usage.input_tokens
+                        + usage.cache_read_input_tokens
+                        + usage.cache_creation_input_tokens;
+                    self.tokens_out += usage.output_tokens;
+                }
+                models.values().map(|usage| dollars(usage.cost_usd)).sum()
+            }
+            // Earlier releases: of the whole conversation.
+            None => {
+                let usage = line.usage.unwrap_or_default();
+                self.tokens_in += usage.tokens_in();
+                self.tokens_out += usage.output_tokens;
+                dollars(line.total_cost_usd.unwrap_or_default())
+            }
+        };
+        self.cost = Some(self.cost.unwrap_or_default() + cost);
+        let subtype = line.subtype.unwrap_or_default();
+        let text = line.result.filter(|text| !text.is_empty());
+        let error = (line.is_error || subtype != "success").then(|| {
+            let said =
+                line.errors.iter().map(|error| error.as_str().map_or(error.to_string(), str::to_owned));
+            let message =
+                text.clone().or_else(|| said.reduce(|all, one| all + "; " + &one)).unwrap_or_default();
+            // The subtype of a failed call of the model is a success.
+            let name = if subtype == "success" { "ApiError".to_owned() } else { subtype };
+            Failed {
+                name,
+                message: told(&message, LONGEST_MESSAGE),
+                stack: None,
+                tool: None,
+                turn: line.num_turns,
+            }
+        });
+        if error.is_none() {
+            self.text = text.or(self.text.take());
+        }
+        // Of several results, one that failed stays failed.
+        let earlier = self.result.take().and_then(|ended| ended.error);
+        self.result = Some(Ended { error: error.or(earlier) });
+    }
+}
+
+/// A number that is no amount is none.
+fn dollars(number: f64) -> Dollars {
+    Dollars::from_f64(number).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn played(name: &str) -> (Vec<Event>, Outcome) {
+        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/agents/recordings/claude");
+        let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
+        let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
+        let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();
+        let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
+        let mut claude = Claude::default();
+        let events = stdout.lines().zip(0..).flat_map(|(line, n)| claude.line(n, line)).collect();
+        let lines = stdout.lines().count() as u64;
+        (events, claude.ended(lines, exit, "words on standard error"))
+    }
+
+    fn names(outcome: &Outcome) -> Vec<(&str, Status)> {
+        outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect()
+    }
+
+    #[test]
+    fn a_run_with_good_and_bad_tools_is_told_whole() {
+        let (events, outcome) = played("basic");
+        let (good, bad) = (Status::Success, Status::Error);
+        assert_eq!(
+            names(&outcome),
+            [
+                ("Write", good),
+                ("Edit", good),
+                ("Bash", good),
+                ("Bash", bad),
+                ("Read", good),
+                ("Edit", bad),
+                ("Write", good)
+            ]
+        );
+        assert_eq!(outcome.tools[2].input_preview, "mkdir -p a/b && cp x z && mv x y && rm z");
+        assert_eq!((outcome.tokens_in, outcome.tokens_out), (72_000, 1477));
+        assert_eq!(outcome.cost, Some(Dollars::from_nanos(189_540_000)));
+        assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
+        assert_eq!(outcome.model.as_deref(), Some("claude-opus-5-5"));
+        assert!(matches!(&events[0], Event::Started { conversation_id: Some(_), .. }), "{:?}", events[0]);
+        let ends = events.iter().filter(|event| matches!(event, Event::ToolEnded { .. })).count();
+        assert_eq!(ends, 7);
+        assert!(
+            !format!("{events:?}{outcome:?}").contains("File created successfully"),
+            "no answer of a tool is told"
+        );
+    }
+
+    #[test]
+    fn what_failed_says_why_whatever_its_exit_code() {
+        for (name, error, message) in [
+            ("err500", "ApiError", "500"),
+            ("refusal_stop", "ApiError", ""),
+            ("max_turns", "error_max_turns", "Reached maximum number of turns"),
+            ("max_budget", "error_max_budget_usd", ""),
+            ("sigint", "error_during_execution", ""),
+            ("sigterm", "ExitCode", "143"),
+            ("resume_missing", "error_during_execution", ""),
+        ] {
+            let (_, outcome) = played(name);
+            let failed = outcome.error.unwrap_or_else(|| panic!("{name} did not fail"));
+            assert_eq!((&*failed.name, outcome.status), (error, Status::Error), "{name}: {failed:?}");
+            assert!(failed.message.contains(message), "{name}: {failed:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_is_cut_off_names_its_tool_and_counts_what_it_asked() {
+        let (_, outcome) = played("sigterm");
+        assert_eq!(outcome.error.unwrap().tool.as_deref(), Some("Bash"));
+        assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
+    }
+
+    /// The second run's own cost, and not the first's as well.
+    #[test]
+    fn a_resumed_conversation_costs_what_the_run_did() {
+        let (first, resumed) = (played("session_id").1, played("resume").1);
+        assert_eq!(first.conversation_id, resumed.conversation_id);
+        assert_eq!((first.cost, first.tokens_in), (resumed.cost, resumed.tokens_in));
+    }
+
+    #[test]
+    fn subagents_and_what_runs_in_the_background_count() {
+        let (_, outcome) = played("agent_fg");
+        assert!(
+            names(&outcome).iter().any(|(name, _)| ["Agent", "Task"].contains(name)),
+            "{:?}",
+            names(&outcome)
+        );
+        assert!(
+            names(&outcome).iter().any(|(name, _)| *name == "Write"),
+            "the subagent's: {:?}",
+            names(&outcome)
+        );
+        for name in ["bash_bg", "agent", "parallel", "no_allow", "model_unknown", "bash_cd"] {
+            let (_, outcome) = played(name);
+            assert_eq!(outcome.status, Status::Success, "{name}: {:?}", outcome.error);
+            assert!(outcome.cost > Some(Dollars::ZERO), "{name}");
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Our own protocol, for agents that have none: one JSON object a line.
+//!
+//! | line | |
+//! |---|---|
+//! | `{"type": "started", "conversationId"?, "model"?}` | at the beginning |
+//! | `{"type": "text", "text"}` | something said |
+//! | `{"type": "tool", "id", "name", "input"}` | a tool begins |
+//! | `{"type": "toolResult", "id", "status": "success" or "error"}` | and ends |
+//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | is added up; `cost` in dollars |
+//! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | the last |
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::tools::Tools;
+use super::{Adapter, Event, Exit, LONGEST_MESSAGE, LONGEST_STACK, Outcome, silent, told};
+use crate::host::records::entry::{Failed, Status};
+use crate::host::records::money::Dollars;
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "type")]
+enum Line {
+    Started {
+        conversation_id: Option<String>,
+        model: Option<String>,
+    },
+    Text {
+        text: String,
+    },
+    Tool {
+        id: String,
+        name: String,
+        #[serde(default)]
+        input: Value,
+    },
+    ToolResult {
+        id: String,
+        status: Status,
+    },
+    Usage {
+        #[serde(default)]
+        tokens_in: u64,
+        #[serde(default)]
+        tokens_out: u64,
+        cost: Option<Dollars>,
+    },
+    Result {
+        status: Status,
+        text: Option<String>,
+        error: Option<Said>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Said {
+    name: Option<String>,
+    message: String,
+    stack: Option<String>,
+    tool: Option<String>,
+    turn: Option<u64>,
+}
+
+impl From<Said> for Failed {
+    fn from(said: Said) -> Self {
+        Self {
+            name: told(said.name.as_deref().unwrap_or("Error"), 100),
+            message: told(&said.message, LONGEST_MESSAGE),
+            stack: said.stack.map(|stack| told(&stack, LONGEST_STACK)),
+            tool: said.tool.map(|tool| told(&tool, 100)),
+            turn: said.turn,
+        }
+    }
+}
+
+/// A run of an agent that speaks this protocol.
+#[derive(Default)]
+pub struct Plain {
+    conversation_id: Option<String>,
+    model: Option<String>,
+    tokens_in: u64,
+    tokens_out: u64,
+    cost: Option<Dollars>,
+    tools: Tools,
+    result: Option<(Status, Option<Failed>)>,
+    text: Option<String>,
+}
+
+impl Adapter for Plain {
+    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
+        let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
+        let event = match line {
+            Line::Started { conversation_id, model } => {
+                (self.conversation_id, self.model) = (conversation_id.clone(), model.clone());
+                Some(Event::Started { conversation_id, model })
+            }
+            Line::Text { text } => {
+                self.text = Some(text.clone());
+                Some(Event::Text { text })
+            }
+            Line::Tool { id, name, input } => self.tools.start(at_ms, &id, &name, &input),
+            Line::ToolResult { id, status } => self.tools.end(at_ms, &id, status),
+            Line::Usage { tokens_in, tokens_out, cost } => {
+                self.tokens_in = self.tokens_in.saturating_add(tokens_in);
+                self.tokens_out = self.tokens_out.saturating_add(tokens_out);
+                if let Some(cost) = cost {
+                    self.cost = Some(self.cost.unwrap_or_default() + cost);
+                }
+                None
+            }
+            Line::Result { status, text, error } => {
+                self.text = text.or(self.text.take());
+                self.result = Some((status, error.map(Failed::from)));
+                None
+            }
+        };
+        event.into_iter().collect()
+    }
+
+    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
+        let cut_off = self.tools.close(at_ms);
+        let error = match (self.result.take(), exit) {
+            (Some((Status::Success, _)), Exit::Code(0)) => None,
+            (Some((Status::Error, error)), _) => Some(error.unwrap_or_else(|| silent(exit, said))),
+            _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
+        };
+        Outcome {
+            conversation_id: self.conversation_id.take(),
+            model: self.model.take(),
+            tokens_in: self.tokens_in,
+            tokens_out: self.tokens_out,
+            cost: self.cost,
+            tools: self.tools.take(),
+            status: if error.is_some() { Status::Error } else { Status::Success },
+            error,
+            text: self.text.take(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(lines: &[&str], exit: Exit) -> (Vec<Event>, Outcome) {
+        let mut plain = Plain::default();
+        let events = lines.iter().zip(0..).flat_map(|(line, n)| plain.line(n * 10, line)).collect();
+        let outcome = plain.ended(lines.len() as u64 * 10, exit, "hunter2: password=hunter2hunter2");
+        (events, outcome)
+    }
+
+    #[test]
+    fn a_run_is_told_and_summed_up() {
+        let (events, outcome) = run(
+            &[
+                r#"{"type":"started","conversationId":"c1","model":"m1"}"#,
+                r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"ls"}}"#,
+                r#"{"type":"usage","tokensIn":10,"tokensOut":2,"cost":0.25}"#,
+                r#"{"type":"toolResult","id":"1","status":"success"}"#,
+                "noise",
+                r#"{"type":"later","x":1}"#,
+                r#"{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.5}"#,
+                r#"{"type":"text","text":"done"}"#,
+                r#"{"type":"result","status":"success"}"#,
+            ],
+            Exit::Code(0),
+        );
+        assert_eq!(events.len(), 4);
+        assert_eq!(
+            (outcome.tokens_in, outcome.tokens_out, outcome.cost),
+            (11, 3, Some(Dollars::from_nanos(750_000_000)))
+        );
+        assert_eq!(
+            (outcome.status, outcome.text.as_deref(), outcome.model.as_deref()),
+            (Status::Success, Some("done"), Some("m1"))
+        );
+        assert_eq!((outcome.tools[0].duration_ms, &*outcome.tools[0].input_preview), (20, "ls"));
+    }
+
+    #[test]
+    fn without_a_good_end_it_has_failed() {
+        let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"sleep 9"}}"#;
+        for (lines, exit, name) in [
+            (vec![], Exit::Code(0), "NoResult"),
+            (vec![tool], Exit::Signal(15), "Signal"),
+            (vec![r#"{"type":"result","status":"success"}"#], Exit::Code(3), "ExitCode"),
+            (
+                vec![r#"{"type":"result","status":"error","error":{"name":"Quota","message":"none left"}}"#],
+                Exit::Code(1),
+                "Quota",
+            ),
+        ] {
+            let (_, outcome) = run(&lines, exit);
+            let error = outcome.error.unwrap();
+            assert_eq!((&*error.name, outcome.status), (name, Status::Error));
+            assert!(!format!("{error:?}").contains("hunter2hunter2"), "{error:?}");
+            assert_eq!(error.tool.is_some(), lines.first() == Some(&tool));
+        }
+    }
+}
