@@ -114,6 +114,11 @@ impl Layout {
         self.home().join("system/logs")
     }
 
+    /// The owner's settings as they were last good.
+    pub fn good_settings(&self) -> PathBuf {
+        self.state("good-config.json")
+    }
+
     /// Days whose usage need not be counted again.
     pub fn usage_seals(&self) -> PathBuf {
         self.state("usage-seals.json")

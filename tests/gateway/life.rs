@@ -152,7 +152,7 @@ async fn a_websocket_passes_through() -> Result<()> {
 #[tokio::test]
 async fn backups_are_listed_newest_first() -> Result<()> {
     let host = Machine::new(NOWHERE)?.start()?;
-    assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [] }));
+    assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [], "nextCursor": null }));
     let at = |n: i32| format!("2026-01-0{n}T03:04:05.678Z");
     let line = |n| json!({ "timestamp": at(n), "status": "success", "stage": "done" }).to_string();
     let lines = (1..=3).map(line).collect::<Vec<_>>();

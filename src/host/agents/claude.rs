@@ -55,18 +55,25 @@ struct Message {
     usage: Option<Usage>,
 }
 
+/// A count that some gateways leave out, or write as null.
+type Count = Option<u64>;
+
+fn sum(counts: [Count; 3]) -> u64 {
+    counts.into_iter().flatten().fold(0, u64::saturating_add)
+}
+
 #[derive(Deserialize, Clone, Copy, Default)]
 #[serde(default)]
 struct Usage {
-    input_tokens: u64,
-    output_tokens: u64,
-    cache_creation_input_tokens: u64,
-    cache_read_input_tokens: u64,
+    input_tokens: Count,
+    output_tokens: Count,
+    cache_creation_input_tokens: Count,
+    cache_read_input_tokens: Count,
 }
 
 impl Usage {
     fn tokens_in(self) -> u64 {
-        self.input_tokens + self.cache_creation_input_tokens + self.cache_read_input_tokens
+        sum([self.input_tokens, self.cache_creation_input_tokens, self.cache_read_input_tokens])
     }
 }
 
@@ -74,12 +81,12 @@ impl Usage {
 #[serde(rename_all = "camelCase", default)]
 #[derive(Default)]
 struct ModelUsage {
-    input_tokens: u64,
-    output_tokens: u64,
-    cache_read_input_tokens: u64,
-    cache_creation_input_tokens: u64,
+    input_tokens: Count,
+    output_tokens: Count,
+    cache_read_input_tokens: Count,
+    cache_creation_input_tokens: Count,
     #[serde(rename = "costUSD")]
-    cost_usd: f64,
+    cost_usd: Option<f64>,
 }
 
 #[derive(Deserialize)]
@@ -148,7 +155,7 @@ impl Adapter for Claude {
         Outcome {
             conversation_id: self.conversation_id.take(),
             model: self.model.take(),
-            tokens_in: self.tokens_in + self.asked.values().sum::<u64>(),
+            tokens_in: self.asked.values().fold(self.tokens_in, |all, one| all.saturating_add(*one)),
             tokens_out: self.tokens_out,
             cost: self.cost,
             tools: self.tools.take(),
@@ -203,19 +210,23 @@ impl Claude {
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
                 for usage in models.values() {
-                    self.tokens_in += usage.input_tokens
-                        + usage.cache_read_input_tokens
-                        + usage.cache_creation_input_tokens;
-                    self.tokens_out += usage.output_tokens;
+                    let tokens_in = sum([
+                        usage.input_tokens,
+                        usage.cache_read_input_tokens,
+                        usage.cache_creation_input_tokens,
+                    ]);
+                    self.tokens_in = self.tokens_in.saturating_add(tokens_in);
+                    self.tokens_out = self.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default());
                 }
-                models.values().map(|usage| dollars(usage.cost_usd)).sum()
+                models.values().map(|usage| dollars(usage.cost_usd.unwrap_or_default())).sum()
             }
-            // Earlier releases: of the whole conversation.
+            // Earlier releases tell the whole conversation's, again with each result.
             None => {
                 let usage = line.usage.unwrap_or_default();
-                self.tokens_in += usage.tokens_in();
-                self.tokens_out += usage.output_tokens;
-                dollars(line.total_cost_usd.unwrap_or_default())
+                self.tokens_in = self.tokens_in.saturating_add(usage.tokens_in());
+                self.tokens_out = self.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default());
+                let whole = dollars(line.total_cost_usd.unwrap_or_default());
+                whole.saturating_sub(self.cost.unwrap_or_default())
             }
         };
         self.cost = Some(self.cost.unwrap_or_default() + cost);

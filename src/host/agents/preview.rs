@@ -26,10 +26,13 @@ static FORMS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         (r"\b(gh[pousr]_|github_pat_|glpat-|npm_|pypi-|hf_|xox[a-z]-)[A-Za-z0-9_-]{8,}", HIDDEN),
         (r"\b(AKIA|ASIA)[A-Z0-9]{12,}", HIDDEN),
         (r"\bsvc[a-z]_[A-Za-z0-9_-]{8,}", HIDDEN),
+        (r#"(?i)(authorization\\?["']?\s*[:=]\s*)[^"'\r\n]+"#, "$1***"),
         (r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}", "$1 ***"),
+        // curl's
+        (r"(\s-u\s*)[^\s:]+:\S+", "$1***"),
         // A name that says so, then a value: as an assignment, a header, a flag, or JSON.
         (
-            r#"(?i)([A-Za-z0-9_-]*(password|passwd|passphrase|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?|authorization)[A-Za-z0-9_-]*\\?["']?\s*(=|:|\s)\s*\\?["']?)[^\s"'\\,;&|]{4,}"#,
+            r#"(?i)([A-Za-z0-9_-]*(password|passwd|passphrase|secret|token|api[-_]?key|access[-_]?key|private[-_]?key|credentials?)[A-Za-z0-9_-]*\\?["']?\s*(=|:|\s)\s*)(\\?"[^"]+"?|'[^']+'?|[^\s"'\\]{4,})"#,
             "$1***",
         ),
     ]
@@ -83,13 +86,17 @@ mod tests {
         for (text, shown) in [
             (
                 "curl -H 'Authorization: Bearer abc.def-123456' https://x.example",
-                "curl -H 'Authorization: *** ***' https://x.example",
+                "curl -H 'Authorization: ***' https://x.example",
             ),
             ("psql postgres://me:hunter2@db/x", "psql postgres://***@db/x"),
             ("export API_KEY=hunter2hunter2 && run", "export API_KEY=*** && run"),
+            ("PASSPHRASE=\"correct horse battery\" run", "PASSPHRASE=*** run"),
+            ("x password='ab;longsecret' y", "x password=*** y"),
+            ("curl -u ada:hunter2 https://x.example", "curl -u *** https://x.example"),
+            ("curl -H 'Authorization: Token 0123456' x", "curl -H 'Authorization: ***' x"),
             ("mysql --password hunter2hunter2 -e 1", "mysql --password *** -e 1"),
-            (r#"{"password":"hunter2hunter2","user":"ada"}"#, r#"{"password":"***","user":"ada"}"#),
-            (r#"echo "{\"clientSecret\": \"hunter2hunter2\"}""#, r#"echo "{\"clientSecret\": \"***\"}""#),
+            (r#"{"password":"hunter2hunter2","user":"ada"}"#, r#"{"password":***,"user":"ada"}"#),
+            (r#"echo "{\"clientSecret\": \"hunter2hunter2\"}""#, r#"echo "{\"clientSecret\": ***}""#),
             (
                 "git clone https://ghp_abcdefgh12345678:x@github.com/a/b",
                 "git clone https://***@github.com/a/b",

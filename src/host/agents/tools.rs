@@ -2,11 +2,13 @@
 
 use serde_json::Value;
 
-use super::{Event, preview};
+use super::{Event, preview, told};
 use crate::host::records::entry::{Status, Tool};
 
 /// More tools of one run are counted by the last of these, so that a record's line has its bounds.
 const MOST_TOOLS: usize = 2000;
+
+const LONGEST_NAME: usize = 100;
 
 /// In the order of their starts.
 #[derive(Debug, Default)]
@@ -35,7 +37,8 @@ impl Tools {
         };
         self.running.push(Running { id: id.to_owned(), at: self.all.len(), since_ms: at_ms });
         // One that never ends has not succeeded.
-        let tool = Tool { name: name.to_owned(), duration_ms: 0, input_preview, status: Status::Error };
+        let tool =
+            Tool { name: told(name, LONGEST_NAME), duration_ms: 0, input_preview, status: Status::Error };
         self.all.push(tool);
         Some(event)
     }

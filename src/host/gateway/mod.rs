@@ -111,7 +111,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
-    tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
+    let tended = tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
@@ -131,6 +131,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // Requests are answered; what still runs belongs to nobody.
     apps.abort();
     local.abort();
+    // A panic in it has been told by its own message.
+    let _ = tended.await;
     let kernel = gateway.kernel.clone();
     tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;
     Ok(())

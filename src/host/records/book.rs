@@ -4,6 +4,7 @@
 //! file is there is counted again unless it is sealed. So after any crash totals are the sums of the interactions; days
 //! whose files have had their time come from `usage.jsonl` alone.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
@@ -19,7 +20,7 @@ use super::entry::Interaction;
 use super::ledger::{Asked, Ledger, Report, Totals, UsageLine};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
-use super::seals::Seals;
+use super::seals::{Seal, Seals};
 use super::writer::{NoRoom, Record, Records};
 use crate::chain::chain;
 use crate::fsx::FileError;
@@ -33,6 +34,10 @@ pub struct Book {
     records: Records,
     logs: PathBuf,
     seals: PathBuf,
+    /// One at a time writes usage.
+    writing: Mutex<()>,
+    /// Days of which an interaction found no room: their files say less than was counted.
+    refused: Mutex<BTreeSet<Date>>,
 }
 
 impl Book {
@@ -42,11 +47,11 @@ impl Book {
     /// [`FileError`], where a record is there and cannot be read.
     pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
         let ledger = Mutex::new(read(&logs, &seals)?);
-        Ok(Self { ledger, records, logs, seals })
+        Ok(Self { ledger, records, logs, seals, writing: Mutex::default(), refused: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.ledger)
     }
 
     /// A dispatch has ended: it is recorded, and counts for this day.
@@ -59,6 +64,9 @@ impl Book {
         let mut ledger = self.lock();
         let accepted = self.records.append(Record::Interactions(day), one);
         ledger.count(day, &one.sender_id, &one.model, &totals);
+        if accepted.is_err() {
+            locked(&self.refused).insert(day);
+        }
         accepted
     }
 
@@ -76,34 +84,53 @@ impl Book {
 
     /// Writes to `usage.jsonl` what it lacks.
     pub fn write(&self) {
+        let _alone = locked(&self.writing);
+        self.write_lines();
+    }
+
+    /// `false` where not all of it found room; the rest is written the next time.
+    fn write_lines(&self) -> bool {
         let mut ledger = self.lock();
         for line in ledger.lines() {
-            // One that has no room is made again from the interactions, when the book is next opened.
             if self.records.append(Record::Usage, &line).is_err() {
-                tracing::warn!("a line of usage.jsonl had no room");
-                return;
+                tracing::warn!("a line of usage.jsonl had no room; it is written later");
+                return false;
             }
+            ledger.settle(&line);
         }
+        true
     }
 
     /// Writes all of it and seals the days that are there. What a disk refuses, and what is counted meanwhile, is counted
     /// again at the next start.
     pub fn seal(&self) {
-        self.write();
-        if !self.records.flush(DISK) {
+        let _alone = locked(&self.writing);
+        if !self.write_lines() || !self.records.flush(DISK) {
             return;
         }
         let lengths = days(&self.logs);
-        let unwritten = self.lock().unwritten_days();
-        let sealed = lengths.and_then(|days| {
-            let length = |files: Files| files.iter().map(|(_, length)| length).sum();
-            let whole = days.into_iter().filter(|(day, _)| !unwritten.contains(day));
-            Seals::of(whole.map(|(day, files)| (day, length(files)))).write(&self.seals)
+        let ledger = self.lock();
+        let (unwritten, refused) = (ledger.unwritten_days(), locked(&self.refused).clone());
+        let sealed = lengths.map(|days| {
+            let whole =
+                days.into_iter().filter(|(day, _)| !unwritten.contains(day) && !refused.contains(day));
+            Seals::of(
+                whole.map(|(day, files)| (day, Seal { length: length(&files), totals: ledger.day(day) })),
+            )
         });
-        if let Err(error) = sealed {
+        drop(ledger);
+        if let Err(error) = sealed.and_then(|seals| seals.write(&self.seals)) {
             tracing::warn!(error = %chain(&error), "days could not be sealed; they are counted again");
         }
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn length(files: &Files) -> u64 {
+    files.iter().map(|(_, length)| length).sum()
 }
 
 /// What was spent, by what is on the disk.
@@ -115,15 +142,17 @@ pub fn read(logs: &Path, seals: &Path) -> Result<Ledger, FileError> {
     each_line(&logs.join("usage.jsonl"), |line: UsageLine| ledger.settle(&line))?;
     let sealed = Seals::read(seals);
     for (day, files) in days(logs)? {
-        let length: u64 = files.iter().map(|(_, length)| length).sum();
-        if sealed.holds(day, length) {
+        if sealed.holds(day, &Seal { length: length(&files), totals: ledger.day(day) }) {
             continue;
         }
-        let mut all: Vec<Counted> = Vec::new();
+        let (mut all, mut are_there): (Vec<Counted>, bool) = (Vec::new(), true);
         for (path, _) in &files {
-            each_line(path, |one: Counted| all.push(one))?;
+            are_there &= each_line(path, |one: Counted| all.push(one))?;
         }
-        ledger.recount(day, all.iter().map(Counted::parts));
+        // A file may have had its time just now: then the day is what usage.jsonl says.
+        if are_there {
+            ledger.recount(day, all.iter().map(Counted::parts));
+        }
     }
     Ok(ledger)
 }
@@ -157,7 +186,10 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     for entry in entries {
         let entry = entry.map_err(FileError::at("read", logs))?;
         let Some(day) = entry.file_name().to_str().and_then(|name| INTERACTIONS.day(name)) else { continue };
-        let meta = entry.metadata().map_err(FileError::at("look at", &entry.path()))?;
+        let meta = match entry.metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            meta => meta.map_err(FileError::at("look at", &entry.path()))?,
+        };
         if meta.is_file() {
             days.entry(day).or_default().push((entry.path(), meta.len()));
         }
@@ -165,12 +197,12 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     Ok(days.into_iter().collect())
 }
 
-/// Each whole line of this form; others, such as gaps and what a crash tore, are none.
-fn each_line<T: for<'de> Deserialize<'de>>(path: &Path, mut of: impl FnMut(T)) -> Result<(), FileError> {
+/// Each whole line of this form; others, such as gaps and what a crash tore, are none. `false` where there is no file.
+fn each_line<T: for<'de> Deserialize<'de>>(path: &Path, mut of: impl FnMut(T)) -> Result<bool, FileError> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
         opened => opened.map_err(FileError::at("read", path))?,
     };
     let mut reader = BufReader::with_capacity(1 << 18, file);
@@ -179,7 +211,7 @@ fn each_line<T: for<'de> Deserialize<'de>>(path: &Path, mut of: impl FnMut(T)) -
         line.clear();
         let read = reader.read_until(b'\n', &mut line).map_err(FileError::at("read", path))?;
         if read == 0 {
-            return Ok(());
+            return Ok(true);
         }
         if let Ok(entry) = serde_json::from_slice(&line) {
             of(entry);

@@ -9,6 +9,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
 use super::names::{self, ACTIVITY, AUDIT, INTERACTIONS};
@@ -103,6 +104,12 @@ pub fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        // A link, or a socket, that somebody has put there.
+        Err(error)
+            if [Errno::ELOOP as i32, Errno::ENXIO as i32].map(Some).contains(&error.raw_os_error()) =>
+        {
+            return Ok(None);
+        }
         opened => opened?,
     };
     let meta = file.metadata()?;

@@ -190,6 +190,13 @@ impl Ledger {
         }
     }
 
+    /// All of a day.
+    pub fn day(&self, date: Date) -> Totals {
+        let mut sum = Totals::default();
+        self.range(Some(date), Some(date)).for_each(|(_, totals)| sum.add(totals));
+        sum
+    }
+
     fn of_day(&self, date: Date) -> Vec<Key> {
         self.range(Some(date), Some(date)).map(|(key, _)| *key).collect()
     }
@@ -201,19 +208,13 @@ impl Ledger {
         (from <= to).then(|| self.totals.range(from..=to)).into_iter().flatten()
     }
 
-    /// The lines that `usage.jsonl` lacks. Whoever takes them writes them.
-    pub fn lines(&mut self) -> Vec<UsageLine> {
-        let lines = self.unwritten_lines();
-        self.unwritten.clear();
-        lines
-    }
-
-    /// Days of which something was counted since [`Ledger::lines`].
+    /// Days of which `usage.jsonl` lacks something.
     pub fn unwritten_days(&self) -> BTreeSet<Date> {
         self.unwritten.iter().map(|key| key.date).collect()
     }
 
-    fn unwritten_lines(&self) -> Vec<UsageLine> {
+    /// The lines that `usage.jsonl` lacks. One that is written is told to [`Ledger::settle`].
+    pub fn lines(&self) -> Vec<UsageLine> {
         let line = |key: &Key| UsageLine {
             version: UsageLine::VERSION,
             date: key.date,

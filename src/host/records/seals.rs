@@ -1,6 +1,7 @@
 //! Days whose interactions are in `usage.jsonl`, all of them: they need not be counted again.
 //!
-//! A day's file only grows: as long as it has the length that it had when it was counted, its lines are those.
+//! A day's file only grows: as long as it has the length that it had when it was counted, its lines are those. A seal holds
+//! only beside the sum that it was made for: where lines of `usage.jsonl` are gone, the day is counted again.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,12 +9,20 @@ use std::path::Path;
 use jiff::civil::Date;
 use serde::{Deserialize, Serialize};
 
+use super::ledger::Totals;
 use crate::fsx::{self, FileError};
 
-/// The lengths of the files of days, when all that is in them was written to `usage.jsonl`.
+/// Days, as they were when all that is in their files was written to `usage.jsonl`.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seals {
-    days: BTreeMap<Date, u64>,
+    days: BTreeMap<Date, Seal>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seal {
+    /// Of the day's files, in bytes.
+    pub length: u64,
+    pub totals: Totals,
 }
 
 impl Seals {
@@ -29,12 +38,12 @@ impl Seals {
         fsx::write_atomic(file, &serde_json::to_vec(self).expect("plain fields are JSON"), 0o600)
     }
 
-    pub fn holds(&self, day: Date, length: u64) -> bool {
-        self.days.get(&day) == Some(&length)
+    pub fn holds(&self, day: Date, seal: &Seal) -> bool {
+        self.days.get(&day) == Some(seal)
     }
 
     /// These and no others.
-    pub fn of(days: impl IntoIterator<Item = (Date, u64)>) -> Self {
+    pub fn of(days: impl IntoIterator<Item = (Date, Seal)>) -> Self {
         Self { days: days.into_iter().collect() }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
 use super::files::{self, Kind, Place};
@@ -18,6 +18,8 @@ pub struct Tail {
     logs: PathBuf,
     /// `None` before there is a file.
     now: Option<Now>,
+    /// The record's files when it was last looked: where ours is gone, what is not among them is new.
+    known: Vec<u64>,
 }
 
 struct Now {
@@ -33,7 +35,8 @@ impl Tail {
     /// # Errors
     /// [`FileError`].
     pub fn at_end(kind: Kind, logs: PathBuf) -> Result<Self, FileError> {
-        let mut tail = Self { kind, logs, now: None };
+        let mut tail = Self { kind, logs, now: None, known: Vec::new() };
+        tail.known = tail.listed()?.into_iter().map(|(inode, _)| inode).collect();
         if let Some(path) = tail.kind.files(&tail.logs)?.pop() {
             let opened = files::open(&path).and_then(|opened| {
                 let Some((file, inode)) = opened else { return Ok(None) };
@@ -55,7 +58,10 @@ impl Tail {
             if let Some((file, inode)) = opened
                 && inode == place.inode
             {
-                return Ok(Some(Self { kind, logs, now: Some(Now { file, place, begun: Vec::new() }) }));
+                let mut tail =
+                    Self { kind, logs, now: Some(Now { file, place, begun: Vec::new() }), known: Vec::new() };
+                tail.known = tail.listed()?.into_iter().map(|(inode, _)| inode).collect();
+                return Ok(Some(tail));
             }
         }
         Ok(None)
@@ -78,47 +84,72 @@ impl Tail {
             }
         }
         // This file may have been the last for today.
-        if self.open_next()? { self.lines() } else { Ok(Vec::new()) }
+        let Some(next) = self.next()? else { return Ok(Vec::new()) };
+        if let Some(now) = &mut self.now {
+            // Where there is a next one, this one is complete: what it got since the last look comes first.
+            let lines = now.lines().map_err(FileError::at("read", &self.logs))?;
+            if !lines.is_empty() {
+                return Ok(lines);
+            }
+        }
+        self.now = Some(next);
+        self.lines()
     }
 
-    fn open_next(&mut self) -> Result<bool, FileError> {
-        let mut next = None;
-        for path in self.kind.files(&self.logs)?.into_iter().rev() {
-            let opened = files::open(&path).map_err(FileError::at("read", &path))?;
-            let Some((file, inode)) = opened else { continue };
-            if self.now.as_ref().is_some_and(|now| now.place.inode == inode) {
-                break;
-            }
-            next = Some(Now { file, place: Place { inode, offset: 0 }, begun: Vec::new() });
-            if self.now.is_none() {
-                break;
+    fn listed(&self) -> Result<Vec<(u64, PathBuf)>, FileError> {
+        let mut listed = Vec::new();
+        for path in self.kind.files(&self.logs)? {
+            if let Ok(meta) = path.symlink_metadata() {
+                listed.push((meta.ino(), path));
             }
         }
-        let found = next.is_some();
-        if found {
-            self.now = next;
+        Ok(listed)
+    }
+
+    /// The file that comes after the one of now.
+    fn next(&mut self) -> Result<Option<Now>, FileError> {
+        let listed = self.listed()?;
+        let ours = self.now.as_ref().map(|now| now.place.inode);
+        let at = ours.and_then(|ours| listed.iter().position(|(inode, _)| *inode == ours));
+        let next = match at {
+            Some(at) => listed.get(at + 1),
+            None => listed.iter().find(|(inode, _)| !self.known.contains(inode)),
+        };
+        let mut opened = None;
+        if let Some((_, path)) = next {
+            let found = files::open(path).map_err(FileError::at("read", path))?;
+            opened =
+                found.map(|(file, inode)| Now { file, place: Place { inode, offset: 0 }, begun: Vec::new() });
         }
-        Ok(found)
+        if at.is_some() || opened.is_some() {
+            self.known = listed.into_iter().map(|(inode, _)| inode).collect();
+        }
+        Ok(opened)
     }
 }
 
 impl Now {
     fn lines(&mut self) -> io::Result<Vec<(Place, String)>> {
-        let mut piece = vec![0; PIECE];
-        let read = self.file.read_at(&mut piece, self.place.offset + self.begun.len() as u64)?;
-        self.begun.extend_from_slice(&piece[..read]);
-        let mut lines = Vec::new();
-        let mut from = 0;
-        while let Some(length) = self.begun[from..].iter().position(|&byte| byte == b'\n') {
-            let line = String::from_utf8_lossy(&self.begun[from..from + length]).into_owned();
-            from += length + 1;
-            lines.push((Place { offset: self.place.offset + from as u64, ..self.place }, line));
-        }
-        self.begun.drain(..from);
-        self.place.offset += from as u64;
-        if self.begun.len() > LONGEST_LINE {
-            self.place.offset += self.begun.len() as u64;
-            self.begun.clear();
+        let (mut piece, mut lines) = (vec![0; PIECE], Vec::new());
+        // A line may be longer than a piece.
+        while lines.is_empty() {
+            let read = self.file.read_at(&mut piece, self.place.offset + self.begun.len() as u64)?;
+            if read == 0 {
+                break;
+            }
+            let mut rest = &piece[..read];
+            while let Some(length) = rest.iter().position(|&byte| byte == b'\n') {
+                self.begun.extend_from_slice(&rest[..length]);
+                rest = &rest[length + 1..];
+                self.place.offset += self.begun.len() as u64 + 1;
+                lines.push((self.place, String::from_utf8_lossy(&self.begun).into_owned()));
+                self.begun.clear();
+            }
+            self.begun.extend_from_slice(rest);
+            if self.begun.len() > LONGEST_LINE {
+                self.place.offset += self.begun.len() as u64;
+                self.begun.clear();
+            }
         }
         let length = self.file.metadata()?.len();
         if length < self.place.offset {
@@ -194,6 +225,32 @@ mod tests {
         append(&current, "6\n");
         assert_eq!(read(&mut tail), ["6"]);
         assert!(Tail::after(Kind::Audit, logs, Place { inode: 1, offset: 0 }).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_file_that_is_deleted_brings_no_old_line_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
+        append(&dir.path().join("audit-2026-11-20.jsonl"), "old\n");
+        append(&current, "0\n");
+        let mut tail = Tail::at_end(Kind::Audit, logs).unwrap();
+        fs::remove_file(&current).unwrap();
+        assert!(read(&mut tail).is_empty());
+        append(&current, "1\n");
+        assert_eq!(read(&mut tail), ["1"]);
+    }
+
+    #[test]
+    fn a_long_line_is_read_whole_before_the_next_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, current) = (dir.path().to_owned(), dir.path().join("audit.jsonl"));
+        append(&current, "0\n");
+        let mut tail = Tail::at_end(Kind::Audit, logs).unwrap();
+        let long = "x".repeat(3 * PIECE);
+        append(&current, &format!("{long}\n1\n"));
+        fs::rename(&current, dir.path().join("audit-2026-11-21.jsonl")).unwrap();
+        append(&current, "2\n");
+        assert_eq!(read(&mut tail), [&*long, "1", "2"]);
     }
 
     #[test]

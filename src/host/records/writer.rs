@@ -51,6 +51,15 @@ pub enum Record {
 }
 
 impl Record {
+    /// So much of it is accepted and not written at most. What anybody may bring about by the thousand leaves room for what
+    /// is paid for.
+    fn share(self) -> usize {
+        match self {
+            Self::Audit | Self::Activity => MOST_BYTES / 4,
+            Self::Interactions(_) | Self::Usage => MOST_BYTES,
+        }
+    }
+
     fn form(self) -> Form {
         if self == Self::Activity { Form::Text } else { Form::Json }
     }
@@ -83,11 +92,14 @@ struct Waiting {
     /// Few: they are looked through.
     queues: Vec<(Record, Queue)>,
     bytes: usize,
-    /// What the thread has taken and not written yet.
+    /// What the thread has taken and not written yet; of which record, where the disk refused it.
     taken: usize,
+    refused: Vec<(Record, usize)>,
     /// Memory of lines that are written, for those to come.
     spare: Vec<Vec<u8>>,
     stop: bool,
+    /// The thread has ended: nobody writes any more.
+    ended: bool,
     flushes_asked: u64,
     flushes_done: u64,
 }
@@ -184,14 +196,15 @@ impl Records {
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), NoRoom> {
         let mut waiting = self.0.lock();
         let was_empty = waiting.bytes == 0;
-        let has_room = waiting.bytes + waiting.taken + line.len() <= MOST_BYTES;
+        let refused = waiting.refused.iter().find(|(of, _)| *of == record).map_or(0, |(_, bytes)| *bytes);
+        let has_room = !waiting.stop && waiting.bytes + waiting.taken + line.len() <= MOST_BYTES;
         let at = waiting.queues.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
             let lines = waiting.spare.pop().unwrap_or_default();
             waiting.queues.push((record, Queue { lines, ..Queue::default() }));
             waiting.queues.len() - 1
         });
         let queue = &mut waiting.queues[at].1;
-        if !has_room {
+        if !has_room || queue.lines.len() + refused + line.len() > record.share() {
             queue.lost += 1;
             queue.since.get_or_insert_with(clock::now_ms);
             return Err(NoRoom);
@@ -224,7 +237,7 @@ impl Records {
         let end = Instant::now() + within;
         while waiting.flushes_done < mine {
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || waiting.ended {
                 return false;
             }
             waiting = self.0.flushed.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -280,18 +293,22 @@ impl Shared {
             files.sort_by_key(|(record, _)| *record);
             let written = self.bring(&mut files, stop);
             self.give_back(&mut files);
+            let mut is_durable = true;
             if stop || asked.is_some() || synced.elapsed() >= SYNC {
                 for (_, file) in &mut files {
                     file.sync();
+                    is_durable &= file.is_synced();
                 }
                 synced = Instant::now();
             }
             files.retain(|(_, file)| file.left() > 0 || !file.is_synced());
-            if let Some(asked) = asked.filter(|_| written) {
+            if let Some(asked) = asked.filter(|_| written && is_durable) {
                 self.lock().flushes_done = asked;
                 self.flushed.notify_all();
             }
             if stop {
+                self.lock().ended = true;
+                self.flushed.notify_all();
                 return;
             }
             if !written {
@@ -304,7 +321,8 @@ impl Shared {
     fn take(&self, unsynced: bool) -> Taken {
         let mut waiting = self.lock();
         let asks = |waiting: &Waiting| waiting.stop || waiting.flushes_asked > waiting.flushes_done;
-        while waiting.bytes == 0 && waiting.taken == 0 && !asks(&waiting) {
+        let has_gap = |waiting: &Waiting| waiting.queues.iter().any(|(_, queue)| queue.since.is_some());
+        while waiting.bytes == 0 && waiting.taken == 0 && !asks(&waiting) && !has_gap(&waiting) {
             if unsynced {
                 let (next, timeout) =
                     self.wake.wait_timeout(waiting, SYNC).unwrap_or_else(PoisonError::into_inner);
@@ -324,6 +342,16 @@ impl Shared {
             }
             waiting = self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        if waiting.taken == 0 {
+            // The disk takes what there is: what had no room is told, whether more comes or not.
+            let gaps = waiting.queues.iter_mut().filter_map(|(record, queue)| {
+                let gap = queue.gap(*record)?;
+                queue.lines.extend_from_slice(&gap);
+                Some(gap.len())
+            });
+            let told: usize = gaps.sum();
+            waiting.bytes += told;
+        }
         waiting.taken += waiting.bytes;
         waiting.bytes = 0;
         let lines = waiting
@@ -340,13 +368,14 @@ impl Shared {
 
     /// Writes what there is, and says once where that ends or begins to go wrong.
     fn bring(&self, files: &mut [(Record, Appended)], stop: bool) -> bool {
-        let mut failed = None;
+        let (mut failed, mut is_behind) = (None, false);
         for (record, file) in files.iter_mut() {
             // What usage counts is on the disk before it.
-            if *record == Record::Usage && failed.is_some() {
+            if *record == Record::Usage && is_behind {
                 continue;
             }
             if let Err(error) = file.write() {
+                is_behind |= matches!(record, Record::Interactions(_));
                 failed = Some(error);
             }
         }
@@ -370,6 +399,9 @@ impl Shared {
     fn give_back(&self, files: &mut [(Record, Appended)]) {
         let mut waiting = self.lock();
         waiting.taken = files.iter().map(|(_, file)| file.left()).sum();
+        waiting.refused.clear();
+        let left = files.iter().filter(|(_, file)| file.left() > 0);
+        waiting.refused.extend(left.map(|(record, file)| (*record, file.left())));
         for (_, file) in files {
             for mut lines in file.finished() {
                 if waiting.spare.len() < SPARES && lines.capacity() <= 4 * ENOUGH {
@@ -381,10 +413,9 @@ impl Shared {
     }
 
     fn pause(&self) {
-        let waiting = self.lock();
-        if !waiting.stop {
-            drop(self.wake.wait_timeout(waiting, AGAIN).unwrap_or_else(PoisonError::into_inner));
-        }
+        let idle = |waiting: &mut Waiting| waiting.bytes == 0 && !waiting.stop;
+        let waited = self.wake.wait_timeout_while(self.lock(), AGAIN, idle);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 

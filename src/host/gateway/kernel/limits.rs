@@ -1,6 +1,6 @@
 //! `/api/limits`: what may be spent, what is spent of it, and how the owner changes that.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use axum::Json;
 use axum::body::Body;
@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use super::Kernel;
-use super::settings::Settings;
+use super::settings::{self, Settings};
 use super::usage::LONGEST_SENDER;
 use crate::clock::rfc3339_ms;
 use crate::fsx::{self, FileError};
@@ -108,7 +108,12 @@ async fn set(
     };
     let change = fields.finish(Some(change))?;
     let file = gateway.config.layout.settings();
-    let changed = blocking(move || write(&file, &change)).await?;
+    let alone = Arc::clone(&gateway.kernel.changing);
+    let changed = blocking(move || {
+        let _alone = alone.lock().unwrap_or_else(PoisonError::into_inner);
+        write(&file, &change)
+    })
+    .await?;
     if !changed {
         let detail = "system/config.json is no JSON object; mend it, and ask again. Nothing was changed.";
         return Err(Problem::new(Code::Conflict, detail));
@@ -131,7 +136,7 @@ fn zone(fields: &mut Fields) -> Option<String> {
 
 /// Changes the file, and keeps what else is in it; `false` where it is not what settings are written in.
 fn write(file: &std::path::Path, change: &Change) -> Result<bool, FileError> {
-    let text = fsx::read_if_there(file)?;
+    let text = settings::read(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
     let Ok(Value::Object(mut settings)) = parsed else { return Ok(false) };
     let limits = settings.entry("costLimits").or_insert_with(|| json!({}));

@@ -50,6 +50,8 @@ const AGAIN: Duration = Duration::from_secs(5);
 pub struct Kernel {
     layout: Layout,
     settings: Live,
+    /// One at a time changes the settings.
+    changing: Arc<Mutex<()>>,
     records: Records,
     /// `None` once it has ended.
     writer: Mutex<Option<Writer>>,
@@ -70,7 +72,8 @@ impl Kernel {
         let records = writer.records();
         Ok(Self {
             layout: layout.clone(),
-            settings: Live::new(layout.settings(), records.clone()),
+            settings: Live::new(layout.settings(), layout.good_settings(), records.clone()),
+            changing: Arc::default(),
             records,
             writer: Mutex::new(Some(writer)),
             book: OnceLock::new(),

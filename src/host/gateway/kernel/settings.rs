@@ -1,15 +1,19 @@
 //! `system/config.json`: the owner's settings, read again when the file changes.
 //!
-//! A broken edit changes nothing: the last good settings hold, and the file's mistake is told until it is mended.
+//! A broken edit changes nothing: the last good settings hold, over restarts, too, for they are kept beside the machine's
+//! state; and the file's mistake is told until it is mended.
 
-use std::os::unix::fs::MetadataExt;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use nix::fcntl::OFlag;
 use serde::Deserialize;
 
 use crate::chain::chain;
-use crate::fsx;
+use crate::fsx::{self, FileError};
 use crate::host::records::calendar::Calendar;
 use crate::host::records::limits::{Limits, Period};
 use crate::host::records::money::Dollars;
@@ -76,6 +80,8 @@ type Stamp = Option<(u64, u64, i64, i64)>;
 /// The settings as they are now.
 pub struct Live {
     path: PathBuf,
+    /// What was last read of it and could be used.
+    good: PathBuf,
     records: Records,
     known: Mutex<Known>,
 }
@@ -86,8 +92,10 @@ struct Known {
 }
 
 impl Live {
-    pub fn new(path: PathBuf, records: Records) -> Self {
-        Self { path, records, known: Mutex::new(Known { stamp: None, settings: Arc::default() }) }
+    pub fn new(path: PathBuf, good: PathBuf, records: Records) -> Self {
+        let kept = read(&good).ok().flatten().and_then(|text| Settings::parse(&text).ok());
+        let settings = Arc::new(kept.unwrap_or_default());
+        Self { path, good, records, known: Mutex::new(Known { stamp: None, settings }) }
     }
 
     /// A look at the file costs a microsecond: it is taken each time.
@@ -103,14 +111,17 @@ impl Live {
     }
 
     fn read(&self, before: &Settings) -> Settings {
-        let parsed = match fsx::read_if_there(&self.path) {
-            Ok(Some(text)) => Settings::parse(&text),
-            Ok(None) => Ok(Settings::default()),
+        let parsed = match read(&self.path) {
+            Ok(Some(text)) => Settings::parse(&text).map(|settings| (settings, text)),
+            Ok(None) => Ok((Settings::default(), b"{}".to_vec())),
             Err(error) => Err(chain(&error)),
         };
         match parsed {
-            Ok(settings) => {
+            Ok((settings, text)) => {
                 self.tell_changes(before, &settings);
+                if let Err(error) = fsx::write_atomic(&self.good, &text, 0o600) {
+                    tracing::warn!(error = %chain(&error), "the good settings are kept until the next start alone");
+                }
                 settings
             }
             Err(mistake) => {
@@ -151,6 +162,27 @@ impl Live {
     }
 }
 
+/// A file of settings; what is none, or larger than any, is not read.
+///
+/// # Errors
+/// [`FileError`].
+pub fn read(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+    const LARGEST: u64 = 1 << 20;
+    let mut options = File::options();
+    let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        opened => opened.map_err(FileError::at("read", path))?,
+    };
+    let mut text = Vec::new();
+    let is_file = file.metadata().map_err(FileError::at("look at", path))?.is_file();
+    file.take(LARGEST + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
+    if !is_file || text.len() as u64 > LARGEST {
+        let why = io::Error::new(ErrorKind::InvalidInput, "it is no file of settings");
+        return Err(FileError::at("read", path)(why));
+    }
+    Ok(Some(text))
+}
+
 fn stamp(path: &Path) -> Stamp {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
@@ -168,7 +200,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         let writer = Writer::start(dir.path().join("logs")).unwrap();
-        let live = Live::new(path.clone(), writer.records());
+        let kept = dir.path().join("kept.json");
+        let live = Live::new(path.clone(), kept.clone(), writer.records());
         assert_eq!(*live.current(), Settings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
         let good = live.current();
@@ -183,6 +216,8 @@ mod tests {
             let now = live.current();
             assert_eq!(now.limits, good.limits, "{broken}");
             assert!(now.mistake.is_some(), "{broken}");
+            let started_again = Live::new(path.clone(), kept.clone(), writer.records()).current();
+            assert_eq!(*started_again, *now, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
         assert_eq!(live.current().mistake, None);

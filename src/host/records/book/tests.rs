@@ -131,6 +131,24 @@ fn what_a_crash_left_is_counted_from_the_interactions() {
 }
 
 #[test]
+fn a_seal_without_its_lines_is_none() {
+    let place = Place::new();
+    let (writer, book) = place.open();
+    for n in 0..10 {
+        book.record(day("2026-11-22"), &interaction(n)).unwrap();
+    }
+    let before = cost(&book);
+    book.seal();
+    drop((book, writer));
+    fs::remove_file(place.logs().join("usage.jsonl")).unwrap();
+    let (writer, book) = place.open();
+    assert_eq!(cost(&book), before);
+    book.seal();
+    drop((book, writer));
+    assert_eq!(place.read("usage.jsonl").lines().count(), 6);
+}
+
+#[test]
 fn what_is_no_line_of_its_record_is_left_out() {
     let place = Place::new();
     fs::create_dir_all(place.logs()).unwrap();

@@ -76,6 +76,7 @@ fn a_line_is_written_once_and_reads_back() {
         r#"{"version":1,"date":"2026-11-22","userId":"ada","model":"big","cost":0.03,"tokensIn":20,"tokensOut":2,"dispatches":2,"seq":2}"#
     );
     assert_eq!(serde_json::from_str::<UsageLine>(&text).unwrap(), lines[0]);
+    ledger.settle(&lines[0]);
     assert!(ledger.lines().is_empty());
 }
 
@@ -118,7 +119,12 @@ proptest! {
                     ledger.count(day(n), &format!("u{user}"), &format!("m{model}"), &one);
                     interactions.push((day(n), format!("u{user}"), format!("m{model}"), one));
                 }
-                Event::Written => file.extend(ledger.lines()),
+                Event::Written => {
+                    for line in ledger.lines() {
+                        ledger.settle(&line);
+                        file.push(line);
+                    }
+                }
                 Event::Died { lines_lost, interactions_lost } => {
                     file.truncate(file.len().saturating_sub(lines_lost));
                     interactions.truncate(interactions.len().saturating_sub(interactions_lost));
@@ -135,7 +141,7 @@ proptest! {
             // And what would be read, were all lines written now.
             let mut read = Ledger::default();
             let mut lines = file.clone();
-            lines.extend(ledger.unwritten_lines());
+            lines.extend(ledger.lines());
             lines.iter().for_each(|line| read.settle(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
                 let asked = Asked { group_by, ..Asked::default() };

@@ -147,7 +147,7 @@ impl Appended {
         let synced = last.file.sync_data();
         self.is_synced = synced.is_ok();
         self.told(synced);
-        if self.left == 0 {
+        if self.left == 0 && self.is_synced {
             self.last = None;
         }
     }

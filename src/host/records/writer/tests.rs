@@ -109,14 +109,25 @@ fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
     for n in 0..9 {
         records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
     }
-    assert!(accepted as usize * 10_000 <= MOST_BYTES && records.waiting_bytes() <= MOST_BYTES);
+    assert!(accepted as usize * 10_000 <= MOST_BYTES / 4 && records.waiting_bytes() <= MOST_BYTES / 4);
+    // What is paid for has room all the same.
+    let day: Date = "2026-11-22".parse().unwrap();
+    records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
+    records.append(Record::Usage, &json!({"n": 1})).unwrap();
     assert!(!records.flush(Duration::from_millis(100)) && records.is_stuck());
-    // Others go on meanwhile.
-    fs::create_dir_all(dir.path().join("other")).unwrap();
+    assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
     assert!(records.flush(WAIT) && !records.is_stuck());
+    // Told though nothing more comes.
+    let begun = Instant::now();
+    while lines(&path).len() as u64 <= accepted {
+        assert!(begun.elapsed() < WAIT, "the gap is not told");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
+    records.append(Record::Audit, &json!({"n": 0})).unwrap_err();
+    assert!(!records.flush(WAIT), "nobody writes any more");
     let found = lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
