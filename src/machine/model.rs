@@ -105,6 +105,13 @@ impl World {
             self.seen.insert(Violation::CameBack);
         }
         let replaced = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
+        if matches!(event, Event::Registered { .. })
+            && self.rules.unique_names
+            && self.server_type(id).is_some()
+        {
+            // A boot takes minutes: a create that was late has been refused by then, for its name was taken.
+            self.cloud.in_flight.retain(|late| *late != id);
+        }
         let row = &mut self.rows[id];
         row.condemned |= replaced || *event == Event::DeleteRequested;
         row.machine.state = next;
