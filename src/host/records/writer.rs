@@ -209,17 +209,14 @@ impl Records {
             queue.since.get_or_insert_with(clock::now_ms);
             return Err(NoRoom);
         }
+        let before = queue.lines.len();
         if let Some(gap) = queue.gap(record) {
-            let before = queue.lines.len();
             queue.lines.extend_from_slice(&gap);
-            let grown = queue.lines.len() - before;
-            queue.lines.extend_from_slice(line);
-            waiting.bytes += grown + line.len();
-        } else {
-            queue.lines.extend_from_slice(line);
-            waiting.bytes += line.len();
         }
-        let is_enough = waiting.bytes >= ENOUGH && waiting.bytes - line.len() < ENOUGH;
+        queue.lines.extend_from_slice(line);
+        let grown = queue.lines.len() - before;
+        waiting.bytes += grown;
+        let is_enough = waiting.bytes >= ENOUGH && waiting.bytes - grown < ENOUGH;
         drop(waiting);
         if was_empty || is_enough {
             self.0.wake.notify_one();
@@ -311,7 +308,7 @@ impl Shared {
                 self.flushed.notify_all();
                 return;
             }
-            if !written {
+            if !(written && is_durable) {
                 self.pause();
             }
         }
