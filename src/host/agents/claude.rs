@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::tools::Tools;
+use super::run::Run;
 use super::{Adapter, Event, Exit, LONGEST_MESSAGE, Outcome, silent, told};
 use crate::host::records::entry::{Failed, Status};
 use crate::host::records::money::Dollars;
@@ -113,14 +113,8 @@ enum Block {
 /// A run of Claude Code.
 #[derive(Default)]
 pub struct Claude {
-    conversation_id: Option<String>,
-    model: Option<String>,
-    tools: Tools,
-    text: Option<String>,
-    /// Of results.
-    tokens_in: u64,
-    tokens_out: u64,
-    cost: Option<Dollars>,
+    /// With tokens and cost of its results.
+    run: Run,
     result: Option<Ended>,
     /// Of messages of the model since the last result: all that is known of a run that is cut off. An answer's own tokens are
     /// not told before its end.
@@ -146,33 +140,24 @@ impl Adapter for Claude {
     }
 
     fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
-        let cut_off = self.tools.close(at_ms);
+        let cut_off = self.run.tools.close(at_ms);
         let error = match (self.result.take(), exit) {
             (Some(Ended { error: None }), Exit::Code(0)) => None,
             (Some(Ended { error: Some(error) }), _) => Some(error),
             _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
         };
-        Outcome {
-            conversation_id: self.conversation_id.take(),
-            model: self.model.take(),
-            tokens_in: self.asked.values().fold(self.tokens_in, |all, one| all.saturating_add(*one)),
-            tokens_out: self.tokens_out,
-            cost: self.cost,
-            tools: self.tools.take(),
-            status: if error.is_some() { Status::Error } else { Status::Success },
-            error,
-            text: self.text.take(),
-        }
+        self.run.count(self.asked.values().fold(0, |all, one| all.saturating_add(*one)), 0);
+        self.run.outcome(error)
     }
 }
 
 impl Claude {
     /// It comes again where the model is woken by something that ran in the background.
     fn init(&mut self, line: Line) -> Vec<Event> {
-        let is_first = self.conversation_id.is_none();
-        self.conversation_id = line.session_id.or(self.conversation_id.take());
-        self.model = line.model.or(self.model.take());
-        let (conversation_id, model) = (self.conversation_id.clone(), self.model.clone());
+        let is_first = self.run.conversation_id.is_none();
+        self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
+        self.run.model = line.model.or(self.run.model.take());
+        let (conversation_id, model) = (self.run.conversation_id.clone(), self.run.model.clone());
         is_first.then_some(Event::Started { conversation_id, model }).into_iter().collect()
     }
 
@@ -187,15 +172,15 @@ impl Claude {
         for block in blocks {
             events.extend(match serde_json::from_value(block).unwrap_or(Block::Other) {
                 Block::Text { text } if is_agents && line.parent_tool_use_id.is_none() => {
-                    self.text = Some(text.clone());
+                    self.run.text = Some(text.clone());
                     Some(Event::Text { text })
                 }
                 Block::ToolUse { id, name, input } if is_agents => {
-                    self.tools.start(at_ms, &id, &name, &input)
+                    self.run.tools.start(at_ms, &id, &name, &input)
                 }
                 Block::ToolResult { tool_use_id, is_error } => {
                     let status = if is_error { Status::Error } else { Status::Success };
-                    self.tools.end(at_ms, &tool_use_id, status)
+                    self.run.tools.end(at_ms, &tool_use_id, status)
                 }
                 _ => None,
             });
@@ -206,7 +191,7 @@ impl Claude {
     fn end_of_turns(&mut self, line: Line) {
         self.asked.clear();
         // A run that came to nothing says so without an init.
-        self.conversation_id = self.conversation_id.take().or(line.session_id);
+        self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
                 for usage in models.values() {
@@ -215,21 +200,19 @@ impl Claude {
                         usage.cache_read_input_tokens,
                         usage.cache_creation_input_tokens,
                     ]);
-                    self.tokens_in = self.tokens_in.saturating_add(tokens_in);
-                    self.tokens_out = self.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default());
+                    self.run.count(tokens_in, usage.output_tokens.unwrap_or_default());
                 }
                 models.values().map(|usage| dollars(usage.cost_usd.unwrap_or_default())).sum()
             }
             // Earlier releases tell the whole conversation's, again with each result.
             None => {
                 let usage = line.usage.unwrap_or_default();
-                self.tokens_in = self.tokens_in.saturating_add(usage.tokens_in());
-                self.tokens_out = self.tokens_out.saturating_add(usage.output_tokens.unwrap_or_default());
+                self.run.count(usage.tokens_in(), usage.output_tokens.unwrap_or_default());
                 let whole = dollars(line.total_cost_usd.unwrap_or_default());
-                whole.saturating_sub(self.cost.unwrap_or_default())
+                whole.saturating_sub(self.run.cost.unwrap_or_default())
             }
         };
-        self.cost = Some(self.cost.unwrap_or_default() + cost);
+        self.run.pay(cost);
         let subtype = line.subtype.unwrap_or_default();
         let text = line.result.filter(|text| !text.is_empty());
         let error = (line.is_error || subtype != "success").then(|| {
@@ -248,7 +231,7 @@ impl Claude {
             }
         });
         if error.is_none() {
-            self.text = text.or(self.text.take());
+            self.run.text = text.or(self.run.text.take());
         }
         // Of several results, one that failed stays failed.
         let earlier = self.result.take().and_then(|ended| ended.error);

@@ -7,6 +7,7 @@
 mod claude;
 mod plain;
 pub mod preview;
+mod run;
 mod tools;
 
 use serde::{Deserialize, Serialize};

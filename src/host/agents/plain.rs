@@ -12,7 +12,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::tools::Tools;
+use super::run::Run;
 use super::{Adapter, Event, Exit, LONGEST_MESSAGE, LONGEST_STACK, Outcome, silent, told};
 use crate::host::records::entry::{Failed, Status};
 use crate::host::records::money::Dollars;
@@ -75,14 +75,8 @@ impl From<Said> for Failed {
 /// A run of an agent that speaks this protocol.
 #[derive(Default)]
 pub struct Plain {
-    conversation_id: Option<String>,
-    model: Option<String>,
-    tokens_in: u64,
-    tokens_out: u64,
-    cost: Option<Dollars>,
-    tools: Tools,
+    run: Run,
     result: Option<(Status, Option<Failed>)>,
-    text: Option<String>,
 }
 
 impl Adapter for Plain {
@@ -90,25 +84,24 @@ impl Adapter for Plain {
         let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
         let event = match line {
             Line::Started { conversation_id, model } => {
-                (self.conversation_id, self.model) = (conversation_id.clone(), model.clone());
+                (self.run.conversation_id, self.run.model) = (conversation_id.clone(), model.clone());
                 Some(Event::Started { conversation_id, model })
             }
             Line::Text { text } => {
-                self.text = Some(text.clone());
+                self.run.text = Some(text.clone());
                 Some(Event::Text { text })
             }
-            Line::Tool { id, name, input } => self.tools.start(at_ms, &id, &name, &input),
-            Line::ToolResult { id, status } => self.tools.end(at_ms, &id, status),
+            Line::Tool { id, name, input } => self.run.tools.start(at_ms, &id, &name, &input),
+            Line::ToolResult { id, status } => self.run.tools.end(at_ms, &id, status),
             Line::Usage { tokens_in, tokens_out, cost } => {
-                self.tokens_in = self.tokens_in.saturating_add(tokens_in);
-                self.tokens_out = self.tokens_out.saturating_add(tokens_out);
+                self.run.count(tokens_in, tokens_out);
                 if let Some(cost) = cost {
-                    self.cost = Some(self.cost.unwrap_or_default() + cost);
+                    self.run.pay(cost);
                 }
                 None
             }
             Line::Result { status, text, error } => {
-                self.text = text.or(self.text.take());
+                self.run.text = text.or(self.run.text.take());
                 self.result = Some((status, error.map(Failed::from)));
                 None
             }
@@ -117,23 +110,13 @@ impl Adapter for Plain {
     }
 
     fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
-        let cut_off = self.tools.close(at_ms);
+        let cut_off = self.run.tools.close(at_ms);
         let error = match (self.result.take(), exit) {
             (Some((Status::Success, _)), Exit::Code(0)) => None,
             (Some((Status::Error, error)), _) => Some(error.unwrap_or_else(|| silent(exit, said))),
             _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
         };
-        Outcome {
-            conversation_id: self.conversation_id.take(),
-            model: self.model.take(),
-            tokens_in: self.tokens_in,
-            tokens_out: self.tokens_out,
-            cost: self.cost,
-            tools: self.tools.take(),
-            status: if error.is_some() { Status::Error } else { Status::Success },
-            error,
-            text: self.text.take(),
-        }
+        self.run.outcome(error)
     }
 }
 

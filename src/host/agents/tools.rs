@@ -64,7 +64,7 @@ impl Tools {
         cut_off.map(|at| self.all[at].name.clone())
     }
 
-    pub fn take(&mut self) -> Vec<Tool> {
-        std::mem::take(&mut self.all)
+    pub fn into_all(self) -> Vec<Tool> {
+        self.all
     }
 }

@@ -5,18 +5,16 @@
 //! whose files have had their time come from `usage.jsonl` alone.
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::civil::Date;
-use nix::fcntl::OFlag;
 use serde::Deserialize;
 
 use super::entry::Interaction;
+use super::files;
 use super::ledger::{Asked, Ledger, Report, Totals, UsageLine};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
@@ -199,12 +197,7 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
 
 /// Each whole line of this form; others, such as gaps and what a crash tore, are none. `false` where there is no file.
 fn each_line<T: for<'de> Deserialize<'de>>(path: &Path, mut of: impl FnMut(T)) -> Result<bool, FileError> {
-    let mut options = File::options();
-    let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
-    let file = match opened {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-        opened => opened.map_err(FileError::at("read", path))?,
-    };
+    let Some((file, _)) = files::open(path).map_err(FileError::at("read", path))? else { return Ok(false) };
     let mut reader = BufReader::with_capacity(1 << 18, file);
     let mut line = Vec::new();
     loop {

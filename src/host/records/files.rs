@@ -59,7 +59,7 @@ impl Kind {
             };
             for entry in entries {
                 let entry = entry.map_err(FileError::at("read", logs))?;
-                if let Some(place) = entry.file_name().to_str().and_then(|name| record.place(name)) {
+                if let Some(place) = entry.file_name().to_str().and_then(|name| record.day_and_number(name)) {
                     dated.push((place, entry.path()));
                 }
             }

@@ -28,11 +28,11 @@ impl Record {
 
     /// The day in a name of this record's; `None` for any other name.
     pub fn day(self, name: &str) -> Option<Date> {
-        self.place(name).map(|(day, _)| day)
+        self.day_and_number(name).map(|(day, _)| day)
     }
 
     /// The day, and which of its files it is.
-    pub fn place(self, name: &str) -> Option<(Date, u32)> {
+    pub fn day_and_number(self, name: &str) -> Option<(Date, u32)> {
         let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
         let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;
         let (day, n) = match middle.split_once('.') {
@@ -57,7 +57,7 @@ mod tests {
         fn a_name_that_was_given_is_read_back(days in 0_i32..60_000, n in 1_u32..2000) {
             let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
             for record in [ACTIVITY, AUDIT, INTERACTIONS] {
-                prop_assert_eq!(record.place(&record.dated(day, n)), Some((day, n)));
+                prop_assert_eq!(record.day_and_number(&record.dated(day, n)), Some((day, n)));
             }
             prop_assert_eq!(AUDIT.day(&ACTIVITY.dated(day, n)), None);
         }

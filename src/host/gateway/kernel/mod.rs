@@ -10,8 +10,7 @@ mod settings;
 mod terminal;
 mod usage;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -56,8 +55,6 @@ pub struct Kernel {
     /// `None` once it has ended.
     writer: Mutex<Option<Writer>>,
     book: OnceLock<Book>,
-    /// What is set aside for the dispatches that run, by user.
-    reserved: Mutex<HashMap<String, Dollars>>,
     /// Streams of records that may be open at once.
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is there.
@@ -77,7 +74,6 @@ impl Kernel {
             records,
             writer: Mutex::new(Some(writer)),
             book: OnceLock::new(),
-            reserved: Mutex::default(),
             listeners: Arc::new(Semaphore::new(MOST_LISTENERS)),
             opened: CancellationToken::new(),
         })
@@ -104,23 +100,18 @@ impl Kernel {
         })
     }
 
-    fn reserved(&self) -> MutexGuard<'_, HashMap<String, Dollars>> {
-        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What a user has spent in the periods of this time, and what is set aside.
+    /// What a user has spent in the periods of this time. Nothing is set aside, for nothing is dispatched yet.
     ///
     /// # Errors
     /// While the records are read.
     pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
         let book = self.book()?;
         let today = settings.calendar.day(now);
-        let reserved = self.reserved().get(user).copied().unwrap_or_default();
         let since = |period| first_day(period, today);
         Ok(Spent {
             today: book.spent(user, since(Period::Daily), today),
             this_month: book.spent(user, since(Period::Monthly), today),
-            reserved,
+            reserved: Dollars::ZERO,
         })
     }
 
