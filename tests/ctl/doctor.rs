@@ -339,7 +339,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
         anyhow::ensure!(!file.exists(), "it runs");
         anyhow::Ok(())
     };
-    kit::story::eventually("the database ends", Duration::from_secs(20), ended).await.unwrap();
+    kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
     let stopped = fleet.host().await;
     stopped.has("database", "problem", "connect to the database");
     assert_eq!(

@@ -51,6 +51,8 @@ fn played(long: bool, filters: &[String], figures: Option<&Path>) -> Result<Exit
 /// Runs to the end, passing on what is printed; counts what cargo's runner says.
 fn ended(command: &mut Command) -> Result<(ExitCode, String)> {
     use std::io::{BufRead, BufReader};
+    // Where a log is cut, the words of a failed test are what is to be left of it, not the frames of its runtime.
+    command.env("RUST_BACKTRACE", "0");
     let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
     let (mut passed, mut failed) = (0, 0);
     if let Some(stdout) = child.stdout.take() {

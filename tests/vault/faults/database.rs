@@ -113,7 +113,7 @@ async fn narrow(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
 
 /// Takes all connections but `left`.
 async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
-    let end = std::time::Instant::now() + Duration::from_secs(20);
+    let end = std::time::Instant::now() + Duration::from_secs(60);
     let mut held = Vec::new();
     while held.len() < CONNECTIONS {
         // A session ends a moment after its client has gone.
@@ -131,7 +131,7 @@ async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
     let there = i64::try_from(held.len())?;
     let asked = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
     while held[0].query_one(asked, &[]).await?.get::<_, i64>(0) != there {
-        ensure!(std::time::Instant::now() < end, "sessions do not end");
+        ensure!(std::time::Instant::now() < end, "of {} sessions others are left", held.len());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(held)
