@@ -20,6 +20,7 @@ use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::records::calendar::Calendar;
 use super::records::names;
+use super::records::settings::Settings;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::failpoint;
 use crate::fsx::FileError;
@@ -59,7 +60,11 @@ async fn check(layout: Layout) -> Result<(), Failure> {
     std::fs::create_dir_all(&logs)
         .map_err(FileError::at("create directory", &logs))
         .or_exit(Exit::Internal)?;
-    let calendar = Calendar::read(&layout.settings());
+    let settings = Settings::of(&layout.settings(), &layout.good_settings());
+    if let Some(mistake) = &settings.mistake {
+        tracing::warn!(mistake, "system/config.json is not used as it is now");
+    }
+    let calendar = settings.calendar;
     let today = calendar.day(Timestamp::now());
     let kept = keep(&layout, &calendar, today);
     let measured = measure(&layout, &server, today).await;

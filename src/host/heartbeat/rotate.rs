@@ -123,7 +123,7 @@ mod tests {
     const TODAY: Date = Date::constant(2026, 11, 21);
 
     fn utc() -> Calendar {
-        Calendar::read(Path::new("/nowhere/config.json"))
+        Calendar::utc()
     }
 
     fn at(day: Date, hour: i8) -> Timestamp {

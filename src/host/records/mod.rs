@@ -13,5 +13,6 @@ pub mod money;
 pub mod names;
 pub mod page;
 pub mod seals;
+pub mod settings;
 pub mod tail;
 pub mod writer;

@@ -11,7 +11,6 @@ use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use super::Kernel;
-use super::settings::{self, Settings};
 use super::usage::LONGEST_SENDER;
 use crate::clock::rfc3339_ms;
 use crate::fsx::{self, FileError};
@@ -23,6 +22,7 @@ use crate::host::gateway::state::Gateway;
 use crate::host::records::calendar::Calendar;
 use crate::host::records::limits::{Period, Spent};
 use crate::host::records::money::Dollars;
+use crate::host::records::settings::{self, Settings};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,

@@ -27,12 +27,13 @@ pub use records::{
 pub use terminal::{LogsArgs, UsageArgs, logs, usage};
 pub use usage::USAGE;
 
-use self::settings::{Live, Settings};
+use self::settings::Live;
 use crate::chain::chain;
 use crate::host::layout::Layout;
 use crate::host::records::book::Book;
 use crate::host::records::limits::{Period, Spent};
 use crate::host::records::money::Dollars;
+use crate::host::records::settings::Settings;
 use crate::host::records::writer::{Records, Writer};
 use crate::http::problem::{Code, Problem};
 

@@ -1,78 +1,18 @@
-//! `system/config.json`: the owner's settings, read again when the file changes.
+//! The owner's settings (`records::settings`) as they are now: the file is read again when it changes.
 //!
 //! A broken edit changes nothing: the last good settings hold, over restarts, too, for they are kept beside the machine's
 //! state; and the file's mistake is told until it is mended.
 
-use std::fs::File;
-use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use nix::fcntl::OFlag;
-use serde::Deserialize;
-
 use crate::chain::chain;
-use crate::fsx::{self, FileError};
-use crate::host::records::calendar::Calendar;
-use crate::host::records::limits::{Limits, Period};
+use crate::fsx;
+use crate::host::records::limits::Period;
 use crate::host::records::money::Dollars;
+use crate::host::records::settings::{Settings, read};
 use crate::host::records::writer::Records;
-
-/// The settings, checked.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Settings {
-    pub calendar: Calendar,
-    /// As it is written; `UTC` where nothing is.
-    pub time_zone: String,
-    pub limits: Limits,
-    /// Of the file as it is now, where these settings are an earlier one's.
-    pub mistake: Option<String>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "camelCase", default)]
-struct ConfigFile {
-    cost_limits: CostLimits,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "camelCase", default)]
-struct CostLimits {
-    daily: Dollars,
-    monthly: Dollars,
-    reservation: Option<Dollars>,
-    time_zone: Option<String>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            calendar: Calendar::utc(),
-            time_zone: "UTC".to_owned(),
-            limits: Limits::default(),
-            mistake: None,
-        }
-    }
-}
-
-impl Settings {
-    /// # Errors
-    /// What is wrong with it, in a sentence that quotes no value.
-    pub fn parse(text: &[u8]) -> Result<Self, String> {
-        let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
-            let kind =
-                if error.is_data() { "a setting has another form than it should" } else { "it is no JSON" };
-            format!("{kind} (line {}, column {})", error.line(), error.column())
-        })?;
-        let CostLimits { daily, monthly, reservation, time_zone } = file.cost_limits;
-        let time_zone = time_zone.unwrap_or_else(|| "UTC".to_owned());
-        let calendar = Calendar::of(&time_zone)
-            .map_err(|_| "costLimits.timeZone is no time zone; one is written as Europe/Berlin".to_owned())?;
-        let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
-        Ok(Self { calendar, time_zone, limits: Limits { daily, monthly, reservation }, mistake: None })
-    }
-}
 
 /// What tells one content of the file from another without reading it.
 type Stamp = Option<(u64, u64, i64, i64)>;
@@ -93,8 +33,7 @@ struct Known {
 
 impl Live {
     pub fn new(path: PathBuf, good: PathBuf, records: Records) -> Self {
-        let kept = read(&good).ok().flatten().and_then(|text| Settings::parse(&text).ok());
-        let settings = Arc::new(kept.unwrap_or_default());
+        let settings = Arc::new(Settings::last_good(&good));
         Self { path, good, records, known: Mutex::new(Known { stamp: None, settings }) }
     }
 
@@ -162,27 +101,6 @@ impl Live {
     }
 }
 
-/// A file of settings; what is none, or larger than any, is not read.
-///
-/// # Errors
-/// [`FileError`].
-pub fn read(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
-    const LARGEST: u64 = 1 << 20;
-    let mut options = File::options();
-    let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        opened => opened.map_err(FileError::at("read", path))?,
-    };
-    let mut text = Vec::new();
-    let is_file = file.metadata().map_err(FileError::at("look at", path))?.is_file();
-    file.take(LARGEST + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
-    if !is_file || text.len() as u64 > LARGEST {
-        let why = io::Error::new(ErrorKind::InvalidInput, "it is no file of settings");
-        return Err(FileError::at("read", path)(why));
-    }
-    Ok(Some(text))
-}
-
 fn stamp(path: &Path) -> Stamp {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
@@ -229,14 +147,6 @@ mod tests {
             ["daily cost limit is $5.00", "no time zone", "used again", "no daily cost limit any more"]
         {
             assert!(told.contains(said), "{said} in\n{told}");
-        }
-    }
-
-    #[test]
-    fn a_mistake_quotes_nothing() {
-        for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
-            let mistake = Settings::parse(text.as_bytes()).unwrap_err();
-            assert!(!mistake.contains("hunter2"), "{mistake}");
         }
     }
 }
