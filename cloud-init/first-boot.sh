@@ -109,7 +109,7 @@ packages=$(missing)
 swap || say 'there is no swap: it could not be made'
 sysctl --quiet --system || say 'not every sysctl could be set'
 # What may not read host.env cannot say itself whose log line it is.
-for unit in svc-postgres svc-apps svc-shell svc-code; do
+for unit in svc-postgres svc-apps svc-shell svc-code svc-agent@; do
   mkdir -p "$root/etc/systemd/system/$unit.service.d"
   printf '[Service]\nLogExtraFields=SVC_MACHINE_ID=%s\n' "$machine" >"$root/etc/systemd/system/$unit.service.d/10-machine.conf"
 done

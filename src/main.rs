@@ -43,6 +43,11 @@ static APPLETS: &[Applet] = &[
         about: "rotates and expires the machine's records, measures its storage",
         run: host::heartbeat::run,
     },
+    Applet {
+        name: "svc-agent",
+        about: "runs one agent for the gateway, as the owner's user",
+        run: host::agent_run::run,
+    },
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },

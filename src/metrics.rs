@@ -32,6 +32,14 @@ pub static HTTP_DURATION: Durations<2> = Durations::new(
     "Time to the head of the answer; bodies that stream go on after it.",
     ["listener", "route"],
 );
+pub static DISPATCHES: Counters<1> = Counters::new(
+    "svc_dispatches_total",
+    "Dispatches ended, by outcome: success, error, or limited (refused because a cost limit was reached).",
+    ["outcome"],
+);
+pub static DISPATCHES_RUNNING: Gauges<0> = Gauges::new("svc_dispatches_running", "Agents that run.", []);
+pub static DISPATCHES_QUEUED: Gauges<0> =
+    Gauges::new("svc_dispatches_queued", "Dispatches that wait for their turn.", []);
 pub static OPERATIONS: Counters<2> =
     Counters::new("svc_operations_total", "Operations ended, by kind and outcome.", ["kind", "outcome"]);
 pub static OPERATION_DURATION: Durations<1> =

@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use kit::checkers;
 
 /// What `systemd-analyze security` may say at most, in tenths of its scale of ten.
-const LIMITS: [(&str, u32); 17] = [
+const LIMITS: [(&str, u32); 18] = [
     // Rust programs of ours.
     ("svc-apps", 20),
     ("svc-db-backup", 20),
@@ -30,6 +30,7 @@ const LIMITS: [(&str, u32); 17] = [
     ("svc-update", 30),
     // The owner's terminals, agents and JavaScript: compilers of all kinds, sandboxes of their own.
     ("svc-code", 35),
+    ("svc-agent@", 35),
     // podman makes a container, and with it everything that the others may not: what is limited is in the container.
     ("svc-postgres", 100),
 ];
@@ -195,7 +196,12 @@ fn the_target_has_every_unit_that_nothing_else_starts() {
         .iter()
         .filter_map(|unit| {
             let (name, kind) = unit.name.rsplit_once('.').unwrap();
-            ["timer", "path"].contains(&kind).then(|| format!("{name}.service"))
+            match kind {
+                "timer" | "path" => Some(format!("{name}.service")),
+                // An instance for each connection.
+                "socket" => Some(format!("{name}@.service")),
+                _ => None,
+            }
         })
         .collect();
     for unit in units.iter().filter(|unit| unit.name != "svc.target") {
@@ -207,7 +213,8 @@ fn the_target_has_every_unit_that_nothing_else_starts() {
 
 #[test]
 fn what_an_owner_needs_is_started_again_for_as_long_as_it_takes() {
-    for unit in units().iter().filter(|unit| unit.is_service() && !unit.is_oneshot()) {
+    let lasting = |unit: &&Unit| unit.is_service() && !unit.is_oneshot() && !unit.name.contains('@');
+    for unit in units().iter().filter(lasting) {
         assert!(["on-failure", "always"].contains(&unit.values("Restart")[0]), "{}", unit.name);
         assert_eq!(unit.values("StartLimitIntervalSec"), ["0"], "{}", unit.name);
         assert!(!unit.values("RestartSec").is_empty(), "{}", unit.name);
@@ -233,6 +240,7 @@ fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
         "svc-gateway.service",
         "svc-shell.service",
         "svc-code.service",
+        "svc-agent@.service",
         "svc-sync-agent.service",
         "svc-register.service",
         "svc-db-backup.service",

@@ -124,6 +124,11 @@ impl Layout {
         self.state("usage-seals.json")
     }
 
+    /// Dispatches that are accepted and not recorded yet.
+    pub fn dispatches(&self) -> PathBuf {
+        self.state("dispatches")
+    }
+
     pub fn tls_cert(&self) -> PathBuf {
         self.state("tls/cert.pem")
     }

@@ -1,5 +1,6 @@
 //! The applets of a customer machine. Nothing here knows the platform's inside.
 
+pub mod agent_run;
 pub mod agents;
 pub mod archive;
 pub mod backup;
@@ -22,7 +23,9 @@ pub mod records;
 pub mod register;
 pub mod release;
 pub mod restore;
+pub mod runner;
 pub mod scratch;
+pub mod settings;
 pub mod side;
 pub mod store;
 pub mod store_credentials;

@@ -225,6 +225,33 @@ impl Fields {
         Some(Self { left, prefix, errors: Vec::new(), known: Vec::new() })
     }
 
+    /// The objects of an array, each to be given back with [`Self::close`].
+    pub fn each(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
+        let value = self.needed(name)?;
+        let Value::Array(items) = value else {
+            self.wrong_array(name, &range);
+            return None;
+        };
+        if !range.contains(&items.len()) {
+            self.wrong_array(name, &range);
+            return None;
+        }
+        let mut opened = Vec::new();
+        for (index, item) in items.into_iter().enumerate() {
+            let Value::Object(left) = item else {
+                self.wrong_array(name, &range);
+                return None;
+            };
+            let prefix = format!("{}/{index}/", self.pointer(name));
+            opened.push(Self { left, prefix, errors: Vec::new(), known: Vec::new() });
+        }
+        Some(opened)
+    }
+
+    fn wrong_array(&mut self, name: &str, range: &RangeInclusive<usize>) {
+        self.wrong(name, format!("must be an array of {} to {} objects", range.start(), range.end()));
+    }
+
     pub fn close(&mut self, nested: Self) {
         self.errors.extend(nested.all_errors());
     }

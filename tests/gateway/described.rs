@@ -41,7 +41,11 @@ impl World {
         machine.write(&format!("home/svc/home/apps/{slug}/dist/index.html"), "<h1>notes").unwrap();
         let host = machine.start().unwrap();
         [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().plant(secret));
-        Self { host, slug, idp }
+        let world = Self { host, slug, idp };
+        // One that routes of a dispatch can name.
+        let dispatched = world.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
+        assert_eq!(dispatched.status, 202, "{dispatched:?}");
+        world
     }
 
     async fn with_app(url: &str) -> Self {
@@ -55,7 +59,7 @@ impl World {
     }
 
     fn path_of(&self, operation: &Operation, slug: &str) -> String {
-        operation.path.replace("{slug}", slug).replace("{*path}", "index.html")
+        operation.path.replace("{slug}", slug).replace("{*path}", "index.html").replace("{id}", ROW)
     }
 
     /// The claims of a proof as the platform makes it for this kind of caller.
@@ -93,6 +97,11 @@ impl World {
         if credential == "admin" { request.bearer_auth(ADMIN) } else { request }
     }
 
+    async fn dispatch(&self, body: &Value) -> Reply {
+        let request = self.by("owner", &Method::POST, "/api/dispatch").header("accept", "application/json");
+        self.send(request.json(body)).await
+    }
+
     fn query(&self, body: &Value) -> RequestBuilder {
         self.by("owner", &Method::POST, "/api/bridge/query").json(body)
     }
@@ -110,7 +119,11 @@ impl Side for World {
     }
 
     fn largest_body(&self, operation: &Operation) -> usize {
-        if operation.id == "query" { 1024 * 1024 } else { 64 * 1024 }
+        match operation.id {
+            "query" => 1024 * 1024,
+            "dispatch" => 2 * 1024 * 1024,
+            _ => 64 * 1024,
+        }
     }
 
     fn bare(&self, _: &Operation, method: Method, path: &str) -> RequestBuilder {
@@ -164,8 +177,12 @@ impl Side for World {
         all
     }
 
-    fn own(&self, _: &Operation, name: &str) -> Option<Value> {
+    fn own(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
+            // The same id again is the same dispatch.
+            "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
+            "agentName" => json!("claude"),
+            "batch" => json!([{ "prompt": "do it" }, { "prompt": "do it", "agentName": "claude" }]),
             "app" => json!(self.slug),
             "table" => json!("notes"),
             "data" => json!({ "title": uuid::Uuid::now_v7() }),
@@ -241,6 +258,7 @@ async fn every_code_that_a_route_names_is_seen() {
         wrong_ways(&world, operation).await;
     }
     names(&world).await;
+    dispatches(&world).await;
     what_is_stored(&world, &database).await;
     unverifiable(&world).await;
     database.kill9().await.unwrap();
@@ -271,6 +289,31 @@ async fn names(world: &World) {
         let answer = world.send(world.host.bare(Method::GET, path)).await;
         answer.assert_problem(401, "unauthorized");
     }
+}
+
+/// What is refused of dispatches, with a runner that takes orders and never says anything.
+async fn dispatches(world: &World) {
+    let _runner = world.host.machine.owner_socket("agent.sock").unwrap();
+    let another = json!({ "id": ROW, "prompt": "another" });
+    world.dispatch(&another).await.assert_problem(422, "idempotency_mismatch");
+    for operation in operations().filter(|operation| operation.path.contains("{id}")) {
+        for id in ["unknown", "..%2f..", "%00"] {
+            let path = operation.path.replace("{id}", id);
+            world.send(world.known(operation, &path)).await.assert_problem(404, "not_found");
+        }
+        let path = operation.path.replace("{id}", "%ff");
+        world.send(world.known(operation, &path)).await.assert_problem(400, "invalid_request");
+    }
+    let batch =
+        |sender: &str| json!({ "senderId": sender, "batch": vec![json!({ "prompt": "do it" }); 100] });
+    assert_eq!(world.dispatch(&batch("a")).await.status, 202);
+    world.dispatch(&batch("a")).await;
+    world.dispatch(&batch("a")).await.assert_problem(429, "rate_limited");
+    let limited = json!({ "costLimits": { "daily": 0.4 } }).to_string();
+    world.host.machine.write("home/svc/home/system/config.json", &limited).unwrap();
+    let one = json!({ "senderId": "b", "prompt": "do it" });
+    assert_eq!(world.dispatch(&one).await.status, 202);
+    world.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
 /// What is refused for what the machine keeps.

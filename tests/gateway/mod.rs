@@ -11,6 +11,7 @@ mod bridge_together;
 mod bridge_types;
 mod bridge_write;
 mod described;
+mod dispatch;
 mod host;
 mod identity;
 mod isolation;

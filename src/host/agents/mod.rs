@@ -5,9 +5,11 @@
 //! left out: programs say more with each release.
 
 mod claude;
+pub mod launch;
 mod plain;
 pub mod preview;
 mod run;
+pub mod settings;
 mod tools;
 
 use serde::{Deserialize, Serialize};
@@ -50,7 +52,8 @@ pub enum Event {
 }
 
 /// How the process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub enum Exit {
     Code(i32),
     Signal(i32),

@@ -1,5 +1,8 @@
 //! Our own protocol, for agents that have none: one JSON object a line.
 //!
+//! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`, the
+//! last two `null` where nobody named any; then its input ends. It writes:
+//!
 //! | line | |
 //! |---|---|
 //! | `{"type": "started", "conversationId"?, "model"?}` | at the beginning |

@@ -16,7 +16,8 @@ const SERVICES: [&str; 5] = [
     "svc-code.service",
     "svc-sync-agent.service",
 ];
-const TRIGGERS: [&str; 8] = [
+const TRIGGERS: [&str; 9] = [
+    "svc-agent.socket",
     "svc-db-backup.timer",
     "svc-db-verify.timer",
     "svc-db-drill.timer",

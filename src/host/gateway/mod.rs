@@ -11,6 +11,7 @@ mod bridge;
 mod certificate;
 mod config;
 mod database;
+mod dispatch;
 mod endpoint;
 mod events;
 mod health;
@@ -112,6 +113,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     let tended = tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
+    tokio::spawn(gateway.dispatcher.clone().tend(stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
@@ -127,11 +129,18 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let status = format!("listening on {address}");
     systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
+    let dispatcher = gateway.dispatcher.clone();
+    let told = stop.clone();
+    let dispatched = tokio::spawn(async move {
+        told.cancelled().await;
+        dispatcher.close().await;
+    });
     server::serve(public, Some(Arc::new(tls)), routes, Limits::default(), stop).await;
     // Requests are answered; what still runs belongs to nobody.
     apps.abort();
     local.abort();
-    // A panic in it has been told by its own message.
+    // A panic in one of these has been told by its own message.
+    let _ = dispatched.await;
     let _ = tended.await;
     let kernel = gateway.kernel.clone();
     tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;

@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
-use super::{apps, body, bridge, health, internal, kernel, measure, proxy, side};
+use super::{apps, body, bridge, dispatch, health, internal, kernel, measure, proxy, side};
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
-pub static ENDPOINTS: [&Endpoint; 31] = [
+pub static ENDPOINTS: [&Endpoint; 36] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
     &bridge::CHANGES,
@@ -35,6 +35,11 @@ pub static ENDPOINTS: [&Endpoint; 31] = [
     &side::OPEN,
     &side::COPY,
     &side::CLOSE,
+    &dispatch::DISPATCH,
+    &dispatch::LIST,
+    &dispatch::SHOW,
+    &dispatch::FOLLOW,
+    &dispatch::CANCEL,
     &kernel::INTERACTIONS,
     &kernel::FOLLOW_INTERACTIONS,
     &kernel::AUDIT,
@@ -63,6 +68,7 @@ const API: Api = Api {
         ("ActivityLine", kernel::told_activity),
         ("AuditEntry", kernel::told_audit),
         ("Backup", kernel::told_backup),
+        ("Dispatch", dispatch::told_dispatch),
         ("Interaction", kernel::told_interaction),
         ("StorageDay", kernel::told_storage),
         ("Limits", kernel::told_limits),

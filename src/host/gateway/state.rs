@@ -7,6 +7,7 @@ use super::auth::Seam;
 use super::bridge::Changes;
 use super::config::Config;
 use super::database::Database;
+use super::dispatch::Dispatcher;
 use super::kernel::Kernel;
 use super::proxy::Upstreams;
 
@@ -17,6 +18,7 @@ pub struct Gateway {
     pub apps: Registry,
     pub changes: Arc<Changes>,
     pub kernel: Arc<Kernel>,
+    pub dispatcher: Arc<Dispatcher>,
     pub upstreams: Upstreams,
     pub config: Config,
 }
@@ -25,12 +27,14 @@ impl Gateway {
     /// # Errors
     /// When the client for the identity provider's keys, or a thread, cannot be made.
     pub fn new(config: Config) -> anyhow::Result<Arc<Self>> {
+        let kernel = Arc::new(Kernel::new(&config.layout)?);
         Ok(Arc::new(Self {
             seam: Seam::new(&config)?,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
             changes: Arc::default(),
-            kernel: Arc::new(Kernel::new(&config.layout)?),
+            dispatcher: Dispatcher::new(&config.layout, &kernel),
+            kernel,
             upstreams: Upstreams::new(&config.layout.owner_sockets()),
             config,
         }))

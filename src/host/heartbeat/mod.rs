@@ -20,7 +20,7 @@ use super::lock::{Lock, LockError};
 use super::pgconn::Server;
 use super::records::calendar::Calendar;
 use super::records::names;
-use super::records::settings::Settings;
+use super::settings::Settings;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::failpoint;
 use crate::fsx::FileError;

@@ -45,6 +45,13 @@ pub enum Period {
 impl Period {
     pub const ALL: [Self; 2] = [Self::Daily, Self::Monthly];
 
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Daily => "daily",
+            Self::Monthly => "monthly",
+        }
+    }
+
     /// The specification's words.
     pub fn reached(self) -> &'static str {
         match self {

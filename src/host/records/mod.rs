@@ -7,12 +7,13 @@ pub mod book;
 pub mod calendar;
 pub mod entry;
 pub mod files;
+pub mod find;
 pub mod ledger;
 pub mod limits;
 pub mod money;
 pub mod names;
 pub mod page;
 pub mod seals;
-pub mod settings;
+
 pub mod tail;
 pub mod writer;

@@ -22,7 +22,7 @@ use crate::host::gateway::state::Gateway;
 use crate::host::records::calendar::Calendar;
 use crate::host::records::limits::{Period, Spent};
 use crate::host::records::money::Dollars;
-use crate::host::records::settings::{self, Settings};
+use crate::host::settings::{self, Settings};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
@@ -44,7 +44,7 @@ async fn show(
 }
 
 /// The name by which a caller's dispatches are counted, where none is given.
-fn sender(gateway: &Gateway, caller: &Principal) -> String {
+pub fn sender(gateway: &Gateway, caller: &Principal) -> String {
     match caller {
         Principal::Owner { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),

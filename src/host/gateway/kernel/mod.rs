@@ -6,10 +6,12 @@
 mod limits;
 mod lines;
 mod records;
+mod reserve;
 mod settings;
 mod terminal;
 mod usage;
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -18,12 +20,13 @@ use jiff::civil::Date;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-pub use limits::{SET_LIMITS, SHOW_LIMITS, told_limits};
+pub use limits::{SET_LIMITS, SHOW_LIMITS, sender, told_limits};
 pub use records::{
     ACTIVITY, AUDIT, BACKUPS, FOLLOW_ACTIVITY, FOLLOW_AUDIT, FOLLOW_BACKUPS, FOLLOW_INTERACTIONS,
     FOLLOW_STORAGE, INTERACTIONS, STORAGE, told_activity, told_audit, told_backup, told_interaction,
     told_storage,
 };
+pub use reserve::{Reached, Reservation};
 pub use terminal::{LogsArgs, UsageArgs, logs, usage};
 pub use usage::USAGE;
 
@@ -31,10 +34,12 @@ use self::settings::Live;
 use crate::chain::chain;
 use crate::host::layout::Layout;
 use crate::host::records::book::Book;
-use crate::host::records::limits::{Period, Spent};
+use crate::host::records::entry::Interaction;
+use crate::host::records::find;
 use crate::host::records::money::Dollars;
-use crate::host::records::settings::Settings;
+use crate::host::records::page::PageError;
 use crate::host::records::writer::{Records, Writer};
+use crate::host::settings::Settings;
 use crate::http::problem::{Code, Problem};
 
 /// How often `usage.jsonl` gets what it lacks.
@@ -56,6 +61,8 @@ pub struct Kernel {
     /// `None` once it has ended.
     writer: Mutex<Option<Writer>>,
     book: OnceLock<Book>,
+    /// What is set aside for the dispatches that run or wait, by user.
+    reserved: Mutex<HashMap<String, Dollars>>,
     /// Streams of records that may be open at once.
     listeners: Arc<Semaphore>,
     /// Cancelled when the book is there.
@@ -75,6 +82,7 @@ impl Kernel {
             records,
             writer: Mutex::new(Some(writer)),
             book: OnceLock::new(),
+            reserved: Mutex::default(),
             listeners: Arc::new(Semaphore::new(MOST_LISTENERS)),
             opened: CancellationToken::new(),
         })
@@ -82,7 +90,25 @@ impl Kernel {
 
     /// What is known of the owner's settings now.
     pub fn settings(&self) -> Arc<Settings> {
-        self.settings.current()
+        self.settings.current(|settings, period| self.already(settings, period))
+    }
+
+    /// A line of `activity.log`. One that has no room is told by its gap.
+    pub fn note(&self, what: &str) {
+        let _ = self.records.note(what);
+    }
+
+    /// Waits until all that was recorded before is durable; `false` where the disk does not take it in time.
+    pub fn flush(&self, within: Duration) -> bool {
+        self.records.flush(within)
+    }
+
+    /// Interactions by their ids, or their batches' ids.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
+        find::interactions(&self.layout.logs(), ids)
     }
 
     /// The book, which is waited for where it is just being read.
@@ -98,21 +124,6 @@ impl Kernel {
     fn book(&self) -> Result<&Book, Problem> {
         self.book.get().ok_or_else(|| {
             Problem::new(Code::Unavailable, "The records are still being read.").retry_after(1)
-        })
-    }
-
-    /// What a user has spent in the periods of this time. Nothing is set aside, for nothing is dispatched yet.
-    ///
-    /// # Errors
-    /// While the records are read.
-    pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
-        let book = self.book()?;
-        let today = settings.calendar.day(now);
-        let since = |period| first_day(period, today);
-        Ok(Spent {
-            today: book.spent(user, since(Period::Daily), today),
-            this_month: book.spent(user, since(Period::Monthly), today),
-            reserved: Dollars::ZERO,
         })
     }
 
@@ -169,13 +180,5 @@ impl Kernel {
             book.seal();
         }
         drop(self.writer.lock().unwrap_or_else(PoisonError::into_inner).take());
-    }
-}
-
-/// The first day of a period that this day is in.
-fn first_day(period: Period, today: Date) -> Date {
-    match period {
-        Period::Daily => today,
-        Period::Monthly => today.first_of_month(),
     }
 }

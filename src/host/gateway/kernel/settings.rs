@@ -1,4 +1,4 @@
-//! The owner's settings (`records::settings`) as they are now: the file is read again when it changes.
+//! The owner's settings (`host::settings`) as they are now: the file is read again when it changes.
 //!
 //! A broken edit changes nothing: the last good settings hold, over restarts, too, for they are kept beside the machine's
 //! state; and the file's mistake is told until it is mended.
@@ -11,8 +11,8 @@ use crate::chain::chain;
 use crate::fsx;
 use crate::host::records::limits::Period;
 use crate::host::records::money::Dollars;
-use crate::host::records::settings::{Settings, read};
 use crate::host::records::writer::Records;
+use crate::host::settings::{Settings, read};
 
 /// What tells one content of the file from another without reading it.
 type Stamp = Option<(u64, u64, i64, i64)>;
@@ -37,19 +37,20 @@ impl Live {
         Self { path, good, records, known: Mutex::new(Known { stamp: None, settings }) }
     }
 
-    /// A look at the file costs a microsecond: it is taken each time.
-    pub fn current(&self) -> Arc<Settings> {
+    /// A look at the file costs a microsecond: it is taken each time. `already` says what is spent of a period whose limit
+    /// is another one now.
+    pub fn current(&self, already: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = stamp(&self.path);
         if known.stamp != Some(stamp) {
-            let settings = Arc::new(self.read(&known.settings));
+            let settings = Arc::new(self.read(&known.settings, already));
             known.stamp = Some(stamp);
             known.settings = settings;
         }
         Arc::clone(&known.settings)
     }
 
-    fn read(&self, before: &Settings) -> Settings {
+    fn read(&self, before: &Settings, already: impl Fn(&Settings, Period) -> String) -> Settings {
         let parsed = match read(&self.path) {
             Ok(Some(text)) => Settings::parse(&text).map(|settings| (settings, text)),
             Ok(None) => Ok((Settings::default(), b"{}".to_vec())),
@@ -57,7 +58,7 @@ impl Live {
         };
         match parsed {
             Ok((settings, text)) => {
-                self.tell_changes(before, &settings);
+                self.tell_changes(before, &settings, already);
                 if let Err(error) = fsx::write_atomic(&self.good, &text, 0o600) {
                     tracing::warn!(error = %chain(&error), "the good settings are kept until the next start alone");
                 }
@@ -70,19 +71,14 @@ impl Live {
         }
     }
 
-    fn tell_changes(&self, before: &Settings, now: &Settings) {
+    fn tell_changes(&self, before: &Settings, now: &Settings, already: impl Fn(&Settings, Period) -> String) {
         for period in Period::ALL {
             let (was, is) = (before.limits.of(period), now.limits.of(period));
             if was != is {
-                let word = match period {
-                    Period::Daily => "daily",
-                    Period::Monthly => "monthly",
-                };
+                let word = period.word();
                 self.tell(&match is {
                     Dollars::ZERO => format!("there is no {word} cost limit any more"),
-                    _ => {
-                        format!("the {word} cost limit is {is}; what was spent in its period already counts")
-                    }
+                    _ => format!("the {word} cost limit is {is}; {}", already(now, period)),
                 });
             }
         }
@@ -113,6 +109,10 @@ mod tests {
     use super::*;
     use crate::host::records::writer::Writer;
 
+    fn said(_: &Settings, _: Period) -> String {
+        "what was spent in its period already counts".to_owned()
+    }
+
     #[test]
     fn a_broken_edit_keeps_the_last_good_settings_and_says_so() {
         let dir = tempfile::tempdir().unwrap();
@@ -120,9 +120,9 @@ mod tests {
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         let kept = dir.path().join("kept.json");
         let live = Live::new(path.clone(), kept.clone(), writer.records());
-        assert_eq!(*live.current(), Settings::default());
+        assert_eq!(*live.current(said), Settings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
-        let good = live.current();
+        let good = live.current(said);
         assert_eq!(
             (good.limits.daily, &*good.time_zone),
             (Dollars::from_nanos(5_000_000_000), "Europe/Berlin")
@@ -131,16 +131,16 @@ mod tests {
             [r#"{"costLimits": {"daily": -1}}"#, "{", r#"{"costLimits": {"timeZone": "Mars/Olympus"}}"#]
         {
             fs::write(&path, broken).unwrap();
-            let now = live.current();
+            let now = live.current(said);
             assert_eq!(now.limits, good.limits, "{broken}");
             assert!(now.mistake.is_some(), "{broken}");
-            let started_again = Live::new(path.clone(), kept.clone(), writer.records()).current();
+            let started_again = Live::new(path.clone(), kept.clone(), writer.records()).current(said);
             assert_eq!(*started_again, *now, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
-        assert_eq!(live.current().mistake, None);
+        assert_eq!(live.current(said).mistake, None);
         fs::remove_file(&path).unwrap();
-        assert_eq!(*live.current(), Settings::default());
+        assert_eq!(*live.current(said), Settings::default());
         drop(writer);
         let told = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
         for said in

@@ -19,9 +19,12 @@ pub(super) const GATEWAY: &str = "svc-gateway";
 pub(super) const SYNC_AGENT: &str = "svc-sync-agent";
 pub(super) const SHELL: &str = "svc-shell";
 pub(super) const CODE: &str = "svc-code";
-pub(super) const SERVICES: [&str; 4] = [GATEWAY, SHELL, CODE, SYNC_AGENT];
+/// Where systemd would start an instance for each connection of its socket, it listens by itself.
+pub(super) const AGENT: &str = "svc-agent";
+pub(super) const SERVICES: [&str; 5] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT];
 /// Services that a release may do without, and what of it they need. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 2] = [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server")];
+const OPTIONAL: [(&str, &str); 3] =
+    [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server"), (AGENT, "current/bin/svc-agent")];
 
 /// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
@@ -130,11 +133,12 @@ async fn run(session: &Session, settings: &HostSettings, unit: &str, args: &[&st
 
 pub(super) fn service(session: &Arc<Session>, settings: &HostSettings, name: &'static str) -> Arc<Service> {
     let gate = (name == GATEWAY).then(|| session.disk.opt("restore-complete"));
+    let listening = (name == AGENT).then(|| PathBuf::from("--listen"));
     Service::start(
         session,
         ServiceUnit {
             name,
-            program: vec![session.disk.program(name)],
+            program: vec![session.disk.program(name)].into_iter().chain(listening).collect(),
             condition: gate,
             ready_deadline: settings.ready_deadline,
             stop_deadline: settings.stop_deadline,

@@ -3,6 +3,7 @@
 //! Both take the file as it is, else what was last good of it, so that they agree on the day; the gateway keeps that beside
 //! the machine's state.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::OpenOptionsExt;
@@ -11,9 +12,10 @@ use std::path::Path;
 use nix::fcntl::OFlag;
 use serde::Deserialize;
 
-use super::calendar::Calendar;
-use super::limits::Limits;
-use super::money::Dollars;
+use super::agents::settings::{AgentFile, AgentSettings, DispatchFile, Price};
+use super::records::calendar::Calendar;
+use super::records::limits::Limits;
+use super::records::money::Dollars;
 use crate::chain::chain;
 use crate::fsx::FileError;
 
@@ -27,6 +29,7 @@ pub struct Settings {
     /// As it is written; `UTC` where nothing is.
     pub time_zone: String,
     pub limits: Limits,
+    pub agents: AgentSettings,
     /// Of the file as it is now, where these settings are an earlier one's.
     pub mistake: Option<String>,
 }
@@ -35,6 +38,9 @@ pub struct Settings {
 #[serde(rename_all = "camelCase", default)]
 struct ConfigFile {
     cost_limits: CostLimits,
+    agents: BTreeMap<String, AgentFile>,
+    dispatch: DispatchFile,
+    prices: BTreeMap<String, Price>,
 }
 
 #[derive(Deserialize, Default)]
@@ -52,6 +58,7 @@ impl Default for Settings {
             calendar: Calendar::utc(),
             time_zone: "UTC".to_owned(),
             limits: Limits::default(),
+            agents: AgentSettings::default(),
             mistake: None,
         }
     }
@@ -71,7 +78,9 @@ impl Settings {
         let calendar = Calendar::of(&time_zone)
             .map_err(|_| "costLimits.timeZone is no time zone; one is written as Europe/Berlin".to_owned())?;
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
-        Ok(Self { calendar, time_zone, limits: Limits { daily, monthly, reservation }, mistake: None })
+        let agents = AgentSettings::checked(file.agents, file.dispatch, file.prices)?;
+        let limits = Limits { daily, monthly, reservation };
+        Ok(Self { calendar, time_zone, limits, agents, mistake: None })
     }
 
     /// The file's; where it is broken, which is said in them, those that were last good.

@@ -1,0 +1,131 @@
+//! Who is next: pure. Each sender has a queue of its own, and they take turns, so that one who asks for much keeps nobody
+//! else waiting.
+
+use std::collections::{BTreeMap, VecDeque};
+
+/// What becomes of whoever is next of a sender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    Take,
+    /// Not now: it, and those of its sender behind it, keep their places.
+    Wait,
+}
+
+/// Those who wait, by sender.
+#[derive(Debug)]
+pub struct Queue<T> {
+    waiting: BTreeMap<String, VecDeque<T>>,
+    /// Senders of whom somebody waits; the first is next.
+    turns: VecDeque<String>,
+    length: usize,
+}
+
+impl<T> Default for Queue<T> {
+    fn default() -> Self {
+        Self { waiting: BTreeMap::new(), turns: VecDeque::new(), length: 0 }
+    }
+}
+
+impl<T> Queue<T> {
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Of one sender.
+    pub fn len_of(&self, sender: &str) -> usize {
+        self.waiting.get(sender).map_or(0, VecDeque::len)
+    }
+
+    pub fn push(&mut self, sender: &str, one: T) {
+        let queue = self.waiting.entry(sender.to_owned()).or_default();
+        if queue.is_empty() {
+            self.turns.push_back(sender.to_owned());
+        }
+        queue.push_back(one);
+        self.length += 1;
+    }
+
+    /// The next that may go, and the turn passes on.
+    pub fn pop(&mut self, mut judge: impl FnMut(&T) -> Turn) -> Option<T> {
+        for at in 0..self.turns.len() {
+            let queue = self.waiting.get_mut(&self.turns[at])?;
+            if queue.front().is_none_or(|first| judge(first) == Turn::Wait) {
+                continue;
+            }
+            let one = queue.pop_front();
+            let is_empty = queue.is_empty();
+            if let Some(sender) = self.turns.remove(at) {
+                if is_empty {
+                    self.waiting.remove(&sender);
+                } else {
+                    self.turns.push_back(sender);
+                }
+            }
+            self.length -= usize::from(one.is_some());
+            return one;
+        }
+        None
+    }
+
+    /// Takes out the first that is meant.
+    pub fn remove(&mut self, is_meant: impl Fn(&T) -> bool) -> Option<T> {
+        let (sender, at) = self.waiting.iter().find_map(|(sender, queue)| {
+            let at = queue.iter().position(&is_meant)?;
+            Some((sender.clone(), at))
+        })?;
+        let queue = self.waiting.get_mut(&sender)?;
+        let one = queue.remove(at);
+        if queue.is_empty() {
+            self.waiting.remove(&sender);
+            self.turns.retain(|turn| *turn != sender);
+        }
+        self.length -= usize::from(one.is_some());
+        one
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn all(queue: &mut Queue<(&'static str, u32)>) -> Vec<(&'static str, u32)> {
+        std::iter::from_fn(|| queue.pop(|_| Turn::Take)).collect()
+    }
+
+    #[test]
+    fn senders_take_turns() {
+        let mut queue = Queue::default();
+        for (sender, number) in [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)] {
+            queue.push(sender, (sender, number));
+        }
+        assert_eq!((queue.len(), queue.len_of("a")), (6, 3));
+        let next = queue.pop(|(sender, _)| if *sender == "a" { Turn::Wait } else { Turn::Take });
+        assert_eq!(next, Some(("b", 1)));
+        assert_eq!(queue.remove(|one| *one == ("a", 2)), Some(("a", 2)));
+        assert_eq!(all(&mut queue), [("a", 1), ("c", 1), ("b", 2), ("a", 3)]);
+        assert_eq!((queue.len(), queue.len_of("a")), (0, 0));
+    }
+
+    proptest! {
+        /// Whoever comes finds at most one of each other sender before its own first.
+        #[test]
+        fn nobody_waits_for_a_senders_second(many in 1_usize..50, others in 1_usize..10) {
+            let mut queue = Queue::default();
+            for number in 0..many {
+                queue.push("greedy", ("greedy".to_owned(), number));
+            }
+            for other in 0..others {
+                queue.push(&format!("o{other}"), (format!("o{other}"), 0));
+            }
+            let mut greedy = 0;
+            for _ in 0..=others {
+                let (sender, _) = queue.pop(|_| Turn::Take).unwrap();
+                greedy += usize::from(sender == "greedy");
+            }
+            prop_assert_eq!(greedy, 1);
+            prop_assert_eq!(queue.len(), many - 1);
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! One run of an agent, as the gateway sees it: an order to the runner, what comes back, and what it came to.
+
+use std::path::Path;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::one::Dispatch;
+use crate::clock;
+use crate::host::agents::settings::{Agent, AgentSettings};
+use crate::host::agents::{Adapter, Event, Exit, Outcome};
+use crate::host::gateway::kernel::Kernel;
+use crate::host::records::entry::{Failed, Interaction, Status};
+use crate::host::records::money::Dollars;
+use crate::host::runner::{Ended, FromRunner, GRACE, Order, ToRunner};
+
+/// How long the runner may take to be there and to hear its order.
+const CONNECT: Duration = Duration::from_secs(10);
+/// How long a runner that was told to end may take, beside the agent's grace.
+const ENDING: Duration = Duration::from_secs(15);
+/// The model of a dispatch of which nobody named any.
+const UNKNOWN: &str = "unknown";
+/// The tools by which agents start others.
+const SPAWNS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
+
+/// Why a run was ended before its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Why {
+    Cancelled,
+    Deadline,
+    Stopped,
+}
+
+/// What is needed of the gateway.
+pub struct Surroundings<'a> {
+    pub kernel: &'a Kernel,
+    pub socket: &'a Path,
+    /// The gateway ends.
+    pub stop: &'a CancellationToken,
+    pub settings: &'a AgentSettings,
+}
+
+/// Runs it to its end, whatever that is.
+pub async fn run(around: &Surroundings<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
+    let begun = Instant::now();
+    let outcome = match around.settings.agents.get(&dispatch.kept.entry.agent_name) {
+        Some(agent) => Run::new(around, dispatch, agent, begun).to_its_end(agent).await,
+        None => nothing("NoAgent", "the agent is no longer in system/config.json".to_owned()),
+    };
+    around.kernel.note(&format!(
+        "dispatch {}: {} after {:.1} s",
+        dispatch.id(),
+        if outcome.status == Status::Success { "success" } else { "error" },
+        begun.elapsed().as_secs_f64()
+    ));
+    let entry = &dispatch.kept.entry;
+    let model = outcome.model.clone().or_else(|| entry.model.clone());
+    let cost = around.settings.cost(&outcome, model.as_deref());
+    if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
+        let model = model.as_deref().unwrap_or(UNKNOWN);
+        around.kernel.note(&format!(
+            "dispatch {}: system/config.json has no price of {model}; it counts as $0",
+            dispatch.id()
+        ));
+    }
+    let text = outcome.text.clone();
+    (interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
+}
+
+/// One that is over without a run.
+pub fn without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
+    let outcome = nothing(name, message.to_owned());
+    let model = dispatch.kept.entry.model.clone();
+    interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
+}
+
+fn nothing(name: &str, message: String) -> Outcome {
+    Outcome {
+        conversation_id: None,
+        model: None,
+        tokens_in: 0,
+        tokens_out: 0,
+        cost: None,
+        tools: Vec::new(),
+        status: Status::Error,
+        error: Some(failed(name, message)),
+        text: None,
+    }
+}
+
+fn failed(name: &str, message: String) -> Failed {
+    Failed { name: name.to_owned(), message, stack: None, tool: None, turn: None }
+}
+
+fn interaction(
+    dispatch: &Dispatch,
+    outcome: Outcome,
+    model: Option<String>,
+    cost: Dollars,
+    took: Duration,
+) -> Interaction {
+    let kept = &dispatch.kept;
+    let conversation_id = kept.entry.conversation_id.clone().or(outcome.conversation_id);
+    Interaction {
+        version: Interaction::VERSION,
+        id: kept.id.clone(),
+        timestamp: clock::now_ms(),
+        sender_id: kept.sender_id.clone(),
+        conversation_id: conversation_id.unwrap_or_else(|| kept.id.clone()),
+        model: model.unwrap_or_else(|| UNKNOWN.to_owned()),
+        agent_name: kept.entry.agent_name.clone(),
+        tokens_in: outcome.tokens_in,
+        tokens_out: outcome.tokens_out,
+        cost,
+        duration_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+        tools: outcome.tools,
+        status: outcome.status,
+        error: outcome.error,
+        batch: kept.batch.is_some(),
+        batch_id: kept.batch.as_ref().map(|batch| batch.id.clone()),
+    }
+}
+
+struct Run<'a> {
+    around: &'a Surroundings<'a>,
+    dispatch: &'a Dispatch,
+    adapter: Box<dyn Adapter>,
+    begun: Instant,
+    deadline: Instant,
+    why: Option<Why>,
+}
+
+impl<'a> Run<'a> {
+    fn new(around: &'a Surroundings<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
+        let deadline = begun + Duration::from_secs(dispatch.kept.entry.deadline_seconds);
+        Self { around, dispatch, adapter: agent.adapter.adapter(), begun, deadline, why: None }
+    }
+
+    fn order(&self, agent: &Agent) -> ToRunner {
+        let kept = &self.dispatch.kept;
+        ToRunner::Order(Box::new(Order {
+            version: Order::VERSION,
+            id: kept.id.clone(),
+            agent_name: kept.entry.agent_name.clone(),
+            adapter: agent.adapter,
+            command: agent.command.clone(),
+            model: kept.entry.model.clone(),
+            conversation_id: kept.entry.conversation_id.clone(),
+            prompt: kept.entry.prompt.clone(),
+            environment: agent.environment.clone(),
+        }))
+    }
+
+    async fn to_its_end(mut self, agent: &Agent) -> Outcome {
+        let order = self.order(agent);
+        let connected = async {
+            let mut connection = UnixStream::connect(self.around.socket).await?;
+            order.write(&mut connection).await?;
+            Ok::<_, std::io::Error>(connection.into_split())
+        };
+        let (from, to) = match tokio::time::timeout(CONNECT, connected).await {
+            Ok(Ok(halves)) => halves,
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "svc-agent cannot be reached");
+                return nothing(
+                    "NoRunner",
+                    "svc-agent cannot be reached: is svc-agent.socket active?".into(),
+                );
+            }
+            Err(_) => return nothing("NoRunner", "svc-agent did not take its order in time".into()),
+        };
+        let ended = self.follow(from, to).await;
+        let at = self.at();
+        let mut outcome = match ended {
+            Ok(ended) => self.adapter.ended(at, ended.exit, &ended.said),
+            Err(failed) => {
+                // What was told of it until then counts.
+                let told = self.adapter.ended(at, Exit::Signal(9), "");
+                Outcome { status: Status::Error, error: Some(failed), ..told }
+            }
+        };
+        if let (Some(why), Status::Error) = (self.why, outcome.status) {
+            let told = outcome.error.take();
+            let (tool, turn) = told.map(|told| (told.tool, told.turn)).unwrap_or_default();
+            outcome.error = Some(Failed { tool, turn, ..self.ended_early(why) });
+        }
+        outcome
+    }
+
+    fn ended_early(&self, why: Why) -> Failed {
+        let (name, message) = match why {
+            Why::Cancelled => ("Cancelled", "it was cancelled".to_owned()),
+            Why::Deadline => {
+                let seconds = self.dispatch.kept.entry.deadline_seconds;
+                ("DeadlineExceeded", format!("it was ended after {seconds} s, its deadline"))
+            }
+            Why::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
+        };
+        failed(name, message)
+    }
+
+    /// Milliseconds since the start.
+    fn at(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    async fn follow(&mut self, mut from: OwnedReadHalf, mut to: OwnedWriteHalf) -> Result<Ended, Failed> {
+        let gone =
+            || failed("NoRunner", "svc-agent ended without a word: its unit's log says why".to_owned());
+        // Frames are read by a task of their own: a read that is given up half-way would lose its place.
+        let (frames, mut next) = tokio::sync::mpsc::channel(64);
+        let reader = tokio::spawn(async move {
+            while let Ok(Some(frame)) = FromRunner::read(&mut from).await {
+                if frames.send(frame).await.is_err() {
+                    return;
+                }
+            }
+        });
+        let mut give_up = None;
+        let ended = loop {
+            let wait_for_end = async {
+                match give_up {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let why = async {
+                tokio::select! {
+                    () = self.dispatch.cancel.cancelled() => Why::Cancelled,
+                    () = self.around.stop.cancelled() => Why::Stopped,
+                    () = tokio::time::sleep_until(self.deadline) => Why::Deadline,
+                }
+            };
+            tokio::select! {
+                frame = next.recv() => match frame {
+                    Some(FromRunner::Ended(ended)) => break Ok(ended),
+                    Some(FromRunner::Refused(why)) => break Err(failed("NotStarted", why)),
+                    Some(frame) => self.take(frame),
+                    None => break Err(gone()),
+                },
+                why = why, if self.why.is_none() => {
+                    self.why = Some(why);
+                    give_up = Some(Instant::now() + GRACE + ENDING);
+                    // One that does not hear it is given up.
+                    let _ = tokio::time::timeout(CONNECT, ToRunner::Cancel.write(&mut to)).await;
+                }
+                () = wait_for_end => {
+                    break Err(failed("NoRunner", "svc-agent did not end the agent in time".to_owned()));
+                }
+            }
+        };
+        reader.abort();
+        ended
+    }
+
+    fn take(&mut self, frame: FromRunner) {
+        match frame {
+            FromRunner::Started { pid } => {
+                let entry = &self.dispatch.kept.entry;
+                self.around.kernel.note(&format!(
+                    "dispatch {}: {} runs for {} as process {pid}",
+                    self.dispatch.id(),
+                    entry.agent_name,
+                    self.dispatch.kept.sender_id
+                ));
+            }
+            FromRunner::Line(line) => {
+                for event in self.adapter.line(self.at(), &String::from_utf8_lossy(&line)) {
+                    self.tell(&event);
+                }
+            }
+            FromRunner::LongLine => {
+                tracing::warn!(id = self.dispatch.id(), "a line of an agent was too long and is left out");
+            }
+            FromRunner::Ended(_) | FromRunner::Refused(_) => {}
+        }
+    }
+
+    fn tell(&self, event: &Event) {
+        if let Event::ToolStarted { name, .. } = event
+            && SPAWNS.contains(&&**name)
+        {
+            let (id, agent) = (self.dispatch.id(), &self.dispatch.kept.entry.agent_name);
+            self.around.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
+        }
+        let data = serde_json::to_value(event).expect("plain fields are JSON");
+        let kind = data["type"].as_str().unwrap_or_default().to_owned();
+        self.dispatch.tell(&kind, &data);
+    }
+}
+
+/// The time from which a dispatch that is looked at after a crash was cut off.
+pub fn since(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
+    let since = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
+    u64::try_from(since).unwrap_or_default()
+}

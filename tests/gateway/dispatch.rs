@@ -1,0 +1,456 @@
+//! Dispatches through the running gateway and the running `svc-agent`, with agents that are real programs: what is told,
+//! what is recorded, what is left of their processes.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use kit::child::{self, AtExit};
+use reqwest::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use super::host::{Host, Machine, answer};
+
+const NOWHERE: &str = "postgres://nobody@127.0.0.1:1/x";
+const CONFIG: &str = "home/svc/home/system/config.json";
+
+/// An agent of our own protocol: a shell script that is told what to do by its prompt.
+const AGENT: &str = r#"
+read -r line
+prompt=$(printf '%s' "$line" | sed 's/.*"prompt":"\([^"]*\)".*/\1/')
+echo '{"type":"started","conversationId":"c-1","model":"m-1"}'
+case $prompt in
+  ok*) echo '{"type":"text","text":"doing it"}'
+    echo '{"type":"tool","id":"t1","name":"Bash","input":{"command":"export API_KEY=sk-secret-12345678; ls"}}'
+    ls > /dev/null
+    echo '{"type":"toolResult","id":"t1","status":"success"}'
+    echo '{"type":"usage","tokensIn":1000,"tokensOut":200,"cost":0.25}'
+    echo '{"type":"result","status":"success","text":"done: '"$prompt"'"}' ;;
+  tokens*) echo '{"type":"usage","tokensIn":1000000,"tokensOut":100000}'
+    echo '{"type":"result","status":"success"}' ;;
+  environment*) env | sort > environment.txt; pwd >> environment.txt
+    echo '{"type":"result","status":"success"}' ;;
+  fail*) echo 'no luck: password=hunter2-s3cret' >&2; exit 3 ;;
+  leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' & sleep 0.3
+    echo '{"type":"result","status":"success","text":"left one"}' ;;
+  sleep*) echo $$ > sleeping.pid
+    trap '' TERM
+    echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
+    setsid sleep 300 & sleep 300 ;;
+  hold*) while [ ! -e go ]; do sleep 0.05; done
+    echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.5}'
+    echo '{"type":"result","status":"success"}' ;;
+esac
+"#;
+
+struct Runner(Child);
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        if let Ok(pid) = i32::try_from(self.0.id()) {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM).ok();
+        }
+        if child::wait_until(&mut self.0, Instant::now() + Duration::from_secs(20)).is_none() {
+            self.0.kill().ok();
+        }
+        child::ended(self.0.id());
+    }
+}
+
+fn runner(root: &Path) -> Result<Runner> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
+    command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
+    let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
+    let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+    child::end_with_us(child.id(), AtExit::Kill);
+    let socket = root.join("run/svc/owner/agent.sock");
+    let end = Instant::now() + Duration::from_secs(10);
+    while !socket.exists() {
+        ensure!(Instant::now() < end, "svc-agent does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(Runner(child))
+}
+
+fn config(more: &Value) -> String {
+    let mut config = json!({
+        "agents": {
+            "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello" } },
+            "absent": { "adapter": "json-lines", "command": ["no-such-program"] },
+        },
+        "dispatch": { "defaultAgent": "coder" },
+        "prices": { "m-1": { "input": 2, "output": 10 }, "free": { "input": 0, "output": 0 } },
+    });
+    config.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+    config.to_string()
+}
+
+fn machine(more: &Value) -> Result<(Machine, Runner)> {
+    let machine = Machine::new(NOWHERE)?;
+    machine.write("home/svc/home/agent.sh", AGENT)?;
+    machine.write(CONFIG, &config(more))?;
+    std::fs::create_dir_all(machine.path("run/svc/owner"))?;
+    let runner = runner(&machine.path(""))?;
+    Ok((machine, runner))
+}
+
+async fn ask(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
+    let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    answer(request.json(&body)).await
+}
+
+/// The events of a stream that ends by itself.
+fn events(text: &str) -> Vec<(String, Value)> {
+    let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
+    let member = |block: &str, name: &str| {
+        block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
+    };
+    let parsed =
+        |block| (member(block, "event: "), serde_json::from_str(&member(block, "data: ")).expect("JSON"));
+    blocks.map(parsed).collect()
+}
+
+async fn stream(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
+    let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    ensure!(status == StatusCode::OK, "{status} {text}");
+    Ok(events(text.as_str().context("events")?))
+}
+
+fn kinds(events: &[(String, Value)]) -> Vec<&str> {
+    events.iter().map(|(kind, _)| kind.as_str()).collect()
+}
+
+async fn until_over(host: &Host, id: &str) -> Result<Value> {
+    let end = Instant::now() + Duration::from_secs(40);
+    loop {
+        let (_, shown) = host.get(&format!("/api/dispatch/{id}")).await?;
+        if ["success", "error"].contains(&shown["status"].as_str().unwrap_or_default()) {
+            return Ok(shown);
+        }
+        ensure!(Instant::now() < end, "{shown}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        let (_, page) = host.get(&format!("/api/interactions?id={id}")).await?;
+        if let Some(one) = page["interactions"].get(0) {
+            return Ok(one.clone());
+        }
+        ensure!(Instant::now() < end, "{id} is not recorded");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn until_noted(host: &Host, part: &str) -> Result<()> {
+    host.until(part, async || {
+        let activity = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
+        Ok(activity.unwrap_or_default().contains(part))
+    })
+    .await
+}
+
+async fn until_running(host: &Host, file: &str) -> Result<i32> {
+    let path = host.machine.path("home/svc/home").join(file);
+    let end = Instant::now() + Duration::from_secs(20);
+    loop {
+        if let Some(pid) = std::fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok()) {
+            return Ok(pid);
+        }
+        ensure!(Instant::now() < end, "{file}\n{}", host.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn lives(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[tokio::test]
+async fn a_dispatch_is_told_as_it_goes_on_and_recorded_whole() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let body = json!({ "prompt": "ok now", "id": "one", "conversationId": "thread-1" });
+    let told = stream(&host, body.clone()).await?;
+    assert_eq!(
+        kinds(&told),
+        ["accepted", "running", "started", "text", "toolStarted", "toolEnded", "result"]
+    );
+    let result = &told[6].1;
+    assert_eq!((&result["status"], &result["text"]), (&json!("success"), &json!("done: ok now")));
+    let recorded = until_recorded(&host, "one").await?;
+    assert_eq!(result["interaction"], recorded);
+    for (name, value) in [
+        ("senderId", json!("user_owner")),
+        ("conversationId", json!("thread-1")),
+        ("model", json!("m-1")),
+        ("agentName", json!("coder")),
+        ("tokensIn", json!(1000)),
+        ("cost", json!(0.25)),
+        ("status", json!("success")),
+        ("batch", json!(false)),
+    ] {
+        assert_eq!(recorded[name], value, "{name}");
+    }
+    let tool = &recorded["tools"][0];
+    assert_eq!((&tool["name"], &tool["status"]), (&json!("Bash"), &json!("success")));
+    assert!(
+        tool["inputPreview"]
+            .as_str()
+            .is_some_and(|shown| shown.contains("ls") && !shown.contains("sk-secret"))
+    );
+    // The same id again is the same dispatch: told again, not run again.
+    assert_eq!(stream(&host, body.clone()).await?, told);
+    let (_, usage) = host.get("/api/usage").await?;
+    assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
+    let (status, refused) = ask(&host, json!({ "prompt": "another", "id": "one" })).await?;
+    assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
+    // After a new start it is known by its record.
+    let host = host.restart()?;
+    let (status, again) = ask(&host, body).await?;
+    assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
+    let (_, resumed) = answer(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
+    assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
+    until_noted(&host, "dispatch one: coder runs for user_owner as process").await
+}
+
+#[tokio::test]
+async fn an_agent_has_a_clean_environment_in_the_owners_home() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let told = stream(&host, json!({ "prompt": "environment", "id": "e1" })).await?;
+    assert_eq!(told.last().map(|(_, result)| &result["status"]), Some(&json!("success")), "{told:?}");
+    let home = host.machine.path("home/svc/home");
+    let environment = std::fs::read_to_string(home.join("environment.txt"))?;
+    assert!(environment.lines().any(|line| Path::new(line) == home), "{environment}");
+    for line in ["GREETING=hello", "SVC_AGENT_NAME=coder", "SVC_DISPATCH_ID=e1"] {
+        assert!(environment.lines().any(|own| own == line), "{line} in {environment}");
+    }
+    assert!(
+        !environment.contains("A_SECRET_OF_OURS") && !environment.contains("NOTIFY_SOCKET"),
+        "{environment}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_fails_is_recorded_with_its_reason_and_no_secret() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    for (body, name, part) in [
+        (json!({ "prompt": "fail", "id": "f1" }), "ExitCode", "exit code 3"),
+        (json!({ "prompt": "nothing at all", "id": "f2" }), "NoResult", "without a result"),
+        (json!({ "prompt": "x", "id": "f3", "agentName": "absent" }), "NotStarted", "no-such-program"),
+    ] {
+        let told = stream(&host, body).await?;
+        let error = &told.last().context("a result")?.1["interaction"]["error"];
+        assert_eq!(error["name"], name, "{error}");
+        assert!(error["message"].as_str().is_some_and(|message| message.contains(part)), "{error}");
+    }
+    let failed = until_recorded(&host, "f1").await?;
+    let stack = failed["error"]["stack"].as_str().unwrap_or_default();
+    assert!(stack.contains("no luck") && !stack.contains("hunter2"), "{failed}");
+    drop(_runner);
+    let told = stream(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
+    assert_eq!(told.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");
+    Ok(())
+}
+
+#[tokio::test]
+async fn nothing_of_an_agent_is_left_however_it_ends() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    // It ends well, and had left something in another session.
+    let told = stream(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
+    assert_eq!(told.last().context("a result")?.1["text"], "left one");
+    assert!(!lives(until_running(&host, "left.pid").await?));
+    // It is cancelled, and does not hear.
+    ask(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
+    let pid = until_running(&host, "sleeping.pid").await?;
+    let (status, _) = answer(host.owner(Method::DELETE, "/api/dispatch/s1")).await?;
+    assert_eq!(status, StatusCode::ACCEPTED);
+    let shown = until_over(&host, "s1").await?;
+    let interaction = &shown["dispatches"][0]["interaction"];
+    assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
+    assert!(!lives(pid));
+    // Its time is up.
+    std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
+    ask(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
+    let pid = until_running(&host, "sleeping.pid").await?;
+    let shown = until_over(&host, "s2").await?;
+    assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
+    assert!(!lives(pid));
+    // The gateway is killed: the runner ends what runs, and the next gateway records it.
+    std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
+    ask(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
+    let pid = until_running(&host, "sleeping.pid").await?;
+    let host = host.restart()?;
+    let recorded = until_recorded(&host, "s3").await?;
+    assert_eq!(recorded["error"]["name"], "Interrupted");
+    let end = Instant::now() + Duration::from_secs(15);
+    while lives(pid) {
+        ensure!(Instant::now() < end, "the agent outlives its gateway");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let (_, usage) = host.get("/api/usage").await?;
+    assert_eq!(usage["entries"][0]["dispatches"], 4);
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let host = machine.start()?;
+    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
+        ask(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
+    }
+    let (_, shown) = host.get("/api/dispatch").await?;
+    let statuses: Vec<(&str, &str)> = shown["dispatches"]
+        .as_array()
+        .context("dispatches")?
+        .iter()
+        .map(|one| (one["id"].as_str().unwrap_or_default(), one["status"].as_str().unwrap_or_default()))
+        .collect();
+    assert_eq!(
+        statuses,
+        [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
+    );
+    answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
+    assert_eq!(until_over(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"], "Cancelled");
+    let host = host.restart()?;
+    for id in ["a1", "b1", "a2"] {
+        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
+        until_recorded(&host, id).await?;
+    }
+    assert_eq!(until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
+    let (_, page) = host.get("/api/interactions?status=success").await?;
+    let order: Vec<&str> = page["interactions"]
+        .as_array()
+        .context("interactions")?
+        .iter()
+        .rev()
+        .filter_map(|one| one["id"].as_str())
+        .collect();
+    assert_eq!(order, ["a1", "b1", "a2"]);
+    host.until("the journal is empty", async || {
+        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_batch_has_a_result_for_each_entry() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let body =
+        json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
+    let told = stream(&host, body).await?;
+    assert_eq!(told.last().map(|(kind, _)| kind.as_str()), Some("done"));
+    let mut results: Vec<(u64, &str)> = told
+        .iter()
+        .filter(|(kind, _)| kind == "result")
+        .map(|(_, data)| {
+            (data["index"].as_u64().unwrap_or_default(), data["status"].as_str().unwrap_or_default())
+        })
+        .collect();
+    results.sort_unstable();
+    assert_eq!(results, [(0, "success"), (1, "error"), (2, "success")]);
+    until_recorded(&host, "b.2").await?;
+    let host = host.restart()?;
+    let (_, shown) = host.get("/api/dispatch/b").await?;
+    assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
+    for one in shown["dispatches"].as_array().context("dispatches")? {
+        assert_eq!(
+            (&one["interaction"]["batch"], &one["interaction"]["batchId"]),
+            (&json!(true), &json!("b"))
+        );
+    }
+    let (_, one) = host.get("/api/dispatch/b.0").await?;
+    assert_eq!(one["dispatches"][0]["interaction"]["id"], "b.0");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
+    let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
+        "dispatch": { "defaultAgent": "coder", "concurrency": 8 } });
+    let (machine, _runner) = machine(&limits)?;
+    let host = machine.start()?;
+    for _ in 0..3 {
+        let told = stream(&host, json!({ "prompt": "ok" })).await?;
+        assert!(!kinds(&told).contains(&"warning"), "{told:?}");
+    }
+    // What is set aside counts: 0.75 and 0.3 are more than 1.
+    ask(&host, json!({ "prompt": "hold", "id": "held" })).await?;
+    let request = host.owner(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
+    let response = request.send().await?;
+    let retry: u64 = response.headers()["retry-after"].to_str()?.parse()?;
+    assert_eq!((response.status().as_u16(), (1..=86_400).contains(&retry)), (429, true), "{retry}");
+    let problem: Value = response.json().await?;
+    assert_eq!(
+        (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
+        (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
+    );
+    // Another user has a limit of its own, and what is free is held back by none.
+    assert_eq!(
+        ask(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
+        StatusCode::ACCEPTED
+    );
+    assert_eq!(
+        ask(&host, json!({ "prompt": "nothing", "model": "free", "id": "f" })).await?.0,
+        StatusCode::ACCEPTED
+    );
+    host.machine.write("home/svc/home/go", "")?;
+    let (_, held) = answer(host.owner(Method::GET, "/api/dispatch/held/events")).await?;
+    let held = events(held.as_str().context("events")?);
+    let warning = held.iter().find(|(kind, _)| kind == "warning").context("a warning")?;
+    assert_eq!(warning.1["period"], "daily");
+    until_noted(&host, "user_owner has spent").await?;
+    // A limit that is armed now counts what was spent before, and says so.
+    answer(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
+    let said = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
+    until_noted(&host, said).await
+}
+
+#[tokio::test]
+async fn tokens_cost_what_the_table_says() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let told = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
+    assert_eq!(told.last().context("a result")?.1["interaction"]["cost"], json!(3), "1M × $2 + 0.1M × $10");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_edge_under_many_at_once_holds() -> Result<()> {
+    let limits = json!({ "costLimits": { "daily": 2, "reservation": 0.25 },
+        "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
+    let (machine, _runner) = machine(&limits)?;
+    let host = machine.start()?;
+    let asked = (0..64).map(|_| ask(&host, json!({ "prompt": "ok" })));
+    let answers = futures_util::future::join_all(asked).await;
+    let mut taken = Vec::new();
+    for answer in answers {
+        let (status, body) = answer?;
+        match status.as_u16() {
+            202 => taken.push(body["id"].as_str().context("an id")?.to_owned()),
+            429 => assert_eq!(body["detail"], "Daily cost limit reached."),
+            other => panic!("{other} {body}"),
+        }
+    }
+    assert_eq!(taken.len(), 8, "each is set aside what it costs");
+    for id in &taken {
+        until_over(&host, id).await?;
+    }
+    let (_, limits) = host.get("/api/limits").await?;
+    assert_eq!((&limits["daily"]["spent"], &limits["daily"]["reserved"]), (&json!(2), &json!(0)));
+    let (status, _) = ask(&host, json!({ "prompt": "ok" })).await?;
+    assert_eq!(status.as_u16(), 429);
+    Ok(())
+}
