@@ -125,16 +125,21 @@ async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
             }
         }
     }
-    for _ in 0..left {
-        held.pop();
-    }
-    let there = i64::try_from(held.len())?;
+    leave(&mut held, CONNECTIONS - left).await?;
+    Ok(held)
+}
+
+/// Ends all sessions but the first so many, and waits until the server has ended them, too.
+async fn leave(held: &mut Vec<Client>, remain: usize) -> Result<()> {
+    let end = std::time::Instant::now() + Duration::from_secs(60);
+    held.truncate(remain);
+    let there = i64::try_from(remain)?;
     let asked = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
     while held[0].query_one(asked, &[]).await?.get::<_, i64>(0) != there {
-        ensure!(std::time::Instant::now() < end, "of {} sessions others are left", held.len());
+        ensure!(std::time::Instant::now() < end, "beside {remain} sessions others are left");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    Ok(held)
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -145,24 +150,25 @@ async fn a_server_without_room_for_a_session_fails_the_run_and_is_said() -> Resu
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
-    let crowded = crowd(&machine, 0).await?;
+    let mut crowded = crowd(&machine, 0).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
     failed(&machine, &["snapshot"], "too many clients")?;
-    drop(crowded);
     // Room for us, and none for `pg_dump`.
-    let crowded = crowd(&machine, 1).await?;
+    leave(&mut crowded, CONNECTIONS - 1).await?;
     let ended = machine.run(&["svc-db-backup"])?;
     ensure!([Some(69), Some(70)].contains(&ended.code), "{:?}: {}", ended.code, ended.stderr);
     failed(&machine, &["dump"], "too many clients")?;
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(machine::pointer(&store).await?, before);
-    drop(crowded);
+    // One is no crowd.
+    leave(&mut crowded, 1).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
 
     let new = narrow(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
-    let crowded = crowd(&new, 0).await?;
+    let mut crowded = crowd(&new, 0).await?;
     new.run_with(&["svc-restore"], SHORT)?.expect(69);
+    leave(&mut crowded, 1).await?;
     drop(crowded);
     is_untouched(&new, "no room").await?;
     new.run(&["svc-restore"])?.expect(0);
