@@ -71,6 +71,11 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
     with_old_records(&machine)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
+    let tables =
+        "CREATE SCHEMA app_notes; CREATE SCHEMA app_to_do; CREATE SCHEMA applied; CREATE TABLE applied.t ();
+        CREATE TABLE app_notes.t AS SELECT g AS id, repeat('x', 90) AS text FROM generate_series(1, 5000) g;
+        CREATE INDEX ON app_notes.t (id)";
+    machine.client().await?.batch_execute(tables).await?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     holds(&machine)?;
     let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
@@ -79,6 +84,15 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
     assert!((300_000..400_000).contains(&bytes("appsBytes")), "{line}");
     assert!(bytes("homeBytes") > bytes("appsBytes") && bytes("logsBytes") > 0, "{line}");
     assert!(bytes("databaseBytes") > 1 << 20, "{line}");
+    assert!(bytes("diskBytes") > bytes("diskFreeBytes") && bytes("diskFreeBytes") > 0, "{line}");
+    let apps = line["apps"].as_array().cloned().unwrap_or_default();
+    let slugs: Vec<_> = apps.iter().filter_map(|app| app["slug"].as_str()).collect();
+    assert_eq!(slugs, ["notes", "to-do"], "{line}");
+    let of_app = |name: &str| apps[0][name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert!((300_000..400_000).contains(&of_app("filesBytes")), "{line}");
+    // Table and index.
+    assert!((700_000..1_500_000).contains(&of_app("databaseBytes")), "{line}");
+    assert_eq!(apps[1]["databaseBytes"], 0, "{line}");
     let before = files(&machine.path(LOGS))?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_eq!(files(&machine.path(LOGS))?, before);

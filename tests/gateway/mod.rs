@@ -18,3 +18,4 @@ mod journal;
 mod life;
 mod metrics;
 mod records;
+mod records_disk;

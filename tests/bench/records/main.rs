@@ -28,10 +28,11 @@ fn main() -> Result<()> {
         "round" => {
             let seconds: u64 = args.next().context("say how long")?.parse()?;
             let load = Duration::from_secs(seconds);
+            // First, while no memory is left over from anything else.
+            usage::measure(&dir)?;
             limits::measure(&dir)?;
             writer::measure(&dir, load)?;
-            loss::measure(&dir)?;
-            usage::measure(&dir)
+            loss::measure(&dir)
         }
         "victim" => loss::victim(&dir),
         other => bail!("{other} is none of round and victim"),

@@ -48,7 +48,6 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
     tell("a call that wakes the writer, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
     let mut clock: Vec<u64> = (0..200_000).map(|_| nanos(Instant::now())).collect();
     tell("the clock's own part of it, p99", "svc", quantile(&mut clock, 0.99) / 1000.0);
-    tell("most resident memory of all that", "svc", most_resident()?);
     Ok(())
 }
 
@@ -138,12 +137,4 @@ fn waking(records: &Records) -> Result<(Vec<u64>, usize)> {
     }
     let accepted = samples.len();
     Ok((samples, accepted))
-}
-
-/// In MiB.
-fn most_resident() -> Result<f64> {
-    let status = fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
-    let kib: f64 = line.trim().trim_end_matches(" kB").parse()?;
-    Ok(kib / 1024.0)
 }

@@ -80,6 +80,10 @@ impl Kernel {
         })
     }
 
+    pub fn records(&self) -> &Records {
+        &self.records
+    }
+
     /// What is known of the owner's settings now.
     pub fn settings(&self) -> Arc<Settings> {
         self.settings.current()

@@ -237,3 +237,43 @@ fn a_file_is_put_in_a_records_place_only_where_nothing_came_meanwhile() {
     assert!(!records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap());
     assert_eq!(numbers(&path), [3, 4]);
 }
+
+#[test]
+fn a_disk_that_is_full_is_gone_on_with_where_it_was_and_the_gap_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let logs = dir.path().join("logs");
+    let Some(disk) = kit::disk::SmallDisk::at(logs.clone(), 8).unwrap() else { return };
+    disk.fill(50_000).unwrap();
+    let writer = Writer::start(logs.clone()).unwrap();
+    let (records, path, text) = (writer.records(), logs.join("audit.jsonl"), "x".repeat(9_001));
+    let (mut accepted, mut lost) = (0, 0);
+    while lost < 10 {
+        match records.append(Record::Audit, &json!({"n": accepted, "text": text})) {
+            Ok(()) => accepted += 1,
+            Err(NoRoom) => lost += 1,
+        }
+    }
+    let begun = Instant::now();
+    while !records.is_stuck() {
+        assert!(begun.elapsed() < WAIT, "the disk is full");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(!records.flush(Duration::from_millis(10)));
+    // What a kill would leave now is repaired by the next writer.
+    let torn = fs::read(&path).unwrap();
+    let after = tempfile::tempdir().unwrap();
+    fs::write(after.path().join("audit.jsonl"), &torn).unwrap();
+    let next = Writer::start(after.path().to_owned()).unwrap();
+    next.records().append(Record::Audit, &json!({"n": 99})).unwrap();
+    drop(next);
+    let whole = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
+    assert!((1..7).contains(&whole), "{whole} lines fit");
+    assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
+    disk.empty().unwrap();
+    assert!(records.flush(WAIT) && !records.is_stuck());
+    records.append(Record::Audit, &json!({"n": accepted})).unwrap();
+    drop(writer);
+    let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
+    assert_eq!(gaps.iter().sum::<u64>(), lost);
+    assert!(numbers(&path).into_iter().eq(0..=accepted), "each once, in order");
+}
