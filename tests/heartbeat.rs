@@ -127,3 +127,61 @@ async fn without_a_database_records_are_kept_in_order_and_the_measurement_comes_
     );
     Ok(())
 }
+
+#[tokio::test]
+async fn of_two_checks_at_once_one_works_and_the_other_says_so() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
+    let first = machine.spawn(&["svc-heartbeat"], &slow)?;
+    let second = machine.spawn(&["svc-heartbeat"], &slow)?;
+    let mut codes = [first.end()?.code, second.end()?.code];
+    codes.sort_unstable();
+    assert_eq!(codes, [Some(0), Some(75)]);
+    holds(&machine)
+}
+
+/// Records that somebody else owns, and a directory in the place of one: the rest is seen to all the same.
+#[tokio::test]
+async fn a_record_of_another_owner_is_kept_in_order_as_well() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    if nix::unistd::geteuid().is_root() {
+        for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
+            std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
+        }
+    }
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    holds(&machine)?;
+    let in_its_place = machine.path(LOGS).join("activity-2020-01-01.log");
+    fs::create_dir(&in_its_place)?;
+    written(&machine, "interactions-2020-01-02.jsonl", 40)?;
+    let ended = machine.run(&["svc-heartbeat"])?.expect(70);
+    assert!(ended.stderr.contains("activity-2020-01-01.log"), "{}", ended.stderr);
+    fs::remove_dir(in_its_place)?;
+    holds(&machine)
+}
+
+/// The gateway keeps what was last good of a file that somebody has broken: the day is still the owner's.
+#[tokio::test]
+async fn a_broken_config_does_not_change_the_day() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
+        "Etc/GMT+12"
+    } else {
+        "Etc/GMT-14"
+    };
+    fs::create_dir_all(machine.path("home/svc/home/system"))?;
+    fs::create_dir_all(machine.path("var/lib/svc"))?;
+    fs::write(machine.path("home/svc/home/system/config.json"), "{ broken")?;
+    fs::write(
+        machine.path("var/lib/svc/good-config.json"),
+        format!("{{\"costLimits\": {{\"timeZone\": \"{zone}\"}}}}"),
+    )?;
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
+    let expected = Timestamp::now().in_tz(zone)?.date().to_string();
+    assert_ne!(expected, day(0)?);
+    assert_eq!(line["date"], expected);
+    Ok(())
+}
