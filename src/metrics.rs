@@ -153,6 +153,10 @@ pub static PROOFS: Counters<1> = Counters::new(
 pub static APPS: Gauges<0> = Gauges::new("svc_gateway_apps", "Apps that the gateway serves.", []);
 pub static LISTENERS: Gauges<0> =
     Gauges::new("svc_gateway_change_listeners", "Open streams of changes (SSE).", []);
+pub static RECORDS_STUCK: Gauges<0> =
+    Gauges::new("svc_records_stuck", "1 while the disk refuses the kernel's records.", []);
+pub static RECORDS_WAITING: Gauges<0> =
+    Gauges::new("svc_records_waiting_bytes", "Lines of records that are accepted and not written yet.", []);
 pub static SNAPSHOT_TAKEN: Gauges<0> = Gauges::new(
     "svc_backup_last_success_timestamp_seconds",
     "When the last verified snapshot of this machine was taken.",

@@ -71,6 +71,11 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
     with_old_records(&machine)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
     fs::write(machine.path("home/svc/home/apps/notes/big"), vec![7; 300_000])?;
+    let tables =
+        "CREATE SCHEMA app_notes; CREATE SCHEMA app_to_do; CREATE SCHEMA applied; CREATE TABLE applied.t ();
+        CREATE TABLE app_notes.t AS SELECT g AS id, repeat('x', 90) AS text FROM generate_series(1, 5000) g;
+        CREATE INDEX ON app_notes.t (id)";
+    machine.client().await?.batch_execute(tables).await?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     holds(&machine)?;
     let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
@@ -79,6 +84,15 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
     assert!((300_000..400_000).contains(&bytes("appsBytes")), "{line}");
     assert!(bytes("homeBytes") > bytes("appsBytes") && bytes("logsBytes") > 0, "{line}");
     assert!(bytes("databaseBytes") > 1 << 20, "{line}");
+    assert!(bytes("diskBytes") > bytes("diskFreeBytes") && bytes("diskFreeBytes") > 0, "{line}");
+    let apps = line["apps"].as_array().cloned().unwrap_or_default();
+    let slugs: Vec<_> = apps.iter().filter_map(|app| app["slug"].as_str()).collect();
+    assert_eq!(slugs, ["notes", "to-do"], "{line}");
+    let of_app = |name: &str| apps[0][name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert!((300_000..400_000).contains(&of_app("filesBytes")), "{line}");
+    // Table and index.
+    assert!((700_000..1_500_000).contains(&of_app("databaseBytes")), "{line}");
+    assert_eq!(apps[1]["databaseBytes"], 0, "{line}");
     let before = files(&machine.path(LOGS))?;
     machine.run(&["svc-heartbeat"])?.expect(0);
     assert_eq!(files(&machine.path(LOGS))?, before);
@@ -111,5 +125,63 @@ async fn without_a_database_records_are_kept_in_order_and_the_measurement_comes_
         !files.contains_key("storage.jsonl") && !files.contains_key("audit-2020-01-01.jsonl"),
         "{files:?}"
     );
+    Ok(())
+}
+
+#[tokio::test]
+async fn of_two_checks_at_once_one_works_and_the_other_says_so() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
+    let first = machine.spawn(&["svc-heartbeat"], &slow)?;
+    let second = machine.spawn(&["svc-heartbeat"], &slow)?;
+    let mut codes = [first.end()?.code, second.end()?.code];
+    codes.sort_unstable();
+    assert_eq!(codes, [Some(0), Some(75)]);
+    holds(&machine)
+}
+
+/// Records that somebody else owns, and a directory in the place of one: the rest is seen to all the same.
+#[tokio::test]
+async fn a_record_of_another_owner_is_kept_in_order_as_well() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    with_old_records(&machine)?;
+    if nix::unistd::geteuid().is_root() {
+        for name in ["audit.jsonl", "audit-2020-01-01.jsonl"] {
+            std::os::unix::fs::chown(machine.path(LOGS).join(name), Some(12_345), Some(12_345))?;
+        }
+    }
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    holds(&machine)?;
+    let in_its_place = machine.path(LOGS).join("activity-2020-01-01.log");
+    fs::create_dir(&in_its_place)?;
+    written(&machine, "interactions-2020-01-02.jsonl", 40)?;
+    let ended = machine.run(&["svc-heartbeat"])?.expect(70);
+    assert!(ended.stderr.contains("activity-2020-01-01.log"), "{}", ended.stderr);
+    fs::remove_dir(in_its_place)?;
+    holds(&machine)
+}
+
+/// The gateway keeps what was last good of a file that somebody has broken: the day is still the owner's.
+#[tokio::test]
+async fn a_broken_config_does_not_change_the_day() -> Result<()> {
+    let machine = Machine::in_use(&store()?, 1).await?;
+    let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
+        "Etc/GMT+12"
+    } else {
+        "Etc/GMT-14"
+    };
+    fs::create_dir_all(machine.path("home/svc/home/system"))?;
+    fs::create_dir_all(machine.path("var/lib/svc"))?;
+    fs::write(machine.path("home/svc/home/system/config.json"), "{ broken")?;
+    fs::write(
+        machine.path("var/lib/svc/good-config.json"),
+        format!("{{\"costLimits\": {{\"timeZone\": \"{zone}\"}}}}"),
+    )?;
+    machine.run(&["svc-heartbeat"])?.expect(0);
+    let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
+    let expected = Timestamp::now().in_tz(zone)?.date().to_string();
+    assert_ne!(expected, day(0)?);
+    assert_eq!(line["date"], expected);
     Ok(())
 }

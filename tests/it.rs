@@ -17,6 +17,7 @@ mod house;
 mod platform;
 mod pointer;
 mod provider;
+mod records;
 mod router;
 mod sim;
 mod story;

@@ -190,6 +190,11 @@ impl Layout {
         self.state("open-uploads.json")
     }
 
+    /// What the clock said when records were last checked.
+    pub fn heartbeat_clock(&self) -> PathBuf {
+        self.state("heartbeat-clock.json")
+    }
+
     pub fn heartbeat_lock(&self) -> PathBuf {
         self.state("heartbeat.lock")
     }

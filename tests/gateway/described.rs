@@ -392,10 +392,11 @@ async fn what_is_stored(world: &World, database: &PgServer) {
 async fn records(world: &World) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
         let by = |path: &str| world.by("owner", &Method::GET, path);
-        world.send(by(&format!("/api/{record}?cursor=1-1"))).await.assert_problem(410, "gone");
+        world.send(by(&format!("/api/{record}?cursor=1-1-1"))).await.assert_problem(410, "gone");
         let after = |id: &str| by(&format!("/api/{record}/changes")).header("last-event-id", id);
-        world.send(after("1-1")).await.assert_problem(410, "gone");
-        for bad in ["x", "1", "-", "01-1", "1-1-1", "99999999999999999999999-1"] {
+        world.send(after("1-1-1")).await.assert_problem(410, "gone");
+        world.send(after("1-1-1_2-2-2")).await.assert_problem(410, "gone");
+        for bad in ["x", "1", "--", "01-1-1", "1-1", "1-1-1-1", "99999999999999999999999-1-1"] {
             world.send(after(bad)).await.assert_problem(400, "invalid_request");
             let paged = world.send(by(&format!("/api/{record}?cursor={bad}"))).await;
             paged.assert_problem(400, "invalid_request");

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::host::{Host, answer, host_with_app, unique};
 use crate::exposition::Exposition;
 
-fn scrape(host: &Host) -> Result<Exposition> {
+pub fn scrape(host: &Host) -> Result<Exposition> {
     let answer = host.by_socket("GET /metrics HTTP/1.0\nHost: gateway\n\n")?;
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_default();
     anyhow::ensure!(head.starts_with("HTTP/1.0 200") || head.starts_with("HTTP/1.1 200"), "{answer}");

@@ -19,3 +19,4 @@ mod journal;
 mod life;
 mod metrics;
 mod records;
+mod records_disk;

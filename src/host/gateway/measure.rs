@@ -17,7 +17,8 @@ use crate::host::records::files::Kind;
 use crate::host::records::page::{self, Verdict};
 use crate::http::problem::Problem;
 use crate::metrics::{
-    APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, SNAPSHOT_TAKEN, Scrape,
+    APPS, BACKUP_OK, CHECK_AT, CHECK_OK, LISTENERS, MEDIA_TYPE, POOL_CONNECTIONS, RECORDS_STUCK,
+    RECORDS_WAITING, SNAPSHOT_TAKEN, Scrape,
 };
 use crate::store::key;
 
@@ -32,6 +33,9 @@ pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Ext
     });
     POOL_CONNECTIONS.set(["open"], open as f64);
     POOL_CONNECTIONS.set(["idle"], (open - busy) as f64);
+    let records = gateway.kernel.records();
+    RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
+    RECORDS_WAITING.set([], records.waiting_bytes() as f64);
     let layout = gateway.config.layout.clone();
     // Records are read, and so is /proc.
     let told = tokio::task::spawn_blocking(move || {

@@ -7,6 +7,7 @@
 mod expire;
 mod rotate;
 mod storage;
+mod trust;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -65,14 +66,15 @@ async fn check(layout: Layout) -> Result<(), Failure> {
         tracing::warn!(mistake, "system/config.json is not used as it is now");
     }
     let calendar = settings.calendar;
-    let today = calendar.day(Timestamp::now());
-    let kept = keep(&layout, &calendar, today);
+    let now = Timestamp::now();
+    let today = calendar.day(now);
+    let kept = keep(&layout, &calendar, now);
     let measured = measure(&layout, &server, today).await;
     kept.and(measured)
 }
 
-fn keep(layout: &Layout, calendar: &Calendar, today: Date) -> Result<(), Failure> {
-    let logs = layout.logs();
+fn keep(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
+    let (logs, today) = (layout.logs(), calendar.day(now));
     let rotated = [names::ACTIVITY, names::AUDIT].map(|record| {
         let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
         if let Some(name) = name {
@@ -80,7 +82,8 @@ fn keep(layout: &Layout, calendar: &Calendar, today: Date) -> Result<(), Failure
         }
         failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let expired = expire::expire(&logs, today).or_exit(Exit::Internal);
+    let believed = trust::believed(&layout.heartbeat_clock(), now);
+    let expired = believed.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {
         if !names.is_empty() {
             tracing::info!(?names, "deleted: older than 30 days");

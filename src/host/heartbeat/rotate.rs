@@ -24,7 +24,7 @@ const MOST_OF_A_DAY: u32 = 1000;
 /// A first line that is longer says nothing of when it was written.
 const LONGEST_START: u64 = 64 << 10;
 
-/// When a record's content was written, by days.
+/// When a record's content was written, by days, the earliest and the latest that it tells of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub first: Date,
@@ -32,10 +32,10 @@ pub struct Span {
 }
 
 /// The day that a record is to be named after; `None` while it is today's. Its last day names it, so that nothing in it
-/// is older than its name and goes too early; but never today, which is not over.
+/// is younger than its name and goes too early, also where the clock was set back; but never today, which is not over.
 pub fn due(span: Span, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
-    (span.first < today).then(|| span.last.clamp(span.first, yesterday))
+    (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
 }
 
 /// Rotates a record where it is due; the name that it got.
@@ -63,6 +63,8 @@ pub fn rotate(
                 return Ok(Some(name));
             }
             Err(Errno::EEXIST) => {}
+            // Somebody else was faster.
+            Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(FileError::at("rename", &current)(error.into())),
         }
     }
@@ -84,8 +86,10 @@ fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
     // The first line's own time; else the file's birth, which is when somebody first wrote to it.
     let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
-    let first = said(first_line(file)?.as_slice()).or(born).unwrap_or(modified).min(modified);
-    Ok(Some(Span { first: calendar.day(first), last: calendar.day(modified) }))
+    let said = said(first_line(file)?.as_slice());
+    let first = said.or(born).unwrap_or(modified).min(modified);
+    let last = said.unwrap_or(modified).max(modified);
+    Ok(Some(Span { first: calendar.day(first), last: calendar.day(last) }))
 }
 
 fn first_line(file: File) -> io::Result<Vec<u8>> {
@@ -172,6 +176,7 @@ mod tests {
         written(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
         let mut open = File::options().append(true).open(&path).unwrap();
         open.write_all(b"half of a li").unwrap();
+        open.set_modified(SystemTime::from(at(yesterday, 2))).unwrap();
         rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap().unwrap();
         open.write_all(b"ne\n").unwrap();
         assert!(files(dir.path())["activity-2026-11-20.log"].ends_with("half of a line\n"));
@@ -187,6 +192,67 @@ mod tests {
         }
         let names: Vec<String> = files(dir.path()).into_keys().collect();
         assert_eq!(names, ["audit-2026-11-20.2.jsonl", "audit-2026-11-20.3.jsonl", "audit-2026-11-20.jsonl"]);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_makes_no_line_older_than_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let long_ago = TODAY.checked_sub(20.days()).unwrap();
+        // Begun on the right day, gone on with under a clock that is weeks behind, looked at by that clock.
+        let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
+        written(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
+        let next = long_ago.tomorrow().unwrap();
+        let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
+        assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
+        // Under the right clock it takes no other's place.
+        written(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
+        let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
+        assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
+    }
+
+    #[test]
+    fn days_of_another_length_begin_where_the_owners_clock_says() {
+        for (zone, last, first, day) in [
+            // 23 and 25 hours; no midnight at all; a midnight that comes twice; a leap day.
+            ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
+            ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
+            ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),
+            ("America/Santiago", "2026-04-05T03:59:59Z", "2026-04-05T04:00:00Z", "2026-04-04"),
+            ("UTC", "2028-02-29T23:59:59Z", "2028-03-01T00:00:00Z", "2028-02-29"),
+        ] {
+            let calendar = Calendar::of(zone).unwrap();
+            let (last, first): (Timestamp, Timestamp) = (last.parse().unwrap(), first.parse().unwrap());
+            let dir = tempfile::tempdir().unwrap();
+            written(&dir.path().join("audit.jsonl"), &line(last, 1), last);
+            assert_eq!(
+                rotate(dir.path(), AUDIT, &calendar, calendar.day(last)).unwrap(),
+                None,
+                "{zone} {last}"
+            );
+            let name = rotate(dir.path(), AUDIT, &calendar, calendar.day(first)).unwrap();
+            assert_eq!(name, Some(format!("audit-{day}.jsonl")), "{zone} {first}");
+        }
+    }
+
+    #[test]
+    fn many_rotations_at_once_lose_and_double_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let yesterday = TODAY.yesterday().unwrap();
+        for n in 0..20 {
+            written(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            let rotated: usize = std::thread::scope(|scope| {
+                let run = || usize::from(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().is_some());
+                let running: Vec<_> = (0..4).map(|_| scope.spawn(run)).collect();
+                running.into_iter().map(|thread| thread.join().unwrap()).sum()
+            });
+            assert_eq!(rotated, 1);
+        }
+        let files = files(dir.path());
+        let mut lines: Vec<&str> = files.values().flat_map(|text| text.lines()).collect();
+        assert_eq!((files.len(), lines.len()), (20, 20));
+        lines.sort_unstable();
+        lines.dedup();
+        assert_eq!(lines.len(), 20);
     }
 
     #[test]
@@ -245,7 +311,10 @@ mod tests {
             let first = TODAY.checked_add(first.days()).unwrap();
             let span = Span { first, last: first.checked_add(length.days()).unwrap() };
             match due(span, TODAY) {
-                Some(day) => prop_assert!(first < TODAY && first <= day && day < TODAY),
+                Some(day) => {
+                    prop_assert!(first < TODAY && first <= day && day != TODAY);
+                    prop_assert!(day == span.last || (span.last == TODAY && day == TODAY.yesterday().unwrap()));
+                }
                 None => prop_assert!(first >= TODAY),
             }
         }

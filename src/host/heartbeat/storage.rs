@@ -1,14 +1,14 @@
-//! The day's measurement: one line of `storage.jsonl` with what home, apps, logs and database take.
+//! The day's measurement: one line of `storage.jsonl` with what disk, home, apps, logs and database take.
 //!
-//! Sizes of files are what they take on the disk, each counted once whatever its names, on the home's file system alone.
-//! Apps and logs are parts of the home. A day has at most one line.
+//! Apps and logs are parts of the home, an app's schema is part of the database. A day has at most one line.
 
-use std::collections::HashSet;
-use std::fs::{self, Metadata};
+mod walk;
+
+use std::collections::BTreeMap;
+use std::fs;
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use jiff::civil::Date;
@@ -21,8 +21,12 @@ use crate::host::layout::Layout;
 use crate::host::pgconn::{ConnectError, Server};
 
 const DATABASE_DEADLINE: Duration = Duration::from_secs(60);
-/// Lines are some 200 bytes: this holds the last year's.
-const TAIL: u64 = 64 << 10;
+/// Then what was not looked at is not counted; the unit itself is given half an hour.
+const WALK_DEADLINE: Duration = Duration::from_secs(600);
+/// A line has so many apps at most, the largest.
+const MOST_APPS: usize = 200;
+/// Lines are some 300 bytes, and 70 for each app: this holds the last month's of the largest.
+const TAIL: u64 = 512 << 10;
 
 /// Why there is no line for today yet.
 #[derive(Debug, thiserror::Error)]
@@ -51,9 +55,13 @@ pub struct Line {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
+    /// Of the file system that the home is on.
+    pub disk_bytes: u64,
+    pub disk_free_bytes: u64,
     #[serde(flatten)]
     pub files: Sizes,
     pub database_bytes: u64,
+    pub apps: Vec<App>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -62,9 +70,18 @@ pub struct Sizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Directories that could not be looked into: the sizes are then too small.
+    /// Directories that could not be looked into, or not in time: the sizes are then too small.
     #[serde(skip_serializing_if = "is_zero")]
     pub unreadable: u64,
+}
+
+/// What an app takes: its folder, and its schema with indexes and large values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct App {
+    pub slug: String,
+    pub files_bytes: u64,
+    pub database_bytes: u64,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
@@ -82,22 +99,69 @@ pub fn path(layout: &Layout) -> PathBuf {
 /// [`StorageError`]; there is then no line, and a later run of the day measures.
 pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Line, StorageError> {
     let of = layout.clone();
-    let walked = tokio::task::spawn_blocking(move || walk(&of.home(), &of.apps(), &of.logs())).await;
+    let until = Instant::now() + WALK_DEADLINE;
+    let walked = tokio::task::spawn_blocking(move || {
+        let disk = fs4::statvfs(of.home()).map_err(FileError::at("measure", &of.home()))?;
+        let walked = walk::walk(&of.home(), &of.apps(), &of.logs(), until)?;
+        Ok::<_, FileError>((disk, walked))
+    });
     // A panic in there is no error that we could name: it goes on here.
-    let files = walked.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+    let (disk, (files, folders)) =
+        walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
     let asked = tokio::time::timeout(DATABASE_DEADLINE, database(server)).await;
-    let database_bytes = asked.map_err(|_| StorageError::Silent)??;
-    let line = Line { version: 1, timestamp: clock::now_ms(), date: today, files, database_bytes };
+    let (database_bytes, schemas) = asked.map_err(|_| StorageError::Silent)??;
+    let line = Line {
+        version: 1,
+        timestamp: clock::now_ms(),
+        date: today,
+        disk_bytes: disk.total_space(),
+        disk_free_bytes: disk.available_space(),
+        files,
+        database_bytes,
+        apps: apps(folders, schemas),
+    };
     let text = serde_json::to_vec(&line).expect("plain fields are JSON");
     jsonl::append_line(&path(layout), &text)?;
     Ok(line)
 }
 
-async fn database(server: &Server) -> Result<u64, StorageError> {
+/// By slug; where there are more than a line holds, the largest.
+fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<App> {
+    let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    for (slug, bytes) in folders {
+        apps.entry(slug).or_default().0 = bytes;
+    }
+    for (slug, bytes) in schemas {
+        apps.entry(slug).or_default().1 = bytes;
+    }
+    let app = |(slug, (files_bytes, database_bytes))| App { slug, files_bytes, database_bytes };
+    let mut apps: Vec<App> = apps.into_iter().map(app).collect();
+    apps.sort_by_key(|app| std::cmp::Reverse(app.files_bytes + app.database_bytes));
+    apps.truncate(MOST_APPS);
+    apps.sort_by(|a, b| a.slug.cmp(&b.slug));
+    apps
+}
+
+/// The size of all of it, and of each app's schema by its slug.
+async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
+    const SCHEMAS: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8 \
+        FROM pg_namespace n LEFT JOIN pg_class c ON c.relnamespace = n.oid AND c.relkind IN ('r', 'm', 'S') \
+        WHERE starts_with(n.nspname, 'app_') GROUP BY n.nspname";
     let client = server.connect(server.database(), "svc-heartbeat").await?;
-    let row = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
-    let bytes: i64 = row.and_then(|row| row.try_get(0)).map_err(StorageError::Database)?;
-    Ok(u64::try_from(bytes).unwrap_or(0))
+    let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
+    let bytes = |row: &tokio_postgres::Row, at: usize| -> Result<u64, StorageError> {
+        let bytes: i64 = row.try_get(at).map_err(StorageError::Database)?;
+        Ok(u64::try_from(bytes).unwrap_or(0))
+    };
+    let all = bytes(&size.map_err(StorageError::Database)?, 0)?;
+    let mut schemas = BTreeMap::new();
+    for row in client.query(SCHEMAS, &[]).await.map_err(StorageError::Database)? {
+        let name: &str = row.try_get(0).map_err(StorageError::Database)?;
+        // A slug has no underscore: a schema is one app's.
+        let slug = name.strip_prefix("app_").unwrap_or(name).replace('_', "-");
+        schemas.insert(slug, bytes(&row, 1)?);
+    }
+    Ok((all, schemas))
 }
 
 /// Whether this day has its line.
@@ -128,62 +192,20 @@ fn tail(file: &Path) -> io::Result<Vec<u8>> {
     Ok(tail)
 }
 
-fn walk(home: &Path, apps: &Path, logs: &Path) -> Result<Sizes, FileError> {
-    let top = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
-    let mut sizes = Sizes::default();
-    let mut counted = HashSet::new();
-    let mut directories = vec![home.to_owned()];
-    while let Some(directory) = directories.pop() {
-        let (in_apps, in_logs) = (directory.starts_with(apps), directory.starts_with(logs));
-        let Ok(entries) = fs::read_dir(&directory) else {
-            sizes.unreadable += 1;
-            continue;
-        };
-        // What vanishes while we look takes no room any more.
-        for (entry, meta) in
-            entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
-        {
-            if meta.dev() != top.dev() || !is_first(&meta, &mut counted) {
-                continue;
-            }
-            let bytes = meta.blocks() * 512;
-            sizes.home_bytes += bytes;
-            sizes.apps_bytes += if in_apps { bytes } else { 0 };
-            sizes.logs_bytes += if in_logs { bytes } else { 0 };
-            if meta.is_dir() {
-                directories.push(entry.path());
-            }
-        }
-    }
-    Ok(sizes)
-}
-
-/// A file with several names counts by the first that is met.
-fn is_first(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
-    meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_of_the_disk_and_each_file_counts_once() {
-        let dir = tempfile::tempdir().unwrap();
-        let (home, apps, logs) =
-            (dir.path().join("h"), dir.path().join("h/apps"), dir.path().join("h/system/logs"));
-        for dir in [&apps, &logs] {
-            fs::create_dir_all(dir).unwrap();
-        }
-        let before = walk(&home, &apps, &logs).unwrap();
-        fs::write(apps.join("a"), vec![1; 100_000]).unwrap();
-        fs::hard_link(apps.join("a"), apps.join("b")).unwrap();
-        fs::write(logs.join("activity.log"), vec![1; 50_000]).unwrap();
-        std::os::unix::fs::symlink("/usr", home.join("elsewhere")).unwrap();
-        let after = walk(&home, &apps, &logs).unwrap();
-        let (apps, logs) = (after.apps_bytes - before.apps_bytes, after.logs_bytes - before.logs_bytes);
-        assert!((100_000..200_000).contains(&apps) && (50_000..100_000).contains(&logs), "{after:?}");
-        assert!(after.home_bytes - before.home_bytes < apps + logs + 10_000, "{after:?}");
+    fn apps_are_by_slug_and_the_largest_of_many() {
+        let sizes =
+            |of: &[(&str, u64)]| of.iter().map(|(slug, bytes)| ((*slug).to_owned(), *bytes)).collect();
+        let told = apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("gone", 3)]));
+        let told: Vec<_> = told.iter().map(|app| (&*app.slug, app.files_bytes, app.database_bytes)).collect();
+        assert_eq!(told, [("gone", 0, 3), ("notes", 7, 5), ("todo", 1, 0)]);
+        let many = (0..500).map(|n| (format!("app-{n:03}"), n)).collect();
+        let told = apps(many, BTreeMap::new());
+        assert_eq!((told.len(), &*told[0].slug), (MOST_APPS, "app-300"));
     }
 
     #[test]

@@ -4,27 +4,43 @@
 //! file is there is counted again unless it is sealed. So after any crash totals are the sums of the interactions; days
 //! whose files have had their time come from `usage.jsonl` alone.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, ErrorKind};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::civil::Date;
+use nix::fcntl::OFlag;
 use serde::Deserialize;
 
 use super::entry::Interaction;
 use super::files;
-use super::ledger::{Asked, Ledger, Report, Totals, UsageLine};
+use super::ledger::{Asked, Ledger, Report, Totals};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
-use super::writer::{NoRoom, Record, Records};
+use super::writer::{Extent, NoRoom, Record, Records};
 use crate::chain::chain;
-use crate::fsx::FileError;
+use crate::failpoint;
+use crate::fsx::{self, FileError};
 
 /// How long a disk has to take what is written before days are sealed.
 const DISK: Duration = Duration::from_secs(10);
+const USAGE: &str = "usage.jsonl";
+/// What is to take its place; of a run that was cut off, where there is one.
+const NEW_USAGE: &str = "usage.jsonl.new";
+/// So many lines that say nothing any more are let be.
+const MOST_SPENT_LINES: u64 = 20_000;
+/// A longer line is none of ours.
+const LONGEST_LINE: u64 = 8 << 20;
+const PIECE: usize = 256 << 10;
+
+/// The places of a compaction where a test can stop it.
+pub const POINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
 /// The ledger, its record, and where both are written.
 pub struct Book {
@@ -32,8 +48,8 @@ pub struct Book {
     records: Records,
     logs: PathBuf,
     seals: PathBuf,
-    /// One at a time writes usage.
-    writing: Mutex<()>,
+    /// One at a time writes usage; how many lines of it there are.
+    writing: Mutex<u64>,
     /// Days of which an interaction found no room: their files say less than was counted.
     refused: Mutex<BTreeSet<Date>>,
 }
@@ -44,8 +60,10 @@ impl Book {
     /// # Errors
     /// [`FileError`], where a record is there and cannot be read.
     pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
-        let ledger = Mutex::new(read(&logs, &seals)?);
-        Ok(Self { ledger, records, logs, seals, writing: Mutex::default(), refused: Mutex::default() })
+        fsx::remove_if_there(&logs.join(NEW_USAGE))?;
+        let (ledger, lines) = read_all(&logs, &seals)?;
+        let (ledger, writing) = (Mutex::new(ledger), Mutex::new(lines));
+        Ok(Self { ledger, records, logs, seals, writing, refused: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {
@@ -80,30 +98,102 @@ impl Book {
         self.lock().users_since(start).into_iter().map(str::to_owned).collect()
     }
 
-    /// Writes to `usage.jsonl` what it lacks.
+    /// Writes to `usage.jsonl` what it lacks; where most of its lines say nothing any more, it is written anew.
     pub fn write(&self) {
-        let _alone = locked(&self.writing);
-        self.write_lines();
+        let mut lines = locked(&self.writing);
+        self.write_lines(&mut lines);
+        let keys = self.lock().keys() as u64;
+        if *lines > 2 * keys + MOST_SPENT_LINES {
+            self.compact_lines(&mut lines);
+        }
+    }
+
+    /// Writes `usage.jsonl` anew, with one line for each key.
+    pub fn compact(&self) {
+        self.compact_lines(&mut locked(&self.writing));
     }
 
     /// `false` where not all of it found room; the rest is written the next time.
-    fn write_lines(&self) -> bool {
+    fn write_lines(&self, lines: &mut u64) -> bool {
         let mut ledger = self.lock();
+        let (mut written, mut has_room) = (0, true);
         for line in ledger.lines() {
-            if self.records.append(Record::Usage, &line).is_err() {
+            has_room = self.records.append(Record::Usage, &line).is_ok();
+            if !has_room {
                 tracing::warn!("a line of usage.jsonl had no room; it is written later");
-                return false;
+                break;
             }
-            ledger.settle(&line);
+            written += 1;
         }
-        true
+        ledger.written(written);
+        *lines += written as u64;
+        has_room
+    }
+
+    fn compact_lines(&self, lines: &mut u64) {
+        match self.anew(lines) {
+            Ok(Some(now)) => {
+                tracing::info!(before = *lines, now, "usage.jsonl is written anew");
+                *lines = now;
+            }
+            Ok(None) => tracing::debug!("usage.jsonl is written anew another time"),
+            Err(error) => {
+                tracing::warn!(error = %chain(&error), "usage.jsonl could not be written anew; it stays as it is");
+            }
+        }
+    }
+
+    /// How many lines it has then; `None` where there was something in the way. Nobody else has lines for it meanwhile, and
+    /// it stays what it is until all of the new one is durable.
+    fn anew(&self, lines: &mut u64) -> Result<Option<u64>, FileError> {
+        let (path, new) = (self.logs.join(USAGE), self.logs.join(NEW_USAGE));
+        if !self.write_lines(lines) || !self.records.flush(DISK) {
+            return Ok(None);
+        }
+        let Some((file, _)) = files::open(&path).map_err(FileError::at("read", &path))? else {
+            return Ok(None);
+        };
+        let was = Extent::of(&file).map_err(FileError::at("look at", &path))?;
+        let pass = |point| failpoint::pass(point).map_err(io::Error::other);
+        let write = || -> io::Result<Option<u64>> {
+            pass("usage.begin")?;
+            let written = self.write_all(&new)?;
+            pass("usage.written")?;
+            let is_put = self.records.replace(Record::Usage, new.clone(), was)?;
+            pass("usage.replaced")?;
+            Ok(is_put.then_some(written))
+        };
+        write().map_err(FileError::at("write", &new))
+    }
+
+    /// All that is known, a day at a time.
+    fn write_all(&self, path: &Path) -> io::Result<u64> {
+        let mut options = OpenOptions::new();
+        options.create(true).write(true).truncate(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
+        let mut file = options.open(path)?;
+        let (mut text, mut written) = (Vec::new(), 0);
+        let dates = self.lock().dates();
+        for date in dates {
+            for line in self.lock().lines_of(date) {
+                serde_json::to_writer(&mut text, &line)?;
+                text.push(b'\n');
+                written += 1;
+            }
+            if text.len() > PIECE {
+                file.write_all(&text)?;
+                text.clear();
+            }
+        }
+        file.write_all(&text)?;
+        file.sync_all()?;
+        Ok(written)
     }
 
     /// Writes all of it and seals the days that are there. What a disk refuses, and what is counted meanwhile, is counted
     /// again at the next start.
     pub fn seal(&self) {
-        let _alone = locked(&self.writing);
-        if !self.write_lines() || !self.records.flush(DISK) {
+        let mut lines = locked(&self.writing);
+        if !self.write_lines(&mut lines) || !self.records.flush(DISK) {
             return;
         }
         let lengths = days(&self.logs);
@@ -136,39 +226,56 @@ fn length(files: &Files) -> u64 {
 /// # Errors
 /// [`FileError`], where a record is there and cannot be read.
 pub fn read(logs: &Path, seals: &Path) -> Result<Ledger, FileError> {
-    let mut ledger = Ledger::default();
-    each_line(&logs.join("usage.jsonl"), |line: UsageLine| ledger.settle(&line))?;
+    read_all(logs, seals).map(|(ledger, _)| ledger)
+}
+
+/// With how many lines `usage.jsonl` has.
+fn read_all(logs: &Path, seals: &Path) -> Result<(Ledger, u64), FileError> {
+    let (mut ledger, mut lines) = (Ledger::default(), 0);
+    each_line(&logs.join(USAGE), |line| {
+        lines += 1;
+        if let Ok(line) = serde_json::from_slice(line) {
+            ledger.settle(&line);
+        }
+    })?;
     let sealed = Seals::read(seals);
     for (day, files) in days(logs)? {
         if sealed.holds(day, &Seal { length: length(&files), totals: ledger.day(day) }) {
             continue;
         }
-        let (mut all, mut are_there): (Vec<Counted>, bool) = (Vec::new(), true);
+        let (mut counted, mut are_there) = (ledger.recount(day), true);
         for (path, _) in &files {
-            are_there &= each_line(path, |one: Counted| all.push(one))?;
+            are_there &= each_line(path, |line| {
+                if let Ok(one) = serde_json::from_slice::<Counted<'_>>(line) {
+                    ledger.counted(&mut counted, &one.sender_id, &one.model, &one.totals());
+                }
+            })?;
         }
         // A file may have had its time just now: then the day is what usage.jsonl says.
         if are_there {
-            ledger.recount(day, all.iter().map(Counted::parts));
+            ledger.recounted(counted);
         }
     }
-    Ok(ledger)
+    ledger.trim();
+    Ok((ledger, lines))
 }
 
 /// What is read of an interaction to count it.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Counted {
-    sender_id: String,
-    model: String,
+struct Counted<'a> {
+    #[serde(borrow)]
+    sender_id: Cow<'a, str>,
+    #[serde(borrow)]
+    model: Cow<'a, str>,
     cost: Dollars,
     tokens_in: u64,
     tokens_out: u64,
 }
 
-impl Counted {
-    fn parts(&self) -> (&str, &str, Totals) {
-        (&self.sender_id, &self.model, Totals::one(self.cost, self.tokens_in, self.tokens_out))
+impl Counted<'_> {
+    fn totals(&self) -> Totals {
+        Totals::one(self.cost, self.tokens_in, self.tokens_out)
     }
 }
 
@@ -195,19 +302,25 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     Ok(days.into_iter().collect())
 }
 
-/// Each whole line of this form; others, such as gaps and what a crash tore, are none. `false` where there is no file.
-fn each_line<T: for<'de> Deserialize<'de>>(path: &Path, mut of: impl FnMut(T)) -> Result<bool, FileError> {
+/// Each line; those that are none of ours, such as gaps and what a crash tore, are for the caller to tell. `false` where
+/// there is no file.
+fn each_line(path: &Path, mut of: impl FnMut(&[u8])) -> Result<bool, FileError> {
     let Some((file, _)) = files::open(path).map_err(FileError::at("read", path))? else { return Ok(false) };
-    let mut reader = BufReader::with_capacity(1 << 18, file);
+    let mut reader = BufReader::with_capacity(PIECE, file);
     let mut line = Vec::new();
+    while next_line(&mut reader, &mut line).map_err(FileError::at("read", path))? {
+        of(&line);
+    }
+    Ok(true)
+}
+
+/// The next line; of one that is too long, its end. `false` where there is none.
+fn next_line(reader: &mut BufReader<File>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         line.clear();
-        let read = reader.read_until(b'\n', &mut line).map_err(FileError::at("read", path))?;
-        if read == 0 {
-            return Ok(true);
-        }
-        if let Ok(entry) = serde_json::from_slice(&line) {
-            of(entry);
+        let read = reader.by_ref().take(LONGEST_LINE).read_until(b'\n', line)?;
+        if (read as u64) < LONGEST_LINE || line.ends_with(b"\n") {
+            return Ok(read > 0);
         }
     }
 }

@@ -43,6 +43,8 @@ impl Calendar {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -64,5 +66,28 @@ mod tests {
         let beirut = Calendar::of("Asia/Beirut").unwrap();
         assert_eq!(beirut.start("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
         assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");
+    }
+
+    proptest! {
+        /// In any zone, whatever its clock does: a day begins where the one before ends, and limits are reset after now.
+        #[test]
+        fn days_and_months_meet(
+            zone in prop::sample::select(vec![
+                "UTC", "Europe/Berlin", "America/Santiago", "Asia/Beirut", "Africa/Cairo", "America/Havana", "Australia/Lord_Howe",
+                "Asia/Kathmandu", "Pacific/Apia", "America/St_Johns", "Atlantic/Azores",
+            ]),
+            second in 1_200_000_000_i64..2_400_000_000,
+        ) {
+            let (calendar, at) = (Calendar::of(zone).unwrap(), Timestamp::from_second(second).unwrap());
+            let day = calendar.day(at);
+            let before = |at: Timestamp| calendar.day(at.checked_sub(jiff::SignedDuration::from_nanos(1)).unwrap());
+            let begins = calendar.start(day);
+            prop_assert!(begins <= at && calendar.day(begins) == day && before(begins) < day, "{} {}", zone, at);
+            let next = calendar.next_day(at);
+            prop_assert!(next > at && before(next) == day && calendar.day(next) > day, "{} {}", zone, at);
+            let month = calendar.next_month(at);
+            prop_assert!(month >= next && before(month) == day.last_of_month(), "{} {}", zone, at);
+            prop_assert_eq!(calendar.day(month), day.last_of_month().tomorrow().unwrap());
+        }
     }
 }

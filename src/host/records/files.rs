@@ -1,13 +1,14 @@
 //! The files of a record, in the order of their days, and places in them.
 //!
-//! A place names its file by inode: a rotation renames the file, and the place stays good.
+//! A place names its file by inode and birth: a rotation renames the file, and the place stays good.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::SystemTime;
 
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -70,16 +71,32 @@ impl Kind {
     }
 }
 
+/// Which file it is, whatever its name. An inode is given to another file once its own is deleted; that one is born later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FileId {
+    inode: u64,
+    /// In nanoseconds; 0 where the file system does not say.
+    born: u64,
+}
+
+impl FileId {
+    pub fn of(meta: &Metadata) -> Self {
+        let born = meta.created().ok().and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let born = born.and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or_default();
+        Self { inode: meta.ino(), born }
+    }
+}
+
 /// Between two lines of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    pub inode: u64,
+    pub file: FileId,
     pub offset: u64,
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{}", self.inode, self.offset)
+        write!(f, "{}-{}-{}", self.file.inode, self.file.born, self.offset)
     }
 }
 
@@ -87,11 +104,44 @@ impl FromStr for Place {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let parsed = text.split_once('-').and_then(|(inode, offset)| {
-            let number = |text: &str| text.parse::<u64>().ok().filter(|number| number.to_string() == text);
-            Some(Self { inode: number(inode)?, offset: number(offset)? })
+        let mut numbers = text.split('-').map(|part| {
+            let number = part.parse::<u64>().ok();
+            number.filter(|number| number.to_string() == part)
         });
-        parsed.ok_or("must be a cursor or an id that was given before")
+        let mut number = || numbers.next().flatten().ok_or("must be a cursor or an id that was given before");
+        let place = Self { file: FileId { inode: number()?, born: number()? }, offset: number()? };
+        if numbers.next().is_some() {
+            Err("must be a cursor or an id that was given before")
+        } else {
+            Ok(place)
+        }
+    }
+}
+
+/// How far a record was followed: in the file of the last line, and in another one that got lines, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Places {
+    pub last: Place,
+    pub other: Option<Place>,
+}
+
+impl fmt::Display for Places {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.other {
+            Some(other) => write!(f, "{}_{other}", self.last),
+            None => write!(f, "{}", self.last),
+        }
+    }
+}
+
+impl FromStr for Places {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.split_once('_') {
+            Some((last, other)) => Ok(Self { last: last.parse()?, other: Some(other.parse()?) }),
+            None => Ok(Self { last: text.parse()?, other: None }),
+        }
     }
 }
 
@@ -99,7 +149,7 @@ impl FromStr for Place {
 ///
 /// # Errors
 /// The file's.
-pub fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
+pub fn open(path: &Path) -> io::Result<Option<(File, FileId)>> {
     let mut options = OpenOptions::new();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
@@ -113,5 +163,5 @@ pub fn open(path: &Path) -> io::Result<Option<(File, u64)>> {
         opened => opened?,
     };
     let meta = file.metadata()?;
-    Ok(meta.is_file().then(|| (file, meta.ino())))
+    Ok(meta.is_file().then(|| (file, FileId::of(&meta))))
 }

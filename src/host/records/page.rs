@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::files::{self, Kind, Place};
+use super::files::{self, FileId, Kind, Place};
 use crate::fsx::FileError;
 
 const PIECE: u64 = 64 << 10;
@@ -56,27 +56,26 @@ pub fn newest(
     let mut from = before;
     while let Some(path) = files.pop() {
         let failed = FileError::at("read", &path);
-        let read = || -> io::Result<Option<Backwards>> {
-            let Some((file, inode)) = files::open(&path)? else { return Ok(None) };
-            match from {
-                Some(place) if place.inode != inode => Ok(None),
-                Some(place) => Backwards::new(file, inode, Some(place.offset)).map(Some),
-                None => Backwards::new(file, inode, None).map(Some),
-            }
-        };
-        let Some(mut back) = read().map_err(failed)? else { continue };
+        let Some(mut back) = Backwards::open(&path, from).map_err(failed)? else { continue };
         from = None;
-        while let Some((offset, line)) = back.line(&mut left).map_err(FileError::at("read", &path))? {
-            let place = Place { inode: back.inode, offset };
-            let line = String::from_utf8_lossy(&line);
-            match judge(&line) {
-                Verdict::Take => lines.push(line.into_owned()),
-                Verdict::Leave => {}
-                Verdict::Enough => return Ok(Page { lines, next: None }),
-            }
-            if lines.len() == limit || left == 0 {
+        loop {
+            let (offset, is_enough) = match back.step(&mut left).map_err(FileError::at("read", &path))? {
+                Step::Begin => break,
+                Step::Tired(offset) => (offset, true),
+                Step::Line(offset, line) => {
+                    let line = String::from_utf8_lossy(&line);
+                    match judge(&line) {
+                        Verdict::Take => lines.push(line.into_owned()),
+                        Verdict::Leave => {}
+                        Verdict::Enough => return Ok(Page { lines, next: None }),
+                    }
+                    (offset, lines.len() == limit)
+                }
+            };
+            if is_enough {
                 let is_last = offset == 0 && files.is_empty();
-                return Ok(Page { lines, next: (!is_last).then_some(place) });
+                let next = (!is_last).then_some(Place { file: back.id, offset });
+                return Ok(Page { lines, next });
             }
         }
     }
@@ -89,58 +88,83 @@ pub fn newest(
 /// The whole lines of a file, from an offset backwards.
 struct Backwards {
     file: File,
-    inode: u64,
+    id: FileId,
     /// Where `text` begins in the file.
     at: u64,
-    /// What is read and not given out: it ends with a line's end.
+    /// What is read and not given out: nothing, or something that ends with a line's end.
     text: Vec<u8>,
+    /// So much at its end has no other line's end in it.
+    searched: usize,
+    /// What stands before `at` is the rest of a line that is not given out.
+    skips: bool,
+}
+
+enum Step {
+    /// A line, and where it begins.
+    Line(u64, Vec<u8>),
+    /// There is nothing before.
+    Begin,
+    /// So much was read that it is to be gone on from here another time.
+    Tired(u64),
 }
 
 impl Backwards {
-    fn new(file: File, inode: u64, end: Option<u64>) -> io::Result<Self> {
+    /// `None` where the file is not that of the place, or not as long any more.
+    fn open(path: &Path, from: Option<Place>) -> io::Result<Option<Self>> {
+        let Some((file, id)) = files::open(path)? else { return Ok(None) };
         let length = file.metadata()?.len();
-        let mut back = Self { file, inode, at: end.unwrap_or(length).min(length), text: Vec::new() };
-        // What has no end yet is being written, or torn.
-        while back.at > 0 && !back.text.contains(&b'\n') {
-            if back.text.len() > LONGEST_LINE {
-                back.text.clear();
-            }
-            back.read(&mut u64::MAX.clone())?;
+        if from.is_some_and(|place| place.file != id || place.offset > length) {
+            return Ok(None);
         }
-        let whole = back.text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-        back.text.truncate(whole);
-        Ok(back)
+        let at = from.map_or(length, |place| place.offset);
+        // What has no end yet is being written, or torn, or was longer than one page reads.
+        let mut last = [b'\n'];
+        if at > 0 {
+            file.read_exact_at(&mut last, at - 1)?;
+        }
+        Ok(Some(Self { file, id, at, text: Vec::new(), searched: 0, skips: last != [b'\n'] }))
     }
 
-    /// One piece more in front.
+    /// One piece more in front, as large as what is there: a long line is copied a few times, and not for each piece.
     fn read(&mut self, left: &mut u64) -> io::Result<()> {
-        let size = PIECE.min(self.at);
+        let size = PIECE.max(self.text.len() as u64).min(self.at);
         let mut piece = vec![0; usize::try_from(size).unwrap_or_default()];
         self.file.read_exact_at(&mut piece, self.at - size)?;
         self.at -= size;
         *left = left.saturating_sub(size);
+        self.searched = self.text.len();
         piece.append(&mut self.text);
         self.text = piece;
         Ok(())
     }
 
-    /// The line before, and where it begins.
-    fn line(&mut self, left: &mut u64) -> io::Result<Option<(u64, Vec<u8>)>> {
+    fn step(&mut self, left: &mut u64) -> io::Result<Step> {
         loop {
-            let body = self.text.len().saturating_sub(1);
-            let begins = self.text[..body].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
-            if let Some(begins) = begins.or((self.at == 0 && !self.text.is_empty()).then_some(0)) {
-                let mut line = self.text.split_off(begins);
-                line.pop();
-                return Ok(Some((self.at + begins as u64, line)));
+            if self.skips {
+                let end = self.text.iter().rposition(|&byte| byte == b'\n');
+                self.text.truncate(end.map_or(0, |at| at + 1));
+                (self.searched, self.skips) = (0, end.is_none());
+            }
+            if !self.skips && !self.text.is_empty() {
+                let unsearched = self.text.len() - self.searched.max(1);
+                let before = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
+                if let Some(begins) = before.or((self.at == 0).then_some(0)) {
+                    let mut line = self.text.split_off(begins);
+                    line.pop();
+                    self.searched = 0;
+                    return Ok(Step::Line(self.at + begins as u64, line));
+                }
+                if self.text.len() > LONGEST_LINE {
+                    self.text.clear();
+                    self.skips = true;
+                }
             }
             if self.at == 0 {
-                return Ok(None);
+                return Ok(Step::Begin);
             }
-            if self.text.len() > LONGEST_LINE {
-                // The rest of it goes, too, with what stands before it.
-                self.text.clear();
-                self.text.push(b'\n');
+            if *left == 0 {
+                // A line that was begun is read again.
+                return Ok(Step::Tired(self.at + self.text.len() as u64));
             }
             self.read(left)?;
         }
@@ -216,7 +240,7 @@ mod tests {
         fs::remove_file(renamed).unwrap();
         let gone = newest(Kind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert!(matches!(gone, Err(PageError::Gone)));
-        for wrong in ["", "1", "1-", "-1", "01-2", "1-2-3", "a-b"] {
+        for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
             assert!(wrong.parse::<Place>().is_err(), "{wrong}");
         }
     }
@@ -236,5 +260,49 @@ mod tests {
             newest(Kind::Interactions, dir.path(), None, 5, |_| Verdict::Take).unwrap().lines.len(),
             0
         );
+    }
+
+    #[test]
+    fn a_cursor_beyond_the_end_or_of_a_file_that_came_later_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit.jsonl");
+        fs::write(&path, "1\n2\n3\n").unwrap();
+        let cursor = newest(Kind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
+        let of = |cursor| newest(Kind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        assert_eq!(of(cursor).unwrap().lines, ["2", "1"]);
+        fs::write(&path, "1\n").unwrap();
+        assert!(matches!(of(cursor), Err(PageError::Gone)), "the file is shorter");
+        // The inode alone says nothing: it may be another file's by now.
+        fs::write(&path, "4\n5\n6\n").unwrap();
+        let text = cursor.to_string();
+        let mut numbers = text.split('-');
+        let (inode, born) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
+        assert!(born > 0, "this file system tells births");
+        let earlier = format!("{inode}-{}-4", born - 1).parse().unwrap();
+        assert!(matches!(of(earlier), Err(PageError::Gone)));
+    }
+
+    #[test]
+    fn no_page_reads_more_than_its_share_however_long_a_line_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit.jsonl");
+        // 200 MiB without a line's end, almost none of it on the disk; then a long line, then what nobody has ended.
+        fs::write(&path, "first\n").unwrap();
+        let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
+        file.set_len(200 << 20).unwrap();
+        let long = "x".repeat(LONGEST_LINE - 10);
+        std::io::Write::write_all(&mut file, format!("\nsecond\n{long}\nlast\nhalf").as_bytes()).unwrap();
+        file.set_len(file.metadata().unwrap().len() + (50 << 20)).unwrap();
+        let (mut found, mut before, mut pages) = (Vec::new(), None, 0);
+        loop {
+            let page = newest(Kind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
+            found.extend(page.lines.iter().map(|line| (line.len(), line.chars().next())));
+            (before, pages) = (page.next, pages + 1);
+            if before.is_none() {
+                break;
+            }
+        }
+        assert_eq!(found, [(4, Some('l')), (long.len(), Some('x')), (6, Some('s')), (5, Some('f'))]);
+        assert!((12..40).contains(&pages), "{pages} pages of at most 16 MiB");
     }
 }

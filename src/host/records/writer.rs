@@ -1,5 +1,5 @@
 //! The one writer of the kernel's records. Whoever has a line puts it into memory and goes on; a thread brings what is
-//! there to the disk.
+//! there to the disk, and another makes it durable.
 //!
 //! What is accepted is written in order: it is lost only with the process, and then it is at most [`FLUSH`] old. The memory
 //! is bounded. A line that has no room is refused, counted, and told by a gap in its record where the next one goes.
@@ -7,11 +7,15 @@
 //! nothing; a disk that is full is tried again until it is not.
 
 mod file;
+mod queue;
+mod sync;
 
 use std::cell::RefCell;
-use std::path::PathBuf;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,8 +23,10 @@ use jiff::Timestamp;
 use jiff::civil::Date;
 use serde::Serialize;
 
+pub use self::file::Extent;
 use self::file::{Appended, Form};
-use super::entry::{Gap, GapLine};
+use self::queue::{Replacement, Thread, Waiting};
+use self::sync::{Durably, Syncer, Unsynced};
 use super::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use crate::chain::chain;
 use crate::clock;
@@ -31,8 +37,8 @@ pub const FLUSH: Duration = Duration::from_millis(50);
 const ENOUGH: usize = 256 << 10;
 /// What is accepted and not written yet has at most this many bytes.
 pub const MOST_BYTES: usize = 16 << 20;
-/// So many pieces of memory are kept for lines to come.
-const SPARES: usize = 4;
+/// So often the thread looks again by itself before it sleeps until it is woken: to wake it takes longer than to accept a line.
+const LOOKS: u32 = 20;
 /// A disk that refused is asked again after this.
 const AGAIN: Duration = Duration::from_millis(500);
 /// What was written is made durable this often.
@@ -79,31 +85,6 @@ impl Record {
 #[error("the records' memory is full: the disk does not take them")]
 pub struct NoRoom;
 
-/// Lines of one record that are accepted and not written yet.
-#[derive(Default)]
-struct Queue {
-    lines: Vec<u8>,
-    lost: u64,
-    since: Option<Timestamp>,
-}
-
-#[derive(Default)]
-struct Waiting {
-    /// Few: they are looked through.
-    queues: Vec<(Record, Queue)>,
-    bytes: usize,
-    /// What the thread has taken and not written yet; of which record, where the disk refused it.
-    taken: usize,
-    refused: Vec<(Record, usize)>,
-    /// Memory of lines that are written, for those to come.
-    spare: Vec<Vec<u8>>,
-    stop: bool,
-    /// The thread has ended: nobody writes any more.
-    ended: bool,
-    flushes_asked: u64,
-    flushes_done: u64,
-}
-
 struct Shared {
     logs: PathBuf,
     waiting: Mutex<Waiting>,
@@ -111,13 +92,15 @@ struct Shared {
     flushed: Condvar,
     /// The disk refuses.
     is_stuck: AtomicBool,
+    syncer: Syncer,
 }
 
 /// What the thread takes at once.
 struct Taken {
-    lines: Vec<(Record, Vec<u8>)>,
+    lines: Vec<(Record, Vec<Vec<u8>>)>,
     /// A flush that is waited for.
     asked: Option<u64>,
+    replacement: Option<Replacement>,
     stop: bool,
 }
 
@@ -125,29 +108,40 @@ struct Taken {
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
 
-/// The thread. Dropped, it ends after the last line is written, or given up.
+/// The threads. Dropped, they end after the last line is written and durable, or given up.
 pub struct Writer {
     records: Records,
-    thread: Option<JoinHandle<()>>,
+    writes: Option<JoinHandle<()>>,
+    syncs: Option<JoinHandle<()>>,
 }
 
 impl Writer {
-    /// Starts the thread; files are in `logs`.
+    /// Starts the threads; files are in `logs`.
     ///
     /// # Errors
     /// When there can be no thread.
     pub fn start(logs: PathBuf) -> std::io::Result<Self> {
+        Self::begin(logs, Box::new(File::sync_data))
+    }
+
+    fn begin(logs: PathBuf, durably: Durably) -> std::io::Result<Self> {
         let shared = Shared {
             logs,
             waiting: Mutex::default(),
             wake: Condvar::new(),
             flushed: Condvar::new(),
             is_stuck: AtomicBool::new(false),
+            syncer: Syncer::default(),
         };
         let records = Records(Arc::new(shared));
+        let mut writer = Self { records: records.clone(), writes: None, syncs: None };
+        let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let work = records.clone();
-        let thread = std::thread::Builder::new().name("records".to_owned()).spawn(move || work.0.write())?;
-        Ok(Self { records, thread: Some(thread) })
+        writer.syncs = Some(thread("records-sync").spawn(move || {
+            work.0.syncer.work(&durably, |flush| work.0.done(flush));
+        })?);
+        writer.writes = Some(thread("records").spawn(move || records.0.write())?);
+        Ok(writer)
     }
 
     pub fn records(&self) -> Records {
@@ -157,12 +151,19 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        self.records.0.lock().stop = true;
-        self.records.0.wake.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // A panic in it has been told by its own message.
-            let _ = thread.join();
+        let shared = &self.records.0;
+        shared.lock().stop = true;
+        shared.wake.notify_all();
+        // A panic in a thread has been told by its own message.
+        if let Some(writes) = self.writes.take() {
+            let _ = writes.join();
         }
+        shared.syncer.stop();
+        if let Some(syncs) = self.syncs.take() {
+            let _ = syncs.join();
+        }
+        shared.lock().thread = Thread::Ended;
+        shared.flushed.notify_all();
     }
 }
 
@@ -194,34 +195,29 @@ impl Records {
     }
 
     fn accept(&self, record: Record, line: &[u8]) -> Result<(), NoRoom> {
-        let mut waiting = self.0.lock();
-        let was_empty = waiting.bytes == 0;
-        let refused = waiting.refused.iter().find(|(of, _)| *of == record).map_or(0, |(_, bytes)| *bytes);
-        let has_room = !waiting.stop && waiting.bytes + waiting.taken + line.len() <= MOST_BYTES;
-        let at = waiting.queues.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
-            let lines = waiting.spare.pop().unwrap_or_default();
-            waiting.queues.push((record, Queue { lines, ..Queue::default() }));
-            waiting.queues.len() - 1
-        });
-        let queue = &mut waiting.queues[at].1;
-        if !has_room || queue.lines.len() + refused + line.len() > record.share() {
-            queue.lost += 1;
-            queue.since.get_or_insert_with(clock::now_ms);
-            return Err(NoRoom);
-        }
-        let before = queue.lines.len();
-        if let Some(gap) = queue.gap(record) {
-            queue.lines.extend_from_slice(&gap);
-        }
-        queue.lines.extend_from_slice(line);
-        let grown = queue.lines.len() - before;
-        waiting.bytes += grown;
-        let is_enough = waiting.bytes >= ENOUGH && waiting.bytes - grown < ENOUGH;
-        drop(waiting);
-        if was_empty || is_enough {
+        let wakes = self.0.lock().accept(record, line)?;
+        if wakes {
             self.0.wake.notify_one();
         }
         Ok(())
+    }
+
+    /// Puts a file, which is durable, in a record's place between two of its lines, where the record is still what it was:
+    /// whoever made it holds off those that have lines for it. `false` where something came all the same.
+    ///
+    /// # Errors
+    /// The files'; the record is then what it was.
+    pub fn replace(&self, record: Record, by: PathBuf, was: Extent) -> std::io::Result<bool> {
+        let (answer, answered) = mpsc::sync_channel(1);
+        {
+            let mut waiting = self.0.lock();
+            if waiting.stop || waiting.replacement.is_some() {
+                return Ok(false);
+            }
+            waiting.replacement = Some(Replacement { record, by, was, answer });
+        }
+        self.0.wake.notify_one();
+        answered.recv().unwrap_or(Ok(false))
     }
 
     /// Waits until all that was accepted before is on the disk, and durable; `false` where the disk does not take it in
@@ -234,7 +230,7 @@ impl Records {
         let end = Instant::now() + within;
         while waiting.flushes_done < mine {
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || waiting.ended {
+            if left.is_zero() || waiting.thread == Thread::Ended {
                 return false;
             }
             waiting = self.0.flushed.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -249,27 +245,7 @@ impl Records {
 
     /// Bytes that are accepted and not written yet.
     pub fn waiting_bytes(&self) -> usize {
-        let waiting = self.0.lock();
-        waiting.bytes + waiting.taken
-    }
-}
-
-impl Queue {
-    /// The line that tells of what had no room.
-    fn gap(&mut self, record: Record) -> Option<Vec<u8>> {
-        let since = self.since.take()?;
-        let lost = std::mem::take(&mut self.lost);
-        let timestamp = clock::now_ms();
-        let mut line = match record {
-            Record::Activity => {
-                let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
-                format!("{now} {lost} lines had no room since {since}").into_bytes()
-            }
-            _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since } })
-                .expect("plain fields are JSON"),
-        };
-        line.push(b'\n');
-        Some(line)
+        self.0.lock().bytes()
     }
 }
 
@@ -281,86 +257,108 @@ impl Shared {
     /// The thread's work.
     fn write(&self) {
         let mut files: Vec<(Record, Appended)> = Vec::new();
-        let mut synced = Instant::now();
+        let mut handed = Instant::now();
         loop {
-            let Taken { lines, asked, stop } = self.take(files.iter().any(|(_, file)| !file.is_synced()));
-            for (record, lines) in lines {
-                file_of(&mut files, record, &self.logs).take(lines);
+            let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
+            let Taken { lines, asked, replacement, stop } = self.take(is_dirty.then(|| handed + SYNC));
+            for (record, pieces) in lines {
+                let file = file_of(&mut files, record, &self.logs);
+                pieces.into_iter().for_each(|piece| file.take(piece));
             }
             files.sort_by_key(|(record, _)| *record);
             let written = self.bring(&mut files, stop);
             self.give_back(&mut files);
-            let mut is_durable = true;
-            if stop || asked.is_some() || synced.elapsed() >= SYNC {
-                for (_, file) in &mut files {
-                    file.sync();
-                    is_durable &= file.is_synced();
-                }
-                synced = Instant::now();
+            let directory = replacement.and_then(|replacement| self.put(replacement, &mut files));
+            let asked = asked.filter(|_| written);
+            if stop || asked.is_some() || handed.elapsed() >= SYNC {
+                let mut unsynced: Vec<Unsynced> =
+                    files.iter_mut().flat_map(|(_, file)| file.unsynced()).collect();
+                unsynced.extend(directory);
+                self.syncer.hand(unsynced, asked);
+                handed = Instant::now();
+            } else if let Some(directory) = directory {
+                self.syncer.hand(vec![directory], None);
             }
-            files.retain(|(_, file)| file.left() > 0 || !file.is_synced());
-            if let Some(asked) = asked.filter(|_| written && is_durable) {
-                self.lock().flushes_done = asked;
-                self.flushed.notify_all();
+            if let Some(asked) = asked {
+                self.lock().flushes_written = asked;
             }
+            files.retain(|(_, file)| file.left() > 0 || file.is_dirty());
             if stop {
-                self.lock().ended = true;
-                self.flushed.notify_all();
                 return;
             }
-            if !(written && is_durable) {
+            if !written {
                 self.pause();
             }
         }
     }
 
-    /// Waits for lines, lets them gather, and takes them.
-    fn take(&self, unsynced: bool) -> Taken {
+    /// A flush is durable.
+    fn done(&self, flush: u64) {
         let mut waiting = self.lock();
-        let asks = |waiting: &Waiting| waiting.stop || waiting.flushes_asked > waiting.flushes_done;
-        let has_gap = |waiting: &Waiting| waiting.queues.iter().any(|(_, queue)| queue.since.is_some());
-        while waiting.bytes == 0 && waiting.taken == 0 && !asks(&waiting) && !has_gap(&waiting) {
-            if unsynced {
-                let (next, timeout) =
-                    self.wake.wait_timeout(waiting, SYNC).unwrap_or_else(PoisonError::into_inner);
-                waiting = next;
-                if timeout.timed_out() {
+        waiting.flushes_done = waiting.flushes_done.max(flush);
+        self.flushed.notify_all();
+    }
+
+    /// Waits for lines, lets them gather, and takes them; at the latest when something is to be synced.
+    fn take(&self, sync_at: Option<Instant>) -> Taken {
+        let mut waiting = self.gathered(self.lock(), sync_at);
+        waiting.thread = Thread::Writing;
+        let lines = waiting.take();
+        let asked = (waiting.flushes_asked > waiting.flushes_written).then_some(waiting.flushes_asked);
+        Taken { lines, asked, replacement: waiting.replacement.take(), stop: waiting.stop }
+    }
+
+    fn gathered<'a>(
+        &self,
+        mut waiting: MutexGuard<'a, Waiting>,
+        sync_at: Option<Instant>,
+    ) -> MutexGuard<'a, Waiting> {
+        let is_due = || sync_at.is_some_and(|at| Instant::now() >= at);
+        let mut looks = 0;
+        loop {
+            waiting.thread = Thread::Looking;
+            // What was accepted since the last look is at most this old then.
+            let end = Instant::now() + FLUSH;
+            while !waiting.is_enough() && !waiting.asks() {
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
                     break;
                 }
-            } else {
-                waiting = self.wake.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+                waiting = self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
             }
-        }
-        let end = Instant::now() + FLUSH;
-        while waiting.bytes > 0 && waiting.bytes < ENOUGH && !asks(&waiting) {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
+            if waiting.has_work() || is_due() {
+                return waiting;
             }
-            waiting = self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+            looks += 1;
+            if looks < LOOKS {
+                continue;
+            }
+            waiting.thread = Thread::Asleep;
+            while waiting.thread == Thread::Asleep && !waiting.has_work() && !is_due() {
+                waiting = match sync_at {
+                    Some(at) => {
+                        let left = at.saturating_duration_since(Instant::now());
+                        self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0
+                    }
+                    None => self.wake.wait(waiting).unwrap_or_else(PoisonError::into_inner),
+                };
+            }
+            looks = 0;
         }
-        if waiting.taken == 0 {
-            // The disk takes what there is: what had no room is told, whether more comes or not.
-            let gaps = waiting.queues.iter_mut().filter_map(|(record, queue)| {
-                let gap = queue.gap(*record)?;
-                queue.lines.extend_from_slice(&gap);
-                Some(gap.len())
-            });
-            let told: usize = gaps.sum();
-            waiting.bytes += told;
-        }
-        waiting.taken += waiting.bytes;
-        waiting.bytes = 0;
-        let lines = waiting
-            .queues
-            .iter_mut()
-            .filter(|(_, queue)| !queue.lines.is_empty())
-            .map(|(record, queue)| (*record, std::mem::take(&mut queue.lines)))
-            .collect();
-        // A record gets its next memory with its next line; of days that are over nothing is kept.
-        waiting.queues.retain(|(_, queue)| queue.since.is_some());
-        let asked = (waiting.flushes_asked > waiting.flushes_done).then_some(waiting.flushes_asked);
-        Taken { lines, asked, stop: waiting.stop }
+    }
+
+    /// Puts a file in a record's place; the directory, which is then to be made durable.
+    fn put(&self, replacement: Replacement, files: &mut [(Record, Appended)]) -> Option<Unsynced> {
+        let Replacement { record, by, was, answer } = replacement;
+        let is_behind = files.iter().any(|(of, file)| *of == record && file.left() > 0);
+        let path = self.logs.join(record.file_name());
+        let put = if is_behind { Ok(false) } else { file::replace(&path, &by, was) };
+        let is_put = matches!(put, Ok(true));
+        // Whoever asked may have gone.
+        let _ = answer.send(put);
+        let directory = File::open(&self.logs).ok().filter(|_| is_put)?;
+        let inode = directory.metadata().ok()?.ino();
+        Some(Unsynced::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
     /// Writes what there is, and says once where that ends or begins to go wrong.
@@ -392,35 +390,21 @@ impl Shared {
         false
     }
 
-    /// The memory of what is written, and how much is not.
     fn give_back(&self, files: &mut [(Record, Appended)]) {
-        let mut waiting = self.lock();
-        waiting.taken = files.iter().map(|(_, file)| file.left()).sum();
-        waiting.refused.clear();
-        let left = files.iter().filter(|(_, file)| file.left() > 0);
-        waiting.refused.extend(left.map(|(record, file)| (*record, file.left())));
-        for (_, file) in files {
-            for mut lines in file.finished() {
-                if waiting.spare.len() < SPARES && lines.capacity() <= 4 * ENOUGH {
-                    lines.clear();
-                    waiting.spare.push(lines);
-                }
-            }
-        }
+        let left = files.iter().map(|(record, file)| (*record, file.left())).filter(|(_, left)| *left > 0);
+        let left = left.collect();
+        let pieces = files.iter_mut().flat_map(|(_, file)| file.finished());
+        self.lock().give_back(left, pieces);
     }
 
     fn pause(&self) {
-        let idle = |waiting: &mut Waiting| waiting.bytes == 0 && !waiting.stop;
+        let idle = |waiting: &mut Waiting| waiting.is_empty() && !waiting.stop;
         let waited = self.wake.wait_timeout_while(self.lock(), AGAIN, idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-fn file_of<'a>(
-    files: &'a mut Vec<(Record, Appended)>,
-    record: Record,
-    logs: &std::path::Path,
-) -> &'a mut Appended {
+fn file_of<'a>(files: &'a mut Vec<(Record, Appended)>, record: Record, logs: &Path) -> &'a mut Appended {
     let at = files.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
         files.push((record, Appended::new(logs.join(record.file_name()), record.form())));
         files.len() - 1

@@ -32,6 +32,7 @@ pub mod checkers;
 pub mod child;
 pub mod deb;
 pub mod dev;
+pub mod disk;
 pub mod fetch;
 pub mod idp;
 pub mod lab;

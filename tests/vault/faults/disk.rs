@@ -1,14 +1,11 @@
 //! A disk that is full, at each thing that is written: a small file system is mounted where it goes. The run ends with a clear
 //! error, nothing is half switched, and with room again the next run works.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::child;
+use kit::disk::SmallDisk;
 use kit::long::Figures;
 
 use super::super::gate::{is_restored, is_untouched, old_and_new, reset};
@@ -16,73 +13,9 @@ use super::super::machine::{self, Ended, Machine, Running, until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
 
-const DEADLINE: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
 /// Runs keep 64 MiB free.
 const ROOM: u64 = 160;
-
-/// A file system of its own, with what was at its place before.
-struct SmallDisk {
-    place: PathBuf,
-}
-
-impl SmallDisk {
-    /// `None` where nothing can be mounted; said by name.
-    fn at(place: PathBuf, mib: u64) -> Result<Option<Self>> {
-        if !nix::unistd::geteuid().is_root() {
-            println!("SKIPPED: only root can mount a small disk at {}", place.display());
-            return Ok(None);
-        }
-        fs::create_dir_all(&place)?;
-        let before = tempfile::tempdir()?;
-        copy(&place, before.path())?;
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&place);
-        if let Err(error) = child::run(mount, DEADLINE) {
-            println!("SKIPPED: no small disk can be mounted here: {error:#}");
-            return Ok(None);
-        }
-        let disk = Self { place };
-        copy(before.path(), &disk.place)?;
-        Ok(Some(disk))
-    }
-
-    fn filler(&self) -> PathBuf {
-        self.place.join("filler")
-    }
-
-    /// Leaves so many bytes.
-    fn fill(&self, left: u64) -> Result<()> {
-        let mut file = File::create(self.filler())?;
-        let piece = vec![0; 4096];
-        while fs4::available_space(&self.place)? > left {
-            // Full a page earlier than it says is full, too.
-            if file.write_all(&piece).is_err() {
-                break;
-            }
-        }
-        Ok(())
-    }
-
-    fn empty(&self) -> Result<()> {
-        Ok(svc::fsx::remove_if_there(&self.filler())?)
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let mut umount = Command::new("umount");
-        umount.arg("-l").arg(&self.place);
-        child::run(umount, DEADLINE).ok();
-    }
-}
-
-/// All that is in one directory into another.
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    let mut copy = Command::new("cp");
-    copy.arg("-a").arg(from.join(".")).arg(to);
-    child::run(copy, DEADLINE).map(|_| ())
-}
 
 async fn end(running: Running) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?

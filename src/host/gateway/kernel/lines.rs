@@ -17,7 +17,7 @@ use super::Kernel;
 use crate::chain::chain;
 use crate::host::gateway::bridge;
 use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
-use crate::host::records::files::{Kind, Place};
+use crate::host::records::files::{Kind, Place, Places};
 use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
 use crate::http::fields::Fields;
@@ -180,14 +180,14 @@ pub async fn follow(
     })))
 }
 
-fn resumed(headers: &HeaderMap) -> Result<Option<Place>, Problem> {
+fn resumed(headers: &HeaderMap) -> Result<Option<Places>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let place = value.to_str().ok().and_then(|text| text.parse().ok());
-    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event, which has two numbers");
+    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event");
     place.map(Some).ok_or_else(wrong)
 }
 
-fn id(place: Option<Place>) -> String {
+fn id(place: Option<Places>) -> String {
     place.map(|place| format!("id: {place}\n")).unwrap_or_default()
 }
 
@@ -243,7 +243,7 @@ impl Listener {
         }
     }
 
-    fn event(&self, place: Place, line: &str) -> Option<Bytes> {
+    fn event(&self, place: Places, line: &str) -> Option<Bytes> {
         let entry = entry(self.shown, line)?;
         let is_wanted = self.filter.judge(&entry) == Verdict::Take;
         is_wanted.then(|| Bytes::from(format!("{}data: {}\n\n", id(Some(place)), Value::Object(entry))))

@@ -88,6 +88,10 @@ impl Kernel {
         })
     }
 
+    pub fn records(&self) -> &Records {
+        &self.records
+    }
+
     /// What is known of the owner's settings now.
     pub fn settings(&self) -> Arc<Settings> {
         self.settings.current(|settings, period| self.already(settings, period))

@@ -39,10 +39,13 @@ const CURSOR: Parameter = Parameter {
 const AFTER: Parameter = Parameter {
     name: "Last-Event-ID",
     place: Place::Header,
-    schema: || matching("^((0|[1-9][0-9]*)-(0|[1-9][0-9]*))?$"),
+    schema: || matching(PLACES),
     about: "Go on after this event.",
 };
-const PLACE: &str = "^(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})$";
+const PLACE: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
+/// One or two of them, or none.
+const PLACES: &str =
+    "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
 const EVENTS: Answer = Answer {
     status: 200,
@@ -272,7 +275,16 @@ pub fn told_storage() -> Value {
             ("logsBytes", count()),
             ("databaseBytes", count()),
         ],
-        &[],
+        // Of lines of an earlier release there are neither.
+        &[
+            ("diskBytes", count()),
+            ("diskFreeBytes", count()),
+            (
+                "apps",
+                array(line(&[("slug", text()), ("filesBytes", count()), ("databaseBytes", count())], &[])),
+            ),
+            ("unreadable", count()),
+        ],
     )
 }
 

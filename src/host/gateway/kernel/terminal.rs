@@ -32,6 +32,9 @@ pub struct UsageArgs {
     /// The last day
     #[arg(long, value_name = "DAY")]
     until: Option<Date>,
+    /// As GET /api/usage answers
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -79,8 +82,12 @@ impl From<Which> for Kind {
 /// [`Failure`].
 pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     let ledger = book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
-    let UsageArgs { by, user, since, until } = args;
+    let UsageArgs { by, user, since, until, json } = args;
     let report = ledger.report(&Asked { user_id: user, start: since, end: until, group_by: by });
+    if json {
+        let text = serde_json::to_string(&report).or_exit(Exit::Internal)?;
+        return print(&format!("{text}\n")).map(|_| ());
+    }
     let head = match by {
         GroupBy::Day => "day",
         GroupBy::Week => "week from",

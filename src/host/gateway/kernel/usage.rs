@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use crate::host::gateway::state::Gateway;
-use crate::host::records::ledger::{Asked, GroupBy};
+use crate::host::records::ledger::{Asked, GroupBy, Report};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, Parameter, Place, array, count, number, object, one_of, text, text_to,
@@ -24,20 +24,14 @@ pub const LONGEST_SENDER: usize = 256;
 async fn usage(
     State(gateway): State<Arc<Gateway>>,
     RawQuery(query): RawQuery,
-) -> Result<Json<Value>, Problem> {
+) -> Result<Json<Report>, Problem> {
     let asked = asked(&query.unwrap_or_default())?;
     gateway.kernel.ready().await?;
     // Years of many users take a moment.
     let kernel = Arc::clone(&gateway.kernel);
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&asked))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;
-    Ok(Json(json!({
-        "totalCost": report.total.cost,
-        "totalTokensIn": report.total.tokens_in,
-        "totalTokensOut": report.total.tokens_out,
-        "totalDispatches": report.total.dispatches,
-        "entries": report.entries,
-    })))
+    Ok(Json(report))
 }
 
 fn asked(query: &str) -> Result<Asked, Problem> {

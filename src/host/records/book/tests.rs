@@ -158,3 +158,68 @@ fn what_is_no_line_of_its_record_is_left_out() {
     let (_writer, book) = place.open();
     assert_eq!(book.report(&Asked::default()), Report::default());
 }
+
+#[test]
+fn usage_with_many_lines_for_few_keys_is_written_anew_and_says_the_same() {
+    let place = Place::new();
+    let (writer, book) = place.open();
+    for turn in 0..40 {
+        for n in 0..6 {
+            book.record(day("2026-11-22"), &interaction(turn * 6 + n)).unwrap();
+        }
+        book.write();
+    }
+    let before = book.report(&Asked::default());
+    assert!(writer.records().flush(Duration::from_secs(20)));
+    assert_eq!(place.read("usage.jsonl").lines().count(), 240);
+    book.compact();
+    assert_eq!(place.read("usage.jsonl").lines().count(), 6);
+    assert!(!place.logs().join(NEW_USAGE).exists());
+    book.record(day("2026-11-22"), &interaction(0)).unwrap();
+    book.seal();
+    assert_eq!(place.read("usage.jsonl").lines().count(), 7);
+    drop((book, writer));
+    // What a run that was cut off left is nothing.
+    fs::write(place.logs().join(NEW_USAGE), "{\"version\":1,\"da").unwrap();
+    fs::remove_file(place.logs().join("interactions-2026-11-22.jsonl")).unwrap();
+    let (_writer, book) = place.open();
+    assert_eq!(book.report(&Asked::default()).total.cost, before.total.cost + interaction(0).cost);
+    assert!(!place.logs().join(NEW_USAGE).exists());
+}
+
+#[test]
+fn usage_is_written_anew_by_itself_once_most_of_its_lines_say_nothing() {
+    let place = Place::new();
+    fs::create_dir_all(place.logs()).unwrap();
+    let line = r#"{"version":1,"date":"2026-01-02","userId":"u","model":"m","cost":0.5,"tokensIn":1,"tokensOut":1,"dispatches":1,"seq":1}"#;
+    let text = format!("{line}\n").repeat(usize::try_from(MOST_SPENT_LINES).unwrap() + 2);
+    fs::write(place.logs().join("usage.jsonl"), &text).unwrap();
+    let (_writer, book) = place.open();
+    book.write();
+    assert_eq!(place.read("usage.jsonl"), text, "there are not more than may be");
+    for _ in 0..3 {
+        book.record(day("2026-01-02"), &interaction(1)).unwrap();
+        book.write();
+    }
+    assert_eq!(place.read("usage.jsonl").lines().count(), 2);
+    let three = Dollars::from_nanos(3 * interaction(1).cost.nanos());
+    assert_eq!(cost(&book), Dollars::from_nanos(500_000_000) + three);
+}
+
+#[test]
+fn a_line_without_an_end_is_not_held_in_memory() {
+    let place = Place::new();
+    fs::create_dir_all(place.logs()).unwrap();
+    let path = place.logs().join("interactions-2026-11-22.jsonl");
+    let file = fs::File::create(&path).unwrap();
+    // Almost nothing of it is on the disk.
+    file.set_len(100 << 20).unwrap();
+    let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
+    file.write_all(b"\n").unwrap();
+    serde_json::to_writer(&file, &interaction(5)).unwrap();
+    let mut longest = 0;
+    each_line(&path, |line| longest = longest.max(line.len())).unwrap();
+    assert!(longest as u64 <= LONGEST_LINE, "{longest}");
+    let (_writer, book) = place.open();
+    assert_eq!(cost(&book), interaction(5).cost);
+}

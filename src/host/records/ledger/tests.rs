@@ -69,15 +69,16 @@ fn a_line_is_written_once_and_reads_back() {
     let mut ledger = Ledger::default();
     ledger.count(date("2026-11-22"), "ada", "big", &cents(1));
     ledger.count(date("2026-11-22"), "ada", "big", &cents(2));
-    let lines = ledger.lines();
-    let text = serde_json::to_string(&lines[0]).unwrap();
+    let text = serde_json::to_string(&ledger.lines().next().unwrap()).unwrap();
     assert_eq!(
         text,
         r#"{"version":1,"date":"2026-11-22","userId":"ada","model":"big","cost":0.03,"tokensIn":20,"tokensOut":2,"dispatches":2,"seq":2}"#
     );
-    assert_eq!(serde_json::from_str::<UsageLine>(&text).unwrap(), lines[0]);
-    ledger.settle(&lines[0]);
-    assert!(ledger.lines().is_empty());
+    let read = serde_json::from_str::<UsageLine<'_>>(&text).unwrap();
+    assert_eq!(Some(&read), ledger.lines().next().as_ref());
+    ledger.settle(&read);
+    assert_eq!(ledger.lines().count(), 0);
+    assert_eq!(ledger.lines_of(date("2026-11-22")).next(), Some(read));
 }
 
 /// What happens: dispatches end, lines are written, and now and then the process dies and begins anew from what is there.
@@ -90,6 +91,8 @@ enum Event {
         nanos: u64,
     },
     Written,
+    /// `usage.jsonl` is written anew, with all that is known.
+    Compacted,
     /// The last lines of `usage.jsonl` are not there after it.
     Died {
         lines_lost: usize,
@@ -97,10 +100,16 @@ enum Event {
     },
 }
 
+fn owned(line: UsageLine<'_>) -> UsageLine<'static> {
+    let (user_id, model) = (line.user_id.into_owned().into(), line.model.into_owned().into());
+    UsageLine { user_id, model, ..line }
+}
+
 fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         8 => (0_u8..4, 0_u8..3, 0_u8..3, 0_u64..3_000_000_000).prop_map(|(day, user, model, nanos)| Event::Ended { day, user, model, nanos }),
         2 => Just(Event::Written),
+        1 => Just(Event::Compacted),
         1 => (0_usize..4, 0_usize..4).prop_map(|(lines_lost, interactions_lost)| Event::Died { lines_lost, interactions_lost }),
     ]
 }
@@ -110,7 +119,7 @@ proptest! {
     fn totals_are_the_sum_of_the_interactions_after_any_crash(events in prop::collection::vec(event(), 0..60)) {
         let day = |n: u8| date("2026-11-20").checked_add(jiff::Span::new().days(n)).unwrap();
         let mut interactions: Vec<(Date, String, String, Totals)> = Vec::new();
-        let mut file: Vec<UsageLine> = Vec::new();
+        let mut file: Vec<UsageLine<'static>> = Vec::new();
         let mut ledger = Ledger::default();
         for event in events {
             match event {
@@ -120,10 +129,12 @@ proptest! {
                     interactions.push((day(n), format!("u{user}"), format!("m{model}"), one));
                 }
                 Event::Written => {
-                    for line in ledger.lines() {
-                        ledger.settle(&line);
-                        file.push(line);
-                    }
+                    let lines: Vec<_> = ledger.lines().map(owned).collect();
+                    ledger.written(lines.len());
+                    file.extend(lines);
+                }
+                Event::Compacted => {
+                    file = ledger.dates().into_iter().flat_map(|date| ledger.lines_of(date)).map(owned).collect();
                 }
                 Event::Died { lines_lost, interactions_lost } => {
                     file.truncate(file.len().saturating_sub(lines_lost));
@@ -132,7 +143,9 @@ proptest! {
                     file.iter().for_each(|line| ledger.settle(line));
                     for n in 0..4 {
                         let of_day = interactions.iter().filter(|(date, ..)| *date == day(n));
-                        ledger.recount(day(n), of_day.map(|(_, user, model, one)| (&**user, &**model, *one)));
+                        let mut counted = ledger.recount(day(n));
+                        of_day.for_each(|(_, user, model, one)| ledger.counted(&mut counted, user, model, one));
+                        ledger.recounted(counted);
                     }
                 }
             }
@@ -141,7 +154,7 @@ proptest! {
             // And what would be read, were all lines written now.
             let mut read = Ledger::default();
             let mut lines = file.clone();
-            lines.extend(ledger.lines());
+            lines.extend(ledger.lines().map(owned));
             lines.iter().for_each(|line| read.settle(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
                 let asked = Asked { group_by, ..Asked::default() };

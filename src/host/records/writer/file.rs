@@ -4,10 +4,12 @@ use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nix::fcntl::OFlag;
 
+use super::sync::Unsynced;
 use crate::fsx::FileError;
 use crate::host::jsonl;
 
@@ -29,13 +31,31 @@ pub struct Appended {
     done: usize,
     /// The file that was last written, and how long it was then: another one, or another length, has another's tail.
     last: Option<Last>,
-    is_synced: bool,
+    /// What was written to `last` may be lost where the power goes.
+    is_dirty: bool,
+    /// Files that had this name before, with the same.
+    left_behind: Vec<Unsynced>,
 }
 
 struct Last {
-    file: File,
-    inode: u64,
-    length: u64,
+    file: Arc<File>,
+    extent: Extent,
+}
+
+/// Which file it is, and how long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    pub inode: u64,
+    pub length: u64,
+}
+
+impl Extent {
+    /// # Errors
+    /// The file's.
+    pub fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        Ok(Self { inode: meta.ino(), length: meta.len() })
+    }
 }
 
 impl Appended {
@@ -48,7 +68,8 @@ impl Appended {
             left: 0,
             done: 0,
             last: None,
-            is_synced: true,
+            is_dirty: false,
+            left_behind: Vec::new(),
         }
     }
 
@@ -68,8 +89,9 @@ impl Appended {
         self.left
     }
 
-    pub fn is_synced(&self) -> bool {
-        self.is_synced
+    /// Something was written that was not handed over by [`Appended::unsynced`].
+    pub fn is_dirty(&self) -> bool {
+        self.is_dirty || !self.left_behind.is_empty()
     }
 
     /// Writes all of it.
@@ -87,11 +109,11 @@ impl Appended {
         let mut last = self.opened()?;
         let end = loop {
             let Some(piece) = self.pieces.front() else { break Ok(()) };
-            match last.file.write(&piece[self.done..]) {
+            match (&*last.file).write(&piece[self.done..]) {
                 Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => {
-                    self.is_synced = false;
-                    last.length += written as u64;
+                    self.is_dirty = true;
+                    last.extent.length += written as u64;
                     self.left -= written;
                     self.done += written;
                     if self.done == piece.len() {
@@ -115,23 +137,23 @@ impl Appended {
         let mut options = OpenOptions::new();
         options.create(true).read(true).append(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
         let mut file = options.open(&self.path)?;
-        let meta = file.metadata()?;
+        let extent = Extent::of(&file)?;
         if let Some(last) = self.last.take() {
-            if (last.inode, last.length) == (meta.ino(), meta.len()) {
+            if last.extent == extent {
                 return Ok(last);
             }
             // What was written is made durable, wherever it went.
-            self.told(last.file.sync_data());
+            self.leave(last);
         }
         // A line that was begun in another file is written whole here.
         self.back_to_line();
         let missing = match self.form {
             Form::Json => jsonl::repair(&mut file)?,
-            Form::Text => line_end(&file, meta.len())?,
+            Form::Text => line_end(&file, extent.length)?,
         };
         file.write_all(missing)?;
-        let length = file.metadata()?.len();
-        Ok(Last { file, inode: meta.ino(), length })
+        let extent = Extent::of(&file)?;
+        Ok(Last { file: Arc::new(file), extent })
     }
 
     fn back_to_line(&mut self) {
@@ -141,22 +163,34 @@ impl Appended {
         self.done = begun;
     }
 
-    /// Makes what was written durable, and lets go of the file.
-    pub fn sync(&mut self) {
-        let Some(last) = &self.last else { return };
-        let synced = last.file.sync_data();
-        self.is_synced = synced.is_ok();
-        self.told(synced);
-        if self.left == 0 && self.is_synced {
-            self.last = None;
+    fn leave(&mut self, last: Last) {
+        if std::mem::take(&mut self.is_dirty) {
+            let Last { file, extent } = last;
+            self.left_behind.push(Unsynced::new(self.path.clone(), extent.inode, file));
         }
     }
 
-    fn told(&self, synced: io::Result<()>) {
-        if let Err(error) = synced {
-            tracing::warn!(path = %self.path.display(), %error, "could not sync a record");
+    /// The files that are to be made durable, for whoever does that. Lets go of them.
+    pub fn unsynced(&mut self) -> Vec<Unsynced> {
+        if let Some(last) = self.last.take() {
+            let again = (self.left > 0).then(|| Last { file: Arc::clone(&last.file), ..last });
+            self.leave(last);
+            self.last = again;
         }
+        std::mem::take(&mut self.left_behind)
     }
+}
+
+/// Puts a file in the place of one that is still what it was; `false` where it is not.
+///
+/// # Errors
+/// The files'.
+pub fn replace(path: &Path, by: &Path, was: Extent) -> io::Result<bool> {
+    if Extent::of(&File::open(path)?)? != was {
+        return Ok(false);
+    }
+    std::fs::rename(by, path)?;
+    Ok(true)
 }
 
 /// The line end that a text lacks.

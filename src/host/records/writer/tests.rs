@@ -153,3 +153,127 @@ fn a_record_that_cannot_be_written_keeps_no_other_waiting_but_the_one_that_count
     assert!(records.flush(WAIT));
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
+
+/// A disk whose syncs wait until they are let go.
+fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
+    let (let_go, goes) = mpsc::channel();
+    let (begun, begins) = mpsc::channel();
+    let durably: Durably = Box::new(move |file| {
+        begun.send(()).ok();
+        match goes.recv() {
+            Ok(false) => Err(std::io::Error::other("the disk does not")),
+            _ => file.sync_data(),
+        }
+    });
+    (Writer::begin(logs.to_owned(), durably).unwrap(), let_go, begins)
+}
+
+#[test]
+fn lines_are_written_while_a_sync_hangs() {
+    let dir = tempfile::tempdir().unwrap();
+    let (writer, let_go, begins) = slow_disk(dir.path());
+    let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
+    let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
+    append(0);
+    assert!(!records.flush(Duration::from_millis(1)), "it is not durable");
+    begins.recv_timeout(WAIT).unwrap();
+    for n in 1..20 {
+        let accepted = Instant::now();
+        append(n);
+        while numbers(&path).len() as u64 <= n {
+            assert!(accepted.elapsed() < WAIT, "line {n} waits for the sync");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    assert!(!records.flush(Duration::from_millis(20)), "the sync still hangs");
+    assert!(!records.is_stuck());
+    drop(let_go);
+    assert!(records.flush(WAIT));
+}
+
+#[test]
+fn what_could_not_be_synced_is_tried_again_and_a_clean_end_waits_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (writer, let_go, begins) = slow_disk(dir.path());
+    let records = writer.records();
+    records.append(Record::Audit, &json!({"n": 1})).unwrap();
+    let_go.send(false).unwrap();
+    assert!(!records.flush(Duration::from_millis(200)));
+    let_go.send(true).unwrap();
+    assert!(records.flush(WAIT));
+    assert_eq!(begins.try_iter().count(), 2);
+    records.append(Record::Audit, &json!({"n": 2})).unwrap();
+    let ends = std::thread::spawn(move || drop(writer));
+    begins.recv_timeout(WAIT).unwrap();
+    assert!(!ends.is_finished() && !records.flush(Duration::from_millis(20)));
+    assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
+    drop(let_go);
+    ends.join().unwrap();
+}
+
+#[test]
+fn a_file_is_put_in_a_records_place_only_where_nothing_came_meanwhile() {
+    let dir = tempfile::tempdir().unwrap();
+    let writer = Writer::start(dir.path().to_owned()).unwrap();
+    let (records, path, by) = (writer.records(), dir.path().join("usage.jsonl"), dir.path().join("new"));
+    let append = |n: u64| {
+        records.append(Record::Usage, &json!({"n": n})).unwrap();
+        assert!(records.flush(WAIT));
+    };
+    append(1);
+    let was = Extent::of(&File::open(&path).unwrap()).unwrap();
+    append(2);
+    fs::write(&by, "{\"n\":3}\n").unwrap();
+    assert!(!records.replace(Record::Usage, by.clone(), was).unwrap());
+    assert_eq!(numbers(&path), [1, 2]);
+    let was = Extent::of(&File::open(&path).unwrap()).unwrap();
+    assert!(records.replace(Record::Usage, by, was).unwrap());
+    append(4);
+    assert_eq!(numbers(&path), [3, 4]);
+    records.replace(Record::Usage, dir.path().join("nothing"), was).unwrap();
+    let now = Extent::of(&File::open(&path).unwrap()).unwrap();
+    records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap_err();
+    drop(writer);
+    assert!(!records.replace(Record::Usage, dir.path().join("nothing"), now).unwrap());
+    assert_eq!(numbers(&path), [3, 4]);
+}
+
+#[test]
+fn a_disk_that_is_full_is_gone_on_with_where_it_was_and_the_gap_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let logs = dir.path().join("logs");
+    let Some(disk) = kit::disk::SmallDisk::at(logs.clone(), 8).unwrap() else { return };
+    disk.fill(50_000).unwrap();
+    let writer = Writer::start(logs.clone()).unwrap();
+    let (records, path, text) = (writer.records(), logs.join("audit.jsonl"), "x".repeat(9_001));
+    let (mut accepted, mut lost) = (0, 0);
+    while lost < 10 {
+        match records.append(Record::Audit, &json!({"n": accepted, "text": text})) {
+            Ok(()) => accepted += 1,
+            Err(NoRoom) => lost += 1,
+        }
+    }
+    let begun = Instant::now();
+    while !records.is_stuck() {
+        assert!(begun.elapsed() < WAIT, "the disk is full");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(!records.flush(Duration::from_millis(10)));
+    // What a kill would leave now is repaired by the next writer.
+    let torn = fs::read(&path).unwrap();
+    let after = tempfile::tempdir().unwrap();
+    fs::write(after.path().join("audit.jsonl"), &torn).unwrap();
+    let next = Writer::start(after.path().to_owned()).unwrap();
+    next.records().append(Record::Audit, &json!({"n": 99})).unwrap();
+    drop(next);
+    let whole = torn.iter().filter(|&&byte| byte == b'\n').count() as u64;
+    assert!((1..7).contains(&whole), "{whole} lines fit");
+    assert!(numbers(&after.path().join("audit.jsonl")).into_iter().eq((0..whole).chain([99])));
+    disk.empty().unwrap();
+    assert!(records.flush(WAIT) && !records.is_stuck());
+    records.append(Record::Audit, &json!({"n": accepted})).unwrap();
+    drop(writer);
+    let gaps: Vec<u64> = lines(&path).iter().filter_map(|line| line["gap"]["lost"].as_u64()).collect();
+    assert_eq!(gaps.iter().sum::<u64>(), lost);
+    assert!(numbers(&path).into_iter().eq(0..=accepted), "each once, in order");
+}

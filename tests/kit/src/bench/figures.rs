@@ -11,6 +11,7 @@ pub enum Target {
     RatioAtLeast(f64),
     RatioAtMost(f64),
     /// Ours alone, in the row's unit.
+    AtLeast(f64),
     AtMost(f64),
     /// Shown for comparison.
     None,
@@ -96,6 +97,7 @@ impl Target {
         match self {
             Self::RatioAtLeast(least) => Some(ratio.is_some_and(|ratio| ratio >= least)),
             Self::RatioAtMost(most) => Some(ratio.is_some_and(|ratio| ratio <= most)),
+            Self::AtLeast(least) => Some(ours >= least),
             Self::AtMost(most) => Some(ours <= most),
             Self::None => None,
         }
@@ -106,6 +108,7 @@ impl Target {
         match self {
             Self::RatioAtLeast(least) => format!("ratio ≥ {least}"),
             Self::RatioAtMost(most) => format!("ratio ≤ {most}"),
+            Self::AtLeast(least) => format!("≥ {least} {unit}"),
             Self::AtMost(most) => format!("≤ {most} {unit}"),
             Self::None => String::new(),
         }
@@ -180,6 +183,8 @@ mod tests {
         assert_eq!(holds(&equal, Target::RatioAtMost(0.99)), Some(false));
         assert_eq!(holds(&equal, Target::AtMost(10.0)), Some(true));
         assert_eq!(holds(&equal, Target::AtMost(9.9)), Some(false));
+        assert_eq!(holds(&equal, Target::AtLeast(10.0)), Some(true));
+        assert_eq!(holds(&equal, Target::AtLeast(10.1)), Some(false));
         assert_eq!(holds(&equal, Target::None), None);
         // A peer that did nothing at all is no pass.
         assert_eq!(holds(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));

@@ -14,6 +14,7 @@ mod footprint;
 mod gateway;
 mod peers;
 mod process;
+mod records;
 mod report;
 mod restore;
 mod router;
@@ -41,11 +42,19 @@ pub enum Area {
     Bundle,
     Backup,
     Restore,
+    Records,
 }
 
 impl Area {
-    pub const ALL: [Self; 6] =
-        [Self::Footprint, Self::Router, Self::Bridge, Self::Bundle, Self::Backup, Self::Restore];
+    pub const ALL: [Self; 7] = [
+        Self::Footprint,
+        Self::Router,
+        Self::Bridge,
+        Self::Bundle,
+        Self::Backup,
+        Self::Restore,
+        Self::Records,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -55,6 +64,7 @@ impl Area {
             Self::Bundle => "bundle",
             Self::Backup => "backup",
             Self::Restore => "restore",
+            Self::Records => "records",
         }
     }
 }
@@ -71,7 +81,7 @@ impl FromStr for Area {
 
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The binary that is measured.
+    /// The binary that is measured; of the records the program that links what is measured.
     pub svc: PathBuf,
     pub rounds: u32,
     /// How long one load takes.
@@ -96,6 +106,7 @@ pub async fn run(area: Area, options: &Options) -> Result<Report> {
         Area::Bundle => (&bundle::ROWS, bundle::measure(options).await?),
         Area::Backup => (&backup::ROWS, backup::measure(options).await?),
         Area::Restore => (&restore::ROWS, restore::measure(options).await?),
+        Area::Records => (&records::ROWS, records::measure(options).await?),
     };
     let row = |spec: &Spec| tally.row(spec).with_context(|| format!("{} was not measured", spec.name));
     let rows = specs.iter().map(row).collect::<Result<_>>()?;

@@ -1,0 +1,112 @@
+//! What the home's files take: on the disk, each counted once whatever its names, on the home's file system alone.
+//!
+//! Links are not followed, and whoever keeps the walk busy for too long is left out of it.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use super::Sizes;
+use crate::fsx::FileError;
+
+/// A directory that is still to be looked into.
+struct Directory {
+    path: PathBuf,
+    /// The app whose it is.
+    app: Option<String>,
+}
+
+/// The sizes, and of each app's folder by its slug.
+///
+/// # Errors
+/// [`FileError`] where there is no home.
+pub fn walk(
+    home: &Path,
+    apps: &Path,
+    logs: &Path,
+    until: Instant,
+) -> Result<(Sizes, BTreeMap<String, u64>), FileError> {
+    let top = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
+    let (mut sizes, mut folders) = (Sizes::default(), BTreeMap::new());
+    let mut counted = HashSet::new();
+    let mut directories = vec![Directory { path: home.to_owned(), app: None }];
+    while let Some(Directory { path, app }) = directories.pop() {
+        let (in_apps, in_logs, is_apps) = (path.starts_with(apps), path.starts_with(logs), path == apps);
+        let entries = if Instant::now() < until { fs::read_dir(&path).ok() } else { None };
+        let Some(entries) = entries else {
+            sizes.unreadable += 1;
+            continue;
+        };
+        // What vanishes while we look takes no room any more.
+        for (entry, meta) in
+            entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
+        {
+            if meta.dev() != top.dev() || !is_first(&meta, &mut counted) {
+                continue;
+            }
+            let app = if is_apps { slug(&entry, &meta) } else { app.clone() };
+            let bytes = meta.blocks() * 512;
+            sizes.home_bytes += bytes;
+            sizes.apps_bytes += if in_apps { bytes } else { 0 };
+            sizes.logs_bytes += if in_logs { bytes } else { 0 };
+            if let Some(slug) = &app {
+                *folders.entry(slug.clone()).or_default() += bytes;
+            }
+            if meta.is_dir() {
+                directories.push(Directory { path: entry.path(), app });
+            }
+        }
+    }
+    Ok((sizes, folders))
+}
+
+/// A file with several names counts by the first that is met.
+fn is_first(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
+    meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
+}
+
+/// The app that a folder among the apps is of; others have no name that an app may have.
+fn slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
+    const LONGEST: usize = 41;
+    let name = entry.file_name().into_string().ok()?;
+    let is_slug = name.starts_with(|c: char| c.is_ascii_lowercase())
+        && name.len() <= LONGEST
+        && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+    (meta.is_dir() && is_slug).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn sizes_are_of_the_disk_and_each_file_counts_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let (home, apps, logs) =
+            (dir.path().join("h"), dir.path().join("h/apps"), dir.path().join("h/system/logs"));
+        for dir in [&apps.join("notes/deep"), &apps.join("Not An App"), &logs] {
+            fs::create_dir_all(dir).unwrap();
+        }
+        let walk = |until| walk(&home, &apps, &logs, until).unwrap();
+        let later = Instant::now() + Duration::from_secs(600);
+        let (before, folders_before) = walk(later);
+        fs::write(apps.join("notes/deep/a"), vec![1; 100_000]).unwrap();
+        fs::hard_link(apps.join("notes/deep/a"), apps.join("notes/b")).unwrap();
+        fs::write(apps.join("Not An App/c"), vec![1; 20_000]).unwrap();
+        fs::write(logs.join("activity.log"), vec![1; 50_000]).unwrap();
+        std::os::unix::fs::symlink("/usr", home.join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink(&home, apps.join("round")).unwrap();
+        let (after, folders) = walk(later);
+        let (apps, logs) = (after.apps_bytes - before.apps_bytes, after.logs_bytes - before.logs_bytes);
+        assert!((120_000..200_000).contains(&apps) && (50_000..100_000).contains(&logs), "{after:?}");
+        assert!(after.home_bytes - before.home_bytes < apps + logs + 10_000, "{after:?}");
+        assert_eq!(folders.keys().collect::<Vec<_>>(), ["notes"]);
+        assert!((100_000..120_000).contains(&(folders["notes"] - folders_before["notes"])), "{folders:?}");
+        let (late, _) = walk(Instant::now());
+        assert_eq!((late.home_bytes, late.unreadable), (0, 1), "there was no time for it");
+    }
+}

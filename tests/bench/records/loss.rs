@@ -1,0 +1,83 @@
+//! What is lost with the process: a child notes when it hands over each event, is killed, and its file is looked at.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use jiff::civil::Date;
+use serde_json::Value;
+use svc::host::records::writer::{Record, Writer};
+
+use crate::{event, tell};
+
+const DAY: Date = Date::constant(2026, 11, 22);
+const KILLS: u64 = 6;
+/// Between two events.
+const PACE: Duration = Duration::from_micros(200);
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The child: events until it is killed. The `n`th number of `times` is when the `n`th was handed over.
+pub fn victim(dir: &Path) -> Result<()> {
+    let writer = Writer::start(dir.join("logs"))?;
+    let (records, times) = (writer.records(), File::create(dir.join("times"))?);
+    println!("begun");
+    for n in 0_u64.. {
+        let mut event = event(n);
+        event.id = n.to_string();
+        times.write_all_at(&now().to_le_bytes(), n * 8)?;
+        records.append(Record::Interactions(DAY), &event)?;
+        std::thread::sleep(PACE);
+    }
+    Ok(())
+}
+
+pub fn measure(dir: &Path) -> Result<()> {
+    let mut oldest = Duration::ZERO;
+    for kill in 0..KILLS {
+        let place = dir.join(format!("kill-{kill}"));
+        fs::create_dir_all(&place)?;
+        let mut child = Command::new(std::env::current_exe()?)
+            .arg("victim")
+            .arg(&place)
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("start a child")?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().context("its output")?).read_line(&mut line)?;
+        // At any phase of the writer's own rhythm.
+        std::thread::sleep(Duration::from_millis(150 + 37 * kill));
+        let killed = now();
+        child.kill()?;
+        child.wait()?;
+        oldest = oldest.max(oldest_lost(&place, killed)?);
+        fs::remove_dir_all(place)?;
+    }
+    tell("lost with kill -9, age of the oldest", "svc", oldest.as_secs_f64() * 1000.0);
+    Ok(())
+}
+
+/// How long before the kill the oldest event was handed over that is not in the file.
+fn oldest_lost(place: &Path, killed: u64) -> Result<Duration> {
+    let text = fs::read_to_string(place.join(format!("logs/interactions-{DAY}.jsonl"))).unwrap_or_default();
+    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    let mut next = 0;
+    for line in whole {
+        let line: Value = serde_json::from_str(line).context("a line")?;
+        ensure!(line["id"].as_str() == Some(&*u64::to_string(&next)), "event {next} is out of order: {line}");
+        next += 1;
+    }
+    let times = fs::read(place.join("times"))?;
+    let times: Vec<u64> =
+        times.chunks_exact(8).filter_map(|time| Some(u64::from_le_bytes(time.try_into().ok()?))).collect();
+    ensure!(times.len() > 100, "only {} events", times.len());
+    let lost = times.get(usize::try_from(next)?).copied();
+    Ok(lost.map_or(Duration::ZERO, |at| Duration::from_nanos(killed.saturating_sub(at))))
+}

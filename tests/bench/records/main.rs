@@ -1,0 +1,90 @@
+//! The program that `cargo xtask bench records` runs once a round: the real writer and book, and the limits beside them.
+//!
+//! It links the product, which the kit never does. Each figure is a line `{name, whose, value}` of its output.
+
+#![allow(clippy::print_stdout, reason = "that is how it tells")]
+
+mod limits;
+mod loss;
+mod usage;
+mod writer;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use svc::host::records::entry::{Interaction, Status};
+use svc::host::records::money::Dollars;
+
+/// How long an event is, with its line end.
+const BYTES: usize = 246;
+
+fn main() -> Result<()> {
+    let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
+    let what = args.next().context("say what: round or victim")?;
+    let dir = PathBuf::from(args.next().context("say where")?);
+    match &*what {
+        "round" => {
+            let seconds: u64 = args.next().context("say how long")?.parse()?;
+            let load = Duration::from_secs(seconds);
+            // First, while no memory is left over from anything else.
+            usage::measure(&dir)?;
+            limits::measure(&dir)?;
+            writer::measure(&dir, load)?;
+            loss::measure(&dir)
+        }
+        "victim" => loss::victim(&dir),
+        other => bail!("{other} is none of round and victim"),
+    }
+}
+
+fn tell(name: &str, whose: &str, value: f64) {
+    println!("{}", json!({ "name": name, "whose": whose, "value": value }));
+}
+
+/// An event as dispatches leave it, [`BYTES`] long.
+fn event(n: u64) -> Interaction {
+    let mut event = Interaction {
+        version: Interaction::VERSION,
+        id: format!("{n:012}"),
+        timestamp: jiff::Timestamp::from_millisecond(
+            1_795_000_000_000 + i64::try_from(n % 1_000_000).unwrap_or_default(),
+        )
+        .unwrap_or(jiff::Timestamp::UNIX_EPOCH),
+        sender_id: "u".to_owned(),
+        conversation_id: String::new(),
+        model: "m".to_owned(),
+        agent_name: "a".to_owned(),
+        tokens_in: 1000 + n % 9000,
+        tokens_out: 100 + n % 900,
+        cost: Dollars::from_nanos(10_000_001 + n % 80_000_000),
+        duration_ms: 1000 + n % 9000,
+        tools: Vec::new(),
+        status: Status::Success,
+        error: None,
+        batch: false,
+        batch_id: None,
+    };
+    let length = serde_json::to_vec(&event).map_or(0, |line| line.len() + 1);
+    event.conversation_id = "c".repeat(BYTES.saturating_sub(length));
+    event
+}
+
+/// Events that are different, as many as fit into the caches.
+fn events() -> Vec<Interaction> {
+    (0..256).map(event).collect()
+}
+
+/// The quantile of samples.
+fn quantile(samples: &mut [u64], q: f64) -> f64 {
+    samples.sort_unstable();
+    let last = samples.len().saturating_sub(1);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place in a list")]
+    let at = (q * last as f64).round() as usize;
+    samples.get(at).copied().unwrap_or_default() as f64
+}
+
+fn nanos(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,91 @@
+//! The book of three years, fifty users and ten models.
+
+use std::fs;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use jiff::ToSpan;
+use jiff::civil::Date;
+use svc::host::records::book::Book;
+use svc::host::records::ledger::{Asked, GroupBy};
+use svc::host::records::writer::Writer;
+
+use crate::{nanos, quantile, tell};
+
+const FIRST: Date = Date::constant(2023, 11, 24);
+const DAYS: i32 = 1095;
+const USERS: u64 = 50;
+const MODELS: u64 = 10;
+const QUERIES: usize = 60;
+
+pub fn measure(dir: &Path) -> Result<()> {
+    let logs = dir.join("usage");
+    fs::create_dir_all(&logs)?;
+    write(&logs.join("usage.jsonl"))?;
+    let writer = Writer::start(logs.clone())?;
+    let before = resident()?;
+    let begun = Instant::now();
+    let book = Book::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
+    tell("usage of 3 years: open", "svc", begun.elapsed().as_secs_f64() * 1000.0);
+    tell("usage of 3 years: memory", "svc", resident()? - before);
+    for (name, group_by) in [
+        ("usage of 3 years: by day, p99", GroupBy::Day),
+        ("usage of 3 years: by week, p99", GroupBy::Week),
+        ("usage of 3 years: by month, p99", GroupBy::Month),
+        ("usage of 3 years: by model, p99", GroupBy::Model),
+        ("usage of 3 years: by user, p99", GroupBy::User),
+    ] {
+        let mut samples = Vec::new();
+        for _ in 0..QUERIES {
+            let begun = Instant::now();
+            let report = book.report(&Asked { group_by, ..Asked::default() });
+            let text = serde_json::to_vec(&report)?;
+            samples.push(nanos(begun));
+            ensure!(
+                report.total.dispatches == u64::from(DAYS.unsigned_abs()) * USERS * MODELS
+                    && !text.is_empty()
+            );
+        }
+        tell(name, "svc", quantile(&mut samples, 0.99) / 1e6);
+    }
+    let asked = Asked { user_id: Some("user_7".to_owned()), ..Asked::default() };
+    let mut samples: Vec<u64> = (0..QUERIES)
+        .map(|_| {
+            let begun = Instant::now();
+            std::hint::black_box(book.report(&asked));
+            nanos(begun)
+        })
+        .collect();
+    tell("usage of 3 years: of one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
+    let begun = Instant::now();
+    book.compact();
+    tell("usage of 3 years: written anew", "svc", begun.elapsed().as_secs_f64() * 1000.0);
+    drop((book, writer));
+    Ok(fs::remove_dir_all(logs)?)
+}
+
+fn write(path: &Path) -> Result<()> {
+    let mut file = BufWriter::new(fs::File::create(path)?);
+    for day in 0..DAYS {
+        let date = FIRST.checked_add(day.days())?;
+        for user in 0..USERS {
+            for model in 0..MODELS {
+                let nanos = (u64::from(day.unsigned_abs()) * 7919 + user * 104_729 + model) % 1_000_000_000;
+                writeln!(
+                    file,
+                    r#"{{"version":1,"date":"{date}","userId":"user_{user}","model":"model-{model}","cost":0.{nanos:09},"tokensIn":{nanos},"tokensOut":77,"dispatches":1,"seq":500}}"#
+                )?;
+            }
+        }
+    }
+    Ok(file.flush()?)
+}
+
+/// In MiB.
+fn resident() -> Result<f64> {
+    let statm = fs::read_to_string("/proc/self/statm")?;
+    let pages: f64 = statm.split_whitespace().nth(1).context("resident pages")?.parse()?;
+    Ok(pages * 4096.0 / f64::from(1 << 20))
+}

@@ -1,0 +1,351 @@
+//! A day of dispatches through the book, by a process that is killed again and again: usage is the sum of the interactions
+//! that are there, and of those that were acknowledged only the youngest are not.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use jiff::civil::Date;
+use kit::child::{self, AtExit};
+use kit::long::Figures;
+use serde_json::Value;
+use svc::host::layout::Layout;
+use svc::host::records::book::{Book, POINTS};
+use svc::host::records::entry::{Interaction, Status};
+use svc::host::records::ledger::{Asked, GroupBy, Report};
+use svc::host::records::money::Dollars;
+use svc::host::records::writer::Writer;
+
+use super::sum::{self, Key, Sum};
+
+/// Of the dispatch that a process begins with, and where it is; of how many.
+const DIR: &str = "SVC_RECORDS_VICTIM_DIR";
+const FIRST: &str = "SVC_RECORDS_VICTIM_FIRST";
+const LAST: &str = "SVC_RECORDS_VICTIM_LAST";
+/// Between two dispatches.
+const PACE: Duration = Duration::from_micros(300);
+
+/// Numbers that look random, and are the same for the same number.
+fn mixed(n: u64) -> u64 {
+    let mut z = n.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+fn dispatch(n: u64) -> (Date, Interaction) {
+    let random = mixed(n);
+    let day = Date::constant(2026, 11, if random.is_multiple_of(16) { 21 } else { 22 });
+    let one = Interaction {
+        version: Interaction::VERSION,
+        id: n.to_string(),
+        timestamp: jiff::Timestamp::UNIX_EPOCH,
+        sender_id: format!("user_{}", random % 53),
+        conversation_id: "c".to_owned(),
+        model: format!("model-{}", (random >> 8) % 11),
+        agent_name: "coder".to_owned(),
+        tokens_in: (random >> 16) % 200_000,
+        tokens_out: (random >> 24) % 8_000,
+        // Free ones, and those of a billionth of a dollar, too.
+        cost: Dollars::from_nanos(if random.is_multiple_of(7) { 0 } else { (random >> 32) % 3_000_000_000 }),
+        duration_ms: 5,
+        tools: Vec::new(),
+        status: Status::Success,
+        error: None,
+        batch: false,
+        batch_id: None,
+    };
+    (day, one)
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    u64::try_from(since.as_nanos()).unwrap()
+}
+
+fn variable(name: &str) -> u64 {
+    std::env::var(name).unwrap().parse().unwrap()
+}
+
+#[test]
+#[ignore = "not a test: the other half of those below"]
+fn victim() {
+    let Some(dir) = std::env::var_os(DIR) else { return };
+    svc::failpoint::arm();
+    let layout = Layout::new(dir);
+    let writer = Writer::start(layout.logs()).unwrap();
+    let book = Book::open(writer.records(), layout.logs(), layout.usage_seals()).unwrap();
+    let acknowledged = File::options().write(true).open(layout.root().join("acknowledged")).unwrap();
+    println!("begun");
+    std::thread::scope(|scope| {
+        let ends = scope.spawn(|| {
+            for n in variable(FIRST)..variable(LAST) {
+                let (day, one) = dispatch(n);
+                book.record(day, &one).unwrap();
+                acknowledged.write_all_at(&now().to_le_bytes(), n * 8).unwrap();
+                std::thread::sleep(PACE);
+            }
+        });
+        // What happens by the clock, more often.
+        for turn in 0_u32.. {
+            if ends.is_finished() {
+                break;
+            }
+            match turn % 4 {
+                0 => book.compact(),
+                2 => book.seal(),
+                _ => book.write(),
+            }
+            std::thread::sleep(Duration::from_millis(7));
+        }
+    });
+    book.seal();
+    drop((book, writer));
+    println!("done");
+}
+
+/// A place with records, and what is known of it from outside.
+struct Campaign {
+    layout: Layout,
+    dispatches: u64,
+    kills: u64,
+    /// The age of the oldest line that was lost in a kill.
+    oldest_lost: Duration,
+    lost: BTreeSet<u64>,
+    _dir: tempfile::TempDir,
+}
+
+impl Campaign {
+    fn new(dispatches: u64) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let layout = Layout::new(dir.path());
+        fs::create_dir_all(layout.logs())?;
+        fs::create_dir_all(layout.usage_seals().parent().context("its directory")?)?;
+        fs::write(dir.path().join("acknowledged"), vec![0; usize::try_from(dispatches * 8)?])?;
+        Ok(Self {
+            layout,
+            dispatches,
+            kills: 0,
+            oldest_lost: Duration::ZERO,
+            lost: BTreeSet::new(),
+            _dir: dir,
+        })
+    }
+
+    /// When each dispatch was acknowledged; those that were not are left out.
+    fn acknowledged(&self) -> Result<BTreeMap<u64, u64>> {
+        let times = fs::read(self.layout.root().join("acknowledged"))?;
+        let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
+        Ok((0..).zip(times).filter(|(_, time)| *time > 0).collect())
+    }
+
+    fn next(&self) -> Result<u64> {
+        Ok(self.acknowledged()?.last_key_value().map_or(0, |(last, _)| last + 1))
+    }
+
+    fn start(&self, failpoints: &str) -> Result<Child> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["--ignored", "--exact", "--nocapture", "records::exact::victim"]);
+        command.env(DIR, self.layout.root()).env(FIRST, self.next()?.to_string());
+        command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+        child::end_with_us(child.id(), AtExit::Kill);
+        Ok(child)
+    }
+
+    /// A process is killed some time after it has begun, or while it begins; `false` where it came to its end before.
+    fn kill_after(&mut self, wait: Duration, is_begun: bool) -> Result<bool> {
+        let mut child = self.start("")?;
+        if is_begun {
+            said(&mut child, "begun")?;
+        }
+        let status = child::wait_until(&mut child, std::time::Instant::now() + wait);
+        let killed = now();
+        if status.is_none() {
+            child.kill()?;
+        }
+        let status = child.wait()?;
+        child::ended(child.id());
+        if status.success() {
+            return Ok(false);
+        }
+        self.look(killed)?;
+        Ok(true)
+    }
+
+    /// After a kill: what is missing of what was acknowledged, and how old it was.
+    fn look(&mut self, killed: u64) -> Result<()> {
+        self.kills += 1;
+        let (_, there) = sum::of_interactions(&self.layout.logs())?;
+        let unique: BTreeSet<u64> = there.iter().copied().collect();
+        ensure!(unique.len() == there.len(), "a line is there twice");
+        for (n, at) in self.acknowledged()? {
+            if !unique.contains(&n) && self.lost.insert(n) {
+                self.oldest_lost = self.oldest_lost.max(Duration::from_nanos(killed.saturating_sub(at)));
+            }
+        }
+        Ok(())
+    }
+
+    /// To the end, without a kill.
+    fn finish(&mut self) -> Result<()> {
+        let mut child = self.start("")?;
+        said(&mut child, "done")?;
+        ensure!(child.wait()?.success(), "it ends well");
+        child::ended(child.id());
+        Ok(())
+    }
+
+    /// Usage is the sum of the interactions, however it is asked for.
+    fn holds(&self) -> Result<()> {
+        let logs = self.layout.logs();
+        let (sums, there) = sum::of_interactions(&logs)?;
+        ensure!(!sums.is_empty(), "there is something");
+        ensure!(there.len() as u64 + self.lost.len() as u64 >= self.next()?, "what is not lost is there");
+        let writer = Writer::start(logs.clone())?;
+        let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
+        for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
+            let expected = grouped(&sums, group_by);
+            let report = book.report(&Asked { group_by, ..Asked::default() });
+            ensure!(told(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
+            let shown = self.shown(word)?;
+            ensure!(shown == (expected, sum::all(&sums)), "the terminal by {word}: {shown:?}");
+        }
+        book.seal();
+        drop((book, writer));
+        ensure!(sum::of_usage(&logs)? == sums, "usage.jsonl");
+        Ok(())
+    }
+
+    /// As `svc-gateway usage --json` prints it.
+    fn shown(&self, word: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        command.args(["svc-gateway", "usage", "--json", "--by", word]).env("SVC_ROOT", self.layout.root());
+        let text = child::run(command, Duration::from_secs(60))?;
+        let shown: Value = serde_json::from_str(&text)?;
+        let read = |of: &Value, names: [&str; 4]| -> Result<Sum> {
+            let number =
+                |name: &str| of[name].as_u64().map(u128::from).with_context(|| format!("{name} in {of}"));
+            let [cost, tokens_in, tokens_out, dispatches] = names;
+            Ok(Sum {
+                nanos: sum::nanos(&of[cost].to_string())?,
+                tokens_in: number(tokens_in)?,
+                tokens_out: number(tokens_out)?,
+                dispatches: number(dispatches)?,
+            })
+        };
+        let mut groups = BTreeMap::new();
+        for entry in shown["entries"].as_array().context("entries")? {
+            let name = ["model", "userId", "date"].iter().find_map(|name| entry[*name].as_str());
+            let sum = read(entry, ["cost", "tokensIn", "tokensOut", "dispatches"])?;
+            groups.insert(name.context("a name")?.to_owned(), sum);
+        }
+        let all = read(&shown, ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches"])?;
+        Ok((groups, all))
+    }
+
+    fn tell(&self, name: &str) -> Result<()> {
+        println!(
+            "{name}: {} dispatches, {} kills, {} not written, the oldest {} ms",
+            self.dispatches,
+            self.kills,
+            self.lost.len(),
+            self.oldest_lost.as_millis()
+        );
+        Figures { kills_survived: self.kills, ..Figures::of(name) }.tell()
+    }
+}
+
+fn said(child: &mut Child, word: &str) -> Result<()> {
+    let lines = BufReader::new(child.stdout.as_mut().context("its output")?).lines();
+    let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(word));
+    found.next().map(|_| ()).with_context(|| format!("it did not say {word}"))
+}
+
+fn grouped(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum> {
+    let mut groups = BTreeMap::<String, Sum>::new();
+    for ((day, user, model), sum) in sums {
+        let name = match group_by {
+            GroupBy::User => user,
+            GroupBy::Model => model,
+            _ => day,
+        };
+        groups.entry(name.clone()).or_default().add(sum);
+    }
+    groups
+}
+
+fn told(report: &Report) -> BTreeMap<String, Sum> {
+    let entries = report.entries.iter().map(|entry| {
+        let name = entry.model.clone().or(entry.user_id.clone()).unwrap_or_else(|| entry.date.to_string());
+        let totals = &entry.totals;
+        let sum = Sum {
+            nanos: totals.cost.nanos().into(),
+            tokens_in: totals.tokens_in.into(),
+            tokens_out: totals.tokens_out.into(),
+            dispatches: totals.dispatches.into(),
+        };
+        (name, sum)
+    });
+    entries.collect()
+}
+
+/// A kill about each so many dispatches, and an end.
+fn survived(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
+    let mut campaign = Campaign::new(dispatches)?;
+    let each = PACE * u32::try_from(dispatches / kills)?;
+    let mut turn = seed;
+    while campaign.kills < kills {
+        turn += 1;
+        // One in eight while it still reads.
+        let is_begun = !mixed(turn).is_multiple_of(8);
+        let wait = each.mul_f64((mixed(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
+        if !campaign.kill_after(wait.max(Duration::from_millis(1)), is_begun)? {
+            break;
+        }
+    }
+    campaign.finish()?;
+    campaign.holds()?;
+    Ok(campaign)
+}
+
+#[test]
+fn usage_is_exact_after_kills_at_random_moments() -> Result<()> {
+    let campaign = survived(3_000, 8, 1)?;
+    campaign.tell("kills of the book")?;
+    // A machine that stands still makes nothing older than it.
+    ensure!(campaign.oldest_lost < Duration::from_secs(2), "{:?}", campaign.oldest_lost);
+    ensure!(campaign.kills >= 4, "{} kills", campaign.kills);
+    Ok(())
+}
+
+#[test]
+fn usage_is_exact_after_a_kill_at_each_step_of_its_compaction() -> Result<()> {
+    let mut campaign = Campaign::new(2_000)?;
+    for point in POINTS {
+        let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;
+        let status = child::wait_until(&mut child, std::time::Instant::now() + Duration::from_secs(60));
+        let killed = now();
+        child::ended(child.id());
+        ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
+        campaign.look(killed)?;
+        campaign.holds().with_context(|| point.to_string())?;
+    }
+    campaign.finish()?;
+    campaign.holds()?;
+    campaign.tell("kills of compactions")
+}
+
+#[test]
+#[ignore = "long: 100 kills of 100,000 dispatches"]
+fn long_usage_of_100_000_dispatches_is_exact_after_100_kills() -> Result<()> {
+    let campaign = survived(100_000, 100, now())?;
+    campaign.tell("100 kills of the book")?;
+    ensure!(campaign.kills >= 90, "{} kills", campaign.kills);
+    ensure!(campaign.oldest_lost <= Duration::from_millis(200), "{:?}", campaign.oldest_lost);
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! What was spent, summed up by other code than the product's: its own reading of the lines, in 128-bit billionths.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+/// Day, user and model.
+pub type Key = (String, String, String);
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sum {
+    pub nanos: u128,
+    pub tokens_in: u128,
+    pub tokens_out: u128,
+    pub dispatches: u128,
+}
+
+impl Sum {
+    pub fn add(&mut self, other: &Self) {
+        self.nanos += other.nanos;
+        self.tokens_in += other.tokens_in;
+        self.tokens_out += other.tokens_out;
+        self.dispatches += other.dispatches;
+    }
+}
+
+pub fn all(sums: &BTreeMap<Key, Sum>) -> Sum {
+    let mut all = Sum::default();
+    sums.values().for_each(|sum| all.add(sum));
+    all
+}
+
+/// By day, user and model, of all files of interactions; and the number of each dispatch that is there.
+pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
+    let (mut sums, mut numbers) = (BTreeMap::<Key, Sum>::new(), Vec::new());
+    for entry in fs::read_dir(logs)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let Some(day) = name.strip_prefix("interactions-").and_then(|name| name.strip_suffix(".jsonl"))
+        else {
+            continue;
+        };
+        for line in fs::read_to_string(&path)?.lines() {
+            // What a kill tore is no line.
+            let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
+            let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
+            let sum = Sum {
+                nanos: nanos(cost(line)?)?,
+                tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
+                tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
+                dispatches: 1,
+            };
+            sums.entry((day.to_owned(), text("senderId"), text("model"))).or_default().add(&sum);
+            numbers.push(text("id").parse()?);
+        }
+    }
+    Ok((sums, numbers))
+}
+
+/// By `usage.jsonl`: the last line of a key.
+pub fn of_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
+    let mut sums = BTreeMap::new();
+    for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
+        let entry: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
+        let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
+        let sum = Sum {
+            nanos: nanos(cost(line)?)?,
+            tokens_in: entry["tokensIn"].as_u64().context("tokensIn")?.into(),
+            tokens_out: entry["tokensOut"].as_u64().context("tokensOut")?.into(),
+            dispatches: entry["dispatches"].as_u64().context("dispatches")?.into(),
+        };
+        sums.insert((text("date"), text("userId"), text("model")), sum);
+    }
+    sums.retain(|_, sum| *sum != Sum::default());
+    Ok(sums)
+}
+
+/// The digits of a line's cost, as they stand there.
+fn cost(line: &str) -> Result<&str> {
+    let (_, rest) = line.split_once("\"cost\":").context("a cost")?;
+    Ok(rest.split([',', '}']).next().unwrap_or_default())
+}
+
+/// A decimal number of dollars in billionths, digit by digit.
+pub fn nanos(text: &str) -> Result<u128> {
+    let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
+    let (whole, part) = digits.split_once('.').unwrap_or((digits, ""));
+    let shift = exponent.parse::<i32>()? + 9 - i32::try_from(part.len())?;
+    let number: u128 = format!("{whole}{part}").parse().with_context(|| text.to_owned())?;
+    let power = 10_u128.pow(shift.unsigned_abs());
+    if shift >= 0 {
+        return Ok(number * power);
+    }
+    ensure!(number.is_multiple_of(power), "{text} has more than nine decimals");
+    Ok(number / power)
+}
+
+#[test]
+fn digits_are_read_as_they_stand() {
+    for (text, expected) in [
+        ("0", 0),
+        ("3", 3_000_000_000),
+        ("0.0125", 12_500_000),
+        ("1e-9", 1),
+        ("1.5e-8", 15),
+        ("12.000000001", 12_000_000_001),
+    ] {
+        assert_eq!(nanos(text).unwrap(), expected, "{text}");
+    }
+    assert!(nanos("1e-10").is_err() && nanos("x").is_err());
+}
