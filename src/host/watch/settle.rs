@@ -279,7 +279,10 @@ fn change(was: Option<Seen>, now: Seen, marks: Marks, path: &[u8]) -> Option<Cha
 
 /// Whether what is not a folder was written, or something else put in its place.
 fn is_written(was: Seen, now: Seen, marks: Marks) -> bool {
-    if was.inode != now.inode || marks.made {
+    let is_same = (was.inode, was.size, was.mtime) == (now.inode, now.size, now.mtime);
+    // By another of its names it came back.
+    let is_linked_again = is_same && now.is_shared;
+    if was.inode != now.inode || (marks.made && !is_linked_again) {
         return true;
     }
     if now.kind != Kind::File || (was.size, now.size) == (0, 0) {
