@@ -80,7 +80,9 @@ impl Dice {
             27 => format!("rm -rf {f}; mkdir {f}; echo {n} > {f}/f1"),
             28 => format!("rm -rf {d}/d1; echo {n} > {d}/d1"),
             29 => format!("rm -rf {d}/d1; mkdir {d}/d1; echo {n} > {d}/d1/f1; echo {m} > {d}/d1/f2"),
-            30 => format!("echo {n} > {d}/gone; rm {d}/gone; mkdir {d}/g; echo {m} > {d}/g/x; rm -r {d}/g; ln -s ../out/{n} {d}/l{m}"),
+            30 => format!(
+                "echo {n} > {d}/gone; rm {d}/gone; mkdir {d}/g; echo {m} > {d}/g/x; rm -r {d}/g; ln -s ../out/{n} {d}/l{m}"
+            ),
             31 => format!("touch -c {f}; chmod u+x {g}; chmod u-x {g}"),
             32 => format!("touch -cd 2001-01-01 {f} {d}"),
             _ => format!("chmod 700 {d}; chmod 755 {d}; cat {f}"),
@@ -108,6 +110,7 @@ fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
     let mut home = Home::with_failpoints(failpoints)?;
     home.watch()?;
     let mut figures = Figures::of("audit_campaign");
+    let mut excused = 0;
     for number in 0..scripts {
         let mut dice = Dice(seed.wrapping_add(number));
         let script = dice.script(failpoints.is_empty());
@@ -122,14 +125,22 @@ fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
         // What says that the record was read is not the script's.
         let mut expected = differences(&before, &after);
         expected.retain(|path, _| !path.starts_with(b"apps/marker"));
+        // On a machine that stands still a hook lets go, and the record says that it may have missed something.
+        let (gaps, found): (Vec<_>, Vec<_>) = found.into_iter().partition(|line| line.get("gap").is_some());
         let said = recorded(&found).with_context(told)?;
         let expected = expected.into_iter().map(|(path, op)| (path, op.to_owned())).collect();
+        if said != expected && !gaps.is_empty() {
+            excused += 1;
+            ensure!(excused <= 2 + scripts / 20, "{excused} of {number} scripts were not seen: {gaps:?}");
+            continue;
+        }
         ensure!(said == expected, "{}\n{}", told(), unlike(&said, &expected));
         figures.fuzz_cases += 1;
         if number % 100 == 99 {
             home.shell("rm -rf -- ./*/ f* d* 2>/dev/null; mkdir -p apps; true").ok();
         }
     }
+    println!("{scripts} scripts, {excused} of them in a gap that was told");
     Ok(figures)
 }
 

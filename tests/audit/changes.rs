@@ -14,35 +14,33 @@ fn commands_are_told_by_what_has_changed_in_the_end() -> Result<()> {
     assert_eq!(told("echo two >> a")?, ["write a"]);
     assert_eq!(told(": > a")?, ["write a"]);
     assert_eq!(told("echo x > tmp; rm tmp; mkdir t; rmdir t")?, [""; 0]);
-    assert_eq!(told("mkdir -p n/e/s/t; echo x > n/e/s/t/f")?, [
-        "mkdir n",
-        "mkdir n/e",
-        "mkdir n/e/s",
-        "mkdir n/e/s/t",
-        "write n/e/s/t/f"
-    ]);
-    assert_eq!(told("mv n/e m")?, [
-        "delete n/e/s/t/f",
-        "delete n/e/s/t",
-        "delete n/e/s",
-        "delete n/e",
-        "mkdir m",
-        "mkdir m/s",
-        "mkdir m/s/t",
-        "write m/s/t/f"
-    ]);
+    assert_eq!(
+        told("mkdir -p n/e/s/t; echo x > n/e/s/t/f")?,
+        ["mkdir n", "mkdir n/e", "mkdir n/e/s", "mkdir n/e/s/t", "write n/e/s/t/f"]
+    );
+    assert_eq!(
+        told("mv n/e m")?,
+        [
+            "delete n/e/s/t/f",
+            "delete n/e/s/t",
+            "delete n/e/s",
+            "delete n/e",
+            "mkdir m",
+            "mkdir m/s",
+            "mkdir m/s/t",
+            "write m/s/t/f"
+        ]
+    );
     // In the folder where it is now.
     assert_eq!(told("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
     assert_eq!(told("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
     assert_eq!(told("mv m k; mv k m")?, [""; 0]);
     assert_eq!(told("echo 1 > b; echo 2 > c; mv b c")?, ["write c"]);
     assert_eq!(told("cp c .c.new; mv .c.new c")?, ["write c"]);
-    assert_eq!(told("rm -rf m; mkdir m; echo f > m/f")?, [
-        "delete m/s/t/f",
-        "delete m/s/t",
-        "delete m/s",
-        "write m/f"
-    ]);
+    assert_eq!(
+        told("rm -rf m; mkdir m; echo f > m/f")?,
+        ["delete m/s/t/f", "delete m/s/t", "delete m/s", "write m/f"]
+    );
     assert_eq!(told("rm c; mkdir c")?, ["mkdir c"]);
     assert_eq!(told("rmdir c; echo c > c")?, ["write c"]);
     assert_eq!(told("touch c; touch -d 2001-01-01 c; chmod 600 c; chmod 700 m")?, [""; 0]);
@@ -54,9 +52,10 @@ fn commands_are_told_by_what_has_changed_in_the_end() -> Result<()> {
 fn links_are_themselves_and_files_of_several_names_change_under_all() -> Result<()> {
     let home = Home::new()?;
     let told = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
-    assert_eq!(told("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?, [
-        "write d", "write f", "write l", "write o"
-    ]);
+    assert_eq!(
+        told("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
+        ["write d", "write f", "write l", "write o"]
+    );
     assert_eq!(told("echo y >> l")?, ["write f"]);
     assert_eq!(told("echo y > o/f; mkdir o/sub; echo z > o/sub/f")?, [""; 0]);
     assert_eq!(told("ln -sfn elsewhere d")?, ["write d"]);
@@ -72,7 +71,8 @@ fn links_are_themselves_and_files_of_several_names_change_under_all() -> Result<
 fn a_file_that_is_mapped_is_seen_to_be_written() -> Result<()> {
     let home = Home::new()?;
     home.shell("head -c 8192 /dev/zero > m")?;
-    let script = "python3 -c 'import mmap; f = open(\"m\", \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[0:3] = b\"abc\"'";
+    let script =
+        "python3 -c 'import mmap; f = open(\"m\", \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[0:3] = b\"abc\"'";
     assert_eq!(short(&home.run(ADA, script)?), ["write m"]);
     Ok(())
 }
@@ -80,7 +80,8 @@ fn a_file_that_is_mapped_is_seen_to_be_written() -> Result<()> {
 #[test]
 fn names_that_are_no_text_can_be_read_back() -> Result<()> {
     let home = Home::new()?;
-    let entries = home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
+    let entries =
+        home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
     let paths: Vec<Vec<u8>> = entries.iter().map(path_of).collect::<Result<_>>()?;
     assert_eq!(paths, [b"a\nb".to_vec(), b"c\\\xff".to_vec(), b"\xc3".to_vec(), b"\xc3/\xc3\xa4".to_vec()]);
     assert!(home.dir().join(os(&paths[3])).exists());
@@ -97,19 +98,23 @@ fn a_tool_that_writes_a_file_is_believed_where_the_file_is_in_the_home() -> Resu
         home.write(ADA, path, || home.shell(script))?;
         Ok(short(&home.entries()?))
     };
-    assert_eq!(told(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?, [
-        "mkdir n",
-        "mkdir n/e",
-        "write n/e/w"
-    ]);
+    assert_eq!(
+        told(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
+        ["mkdir n", "mkdir n/e", "write n/e/w"]
+    );
     assert_eq!(told("n/../n/e/w", "echo y > n/e/w")?, ["write n/e/w"]);
     assert_eq!(told(&at("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
     assert_eq!(told(&at("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
     assert_eq!(told(&at("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
-    for outside in ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"] {
+    for outside in
+        ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"]
+    {
         assert_eq!(told(&at(outside), "true")?, [""; 0], "{outside}");
     }
-    let entry = &{ home.write(ADA, "s", || home.shell("echo 12345 > s"))?; home.entries()? }[0];
+    let entry = &{
+        home.write(ADA, "s", || home.shell("echo 12345 > s"))?;
+        home.entries()?
+    }[0];
     assert_eq!(
         (&entry["sizeBytes"], &entry["actor"], &entry["agentName"], &entry["dispatchId"], &entry["tool"]),
         (&json!(6), &json!("claude-code"), &json!("ada"), &json!("ada"), &json!("Write"))
@@ -122,7 +127,8 @@ fn a_tool_that_writes_a_file_is_believed_where_the_file_is_in_the_home() -> Resu
 #[test]
 fn thousands_of_files_at_once_are_all_there() -> Result<()> {
     let home = Home::new()?;
-    let many = "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
+    let many =
+        "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
     assert_eq!(home.run(ADA, many)?.len(), 1 + 60 * 102);
     assert_eq!(home.run(ADA, "cp -r p r")?.len(), 1 + 60 * 102);
     assert_eq!(home.run(ADA, "for f in r/7/q/*; do echo x >> $f; done")?.len(), 100);
@@ -156,7 +162,8 @@ fn what_the_owner_does_alone_is_nobodys_and_what_two_agents_did_is_either_ones()
     home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
     home.end(ADA, &call)?;
     let entries = home.entries()?;
-    let who = |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);
+    let who =
+        |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);
     assert_eq!((who("w"), who("side"), entries.len()), (Some(&json!("bob")), Some(&json!("ada")), 2));
     Ok(())
 }

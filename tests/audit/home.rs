@@ -155,6 +155,7 @@ impl Home {
         Ok(took)
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "it is always made where it is given")]
     pub fn tell(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
         let mut message = json!({
             "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",

@@ -4,7 +4,17 @@ use super::{File, at, source};
 
 /// Folders of `src/host` that are an applet each. What two of them share stands beside them.
 const APPLETS: [&str; 11] = [
-    "backup", "doctor", "gateway", "heartbeat", "hook", "launch", "register", "restore", "sync", "update", "watch",
+    "backup",
+    "doctor",
+    "gateway",
+    "heartbeat",
+    "hook",
+    "launch",
+    "register",
+    "restore",
+    "sync",
+    "update",
+    "watch",
 ];
 
 /// The import that is not allowed, with the reason.

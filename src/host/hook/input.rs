@@ -179,10 +179,17 @@ mod tests {
         let recorded = include_str!("../../../tests/agents/recordings/claude/basic.hooks.jsonl");
         let messages: Vec<Message> = recorded.lines().filter_map(told).collect();
         let phases: Vec<Phase> = messages.iter().map(|message| message.phase).collect();
-        assert!([Phase::Pre, Phase::Post, Phase::Failed].iter().all(|phase| phases.contains(phase)), "{phases:?}");
+        assert!(
+            [Phase::Pre, Phase::Post, Phase::Failed].iter().all(|phase| phases.contains(phase)),
+            "{phases:?}"
+        );
         assert_eq!(messages[0].path.as_deref(), Some("/PROJ/x"));
-        assert!(messages.iter().all(|message| (message.tool.as_deref() == Some("Bash")) == message.path.is_none()
-            || message.tool.is_none()));
+        assert!(
+            messages
+                .iter()
+                .all(|message| (message.tool.as_deref() == Some("Bash")) == message.path.is_none()
+                    || message.tool.is_none())
+        );
         assert_eq!(messages[0].actor, "claude-code");
         let text = serde_json::to_string(&messages).unwrap();
         assert!(!text.contains("three") && !text.contains("mkdir"), "{text}");
@@ -208,7 +215,9 @@ mod tests {
     fn what_changes_nothing_is_not_told_and_what_is_too_much_or_nothing_is_refused() {
         assert!(told(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
         assert!(told(r#"{"hook_event_name":"SessionStart"}"#).is_none());
-        let odd = told(r#"{"hook_event_name":"PostToolUse","tool_name":"Bash","tool_input":7,"tool_response":[1]}"#);
+        let odd = told(
+            r#"{"hook_event_name":"PostToolUse","tool_name":"Bash","tool_input":7,"tool_response":[1]}"#,
+        );
         assert_eq!(odd.unwrap().phase, Phase::Post);
         for wrong in ["", "{", "[]", "{}"] {
             assert!(Input::read(wrong.as_bytes()).is_err(), "{wrong}");

@@ -118,8 +118,8 @@ fn change_file(
         serde_json::from_slice(&text)
             .map_err(|source| InstallError::NoJson { path: path.to_owned(), source })?
     };
-    let is_changed = change(&mut settings)
-        .map_err(|source| InstallError::Unusable { path: path.to_owned(), source })?;
+    let is_changed =
+        change(&mut settings).map_err(|source| InstallError::Unusable { path: path.to_owned(), source })?;
     if !is_changed {
         return Ok(());
     }
@@ -141,7 +141,8 @@ fn write(path: &Path, text: &[u8]) -> Result<(), FileError> {
             .map_err(FileError::at("give back", path))?;
     }
     // What the process takes off new files.
-    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(FileError::at("set the mode of", path))
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
+        .map_err(FileError::at("set the mode of", path))
 }
 
 #[cfg(test)]

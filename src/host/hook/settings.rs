@@ -71,8 +71,7 @@ fn check(settings: &Value) -> Result<(), Unusable> {
     let Some(hooks) = settings.get("hooks") else { return Ok(()) };
     let hooks = hooks.as_object().ok_or_else(|| Unusable("`hooks`".to_owned(), "an object"))?;
     for (event, groups) in hooks {
-        let groups =
-            groups.as_array().ok_or_else(|| Unusable(format!("`hooks.{event}`"), "an array"))?;
+        let groups = groups.as_array().ok_or_else(|| Unusable(format!("`hooks.{event}`"), "an array"))?;
         if groups.iter().any(|group| !group.is_object()) {
             return Err(Unusable(format!("`hooks.{event}`"), "an array of objects"));
         }

@@ -61,9 +61,12 @@ mod tests {
         for made in ["home/a/b", "home/system", "out"] {
             std::fs::create_dir_all(root.join(made)).unwrap();
         }
-        for (link, target) in
-            [("home/in", "a/b"), ("home/a/file", "b/real"), ("home/gone", "../out"), ("out/back", "../home/a")]
-        {
+        for (link, target) in [
+            ("home/in", "a/b"),
+            ("home/a/file", "b/real"),
+            ("home/gone", "../out"),
+            ("out/back", "../home/a"),
+        ] {
             std::os::unix::fs::symlink(target, root.join(link)).unwrap();
         }
         std::fs::write(home.join("a/b/real"), "").unwrap();

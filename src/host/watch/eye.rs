@@ -128,7 +128,11 @@ impl Eye {
         let path: &[u8] = if path.is_empty() { b"." } else { path };
         let how = OpenHow::new()
             .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS | ResolveFlag::RESOLVE_NO_XDEV);
+            .resolve(
+                ResolveFlag::RESOLVE_BENEATH
+                    | ResolveFlag::RESOLVE_NO_SYMLINKS
+                    | ResolveFlag::RESOLVE_NO_XDEV,
+            );
         let opened = openat2(&self.home, path, how);
         opened.ok().filter(|opened| fstat(opened).is_ok_and(|stat| stat.st_ino == folder))
     }
@@ -168,17 +172,18 @@ impl Sight for Eye {
         let Ok(mut dir) = Dir::from_fd(opened) else { return Vec::new() };
         let names: Vec<Name> =
             dir.iter().flatten().map(|entry| entry.file_name().to_bytes().into()).collect();
-        let is_listed = |name: &Name| {
-            !matches!(&name[..], b"." | b"..") && !(folder == self.root && &name[..] == OWN)
-        };
+        let is_own = |name: &Name| folder == self.root && &name[..] == OWN;
+        let is_listed = |name: &Name| !matches!(&name[..], b"." | b"..") && !is_own(name);
         let names = names.into_iter().filter(is_listed);
         names.filter_map(|name| seen(&dir, &name).map(|seen| (name, seen))).collect()
     }
 }
 
 fn marks(mask: AddWatchFlags) -> Marks {
-    let names =
-        AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE | AddWatchFlags::IN_MOVED_FROM | AddWatchFlags::IN_MOVED_TO;
+    let names = AddWatchFlags::IN_CREATE
+        | AddWatchFlags::IN_DELETE
+        | AddWatchFlags::IN_MOVED_FROM
+        | AddWatchFlags::IN_MOVED_TO;
     Marks {
         named: mask.intersects(names),
         made: mask.contains(AddWatchFlags::IN_CREATE),

@@ -108,9 +108,13 @@ pub fn settle(tree: &mut Tree, dirt: &Dirt, sight: &mut impl Sight) -> Settled {
         for name in tree.names(root) {
             tree.take(root, &name, name.to_vec(), &mut before, &mut left);
         }
-        Walk { tree, sight, before: &mut before, left: &mut left }.below(root, Vec::new(), &mut |path, known| {
-            after.insert(path, known);
-        });
+        Walk { tree, sight, before: &mut before, left: &mut left }.below(
+            root,
+            Vec::new(),
+            &mut |path, known| {
+                after.insert(path, known);
+            },
+        );
     } else {
         let found = forget(tree, dirt, sight, &mut before, &mut left);
         for Found { folder, path, name, now } in found {

@@ -151,7 +151,8 @@ impl Tree {
     pub fn of_inodes(&self, wanted: impl Fn(Inode) -> bool) -> Vec<(Inode, Name, Seen)> {
         let mut found = Vec::new();
         for (inode, folder) in &self.folders {
-            let files = folder.entries.iter().filter(|(_, seen)| seen.kind == Kind::File && wanted(seen.inode));
+            let files =
+                folder.entries.iter().filter(|(_, seen)| seen.kind == Kind::File && wanted(seen.inode));
             found.extend(files.map(|(name, seen)| (*inode, name.clone(), *seen)));
         }
         found

@@ -72,7 +72,12 @@ impl Watcher {
         let mut tree = Tree::new(eye.root());
         let begun = Instant::now();
         settle::fill(&mut tree, &mut eye);
-        tracing::info!(names = tree.len(), folders = eye.watches(), ms = begun.elapsed().as_millis(), "watching");
+        tracing::info!(
+            names = tree.len(),
+            folders = eye.watches(),
+            ms = begun.elapsed().as_millis(),
+            "watching"
+        );
         let state = layout.tool_calls();
         let open = restored(&state);
         let mut watcher = Self {
@@ -188,9 +193,8 @@ impl Watcher {
                 window.session == session && window.subagent == message.subagent && !window.is_background
             }),
             Phase::SessionEnd => self.end(|window| window.session == session),
-            Phase::DispatchEnd => self.end(|window| {
-                message.dispatch_id.is_some() && window.agent.dispatch == message.dispatch_id
-            }),
+            Phase::DispatchEnd => self
+                .end(|window| message.dispatch_id.is_some() && window.agent.dispatch == message.dispatch_id),
         }
     }
 
@@ -305,8 +309,13 @@ impl Watcher {
     /// Notes what hooks could tell nobody, and obeys it as far as it still can be.
     fn collect(&mut self) {
         let mut left = Untold::collect(&self.gaps);
+        // Who let go at the end of a call was late for nothing: all that came before was the call's.
+        let is_gap = |untold: &Untold| {
+            untold.why != Why::Late || untold.message.as_ref().is_none_or(|told| told.phase == Phase::Pre)
+        };
         left.sort_by_key(|untold| (untold.why, untold.at));
-        for all in left.chunk_by(|one, other| one.why == other.why) {
+        let gaps: Vec<&Untold> = left.iter().filter(|untold| is_gap(untold)).collect();
+        for all in gaps.chunk_by(|one, other| one.why == other.why) {
             self.gap(all[0].why, all.len(), all[0].at);
         }
         let ids = left.iter().filter_map(|untold| untold.message.as_ref()?.tool_use_id.clone());

@@ -182,15 +182,17 @@ impl Windows {
         if window.claim.is_none() {
             return Vec::new();
         }
-        let (mut mine, others) =
-            std::mem::take(&mut self.held).into_iter().partition::<Vec<_>, _>(|held| window.claims(&held.change));
+        let (mut mine, others) = std::mem::take(&mut self.held)
+            .into_iter()
+            .partition::<Vec<_>, _>(|held| window.claims(&held.change));
         self.held = others;
         if !mine.iter().any(|held| held.change.op == Op::Write) {
             let owners = Owners { agents: Vec::new(), tool: None };
             mine.extend(otherwise.map(|change| Held { change, owners, at }));
         }
         let owner = Owners { agents: vec![window.agent], tool: Some(window.tool) };
-        let is_last = |at: usize| !mine[at + 1..].iter().any(|later| later.change.path == mine[at].change.path);
+        let is_last =
+            |at: usize| !mine[at + 1..].iter().any(|later| later.change.path == mine[at].change.path);
         let last = mine.iter().enumerate().filter(|(at, _)| is_last(*at));
         last.filter_map(|(_, held)| owner.entry(&held.change, held.at)).collect()
     }

@@ -4,10 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-const WANTED: [Wanted; 2] = [
-    Wanted { event: "PreToolUse", matcher: Some("Bash") },
-    Wanted { event: "Stop", matcher: None },
-];
+const WANTED: [Wanted; 2] =
+    [Wanted { event: "PreToolUse", matcher: Some("Bash") }, Wanted { event: "Stop", matcher: None }];
 const COMMAND: &str = "exec /opt/svc/bin/svc-hook claude-code";
 
 fn theirs(command: &str) -> Value {
@@ -41,8 +39,13 @@ fn the_owners_hooks_stay_where_they_are() {
 
 #[test]
 fn what_cannot_be_told_is_not_touched() {
-    for wrong in [json!([]), json!(null), json!({"hooks": 1}), json!({"hooks": {"Stop": {}}}), json!({"hooks": {"X": [1]}})]
-    {
+    for wrong in [
+        json!([]),
+        json!(null),
+        json!({"hooks": 1}),
+        json!({"hooks": {"Stop": {}}}),
+        json!({"hooks": {"X": [1]}}),
+    ] {
         let mut settings = wrong.clone();
         assert!(install(&mut settings, &WANTED, COMMAND).is_err() && uninstall(&mut settings).is_err());
         assert_eq!(settings, wrong);
@@ -50,11 +53,17 @@ fn what_cannot_be_told_is_not_touched() {
 }
 
 fn groups() -> impl Strategy<Value = Value> {
-    let command = prop_oneof!["[a-z]{1,4}", Just("/x/svc-hook".to_owned()), Just("exec /y/svc-hook codex".to_owned())];
+    let command =
+        prop_oneof!["[a-z]{1,4}", Just("/x/svc-hook".to_owned()), Just("exec /y/svc-hook codex".to_owned())];
     let hook = command.prop_map(|command| json!({ "type": "command", "command": command }));
-    let group = (proptest::option::of("[a-z]{1,3}"), prop::collection::vec(hook, 0..3)).prop_map(|(matcher, hooks)| {
-        matcher.map_or_else(|| json!({ "hooks": hooks }), |matcher| json!({ "matcher": matcher, "hooks": hooks }))
-    });
+    let group = (proptest::option::of("[a-z]{1,3}"), prop::collection::vec(hook, 0..3)).prop_map(
+        |(matcher, hooks)| {
+            matcher.map_or_else(
+                || json!({ "hooks": hooks }),
+                |matcher| json!({ "matcher": matcher, "hooks": hooks }),
+            )
+        },
+    );
     prop::collection::vec(group, 0..4).prop_map(Value::from)
 }
 

@@ -19,9 +19,15 @@ pub(super) const GATEWAY: &str = "svc-gateway";
 pub(super) const SYNC_AGENT: &str = "svc-sync-agent";
 pub(super) const SHELL: &str = "svc-shell";
 pub(super) const CODE: &str = "svc-code";
-pub(super) const SERVICES: [&str; 4] = [GATEWAY, SHELL, CODE, SYNC_AGENT];
+pub(super) const WATCH: &str = "svc-watch";
+pub(super) const SERVICES: [&str; 5] = [GATEWAY, SHELL, CODE, SYNC_AGENT, WATCH];
 /// Services that a release may do without, and what of it they need. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 2] = [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server")];
+const OPTIONAL: [(&str, &str); 3] = [
+    (SHELL, "current/app/shell"),
+    (CODE, "current/runtime/code-server"),
+    // An earlier release has none.
+    (WATCH, "current/bin/svc-watch"),
+];
 
 /// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
@@ -79,6 +85,9 @@ async fn units(session: &Arc<Session>, settings: &HostSettings) -> Result<(), Bo
     comes_to(session, settings, "gateway").await;
     // As `svc-apps.service`, which is ordered before the gateway and not required by it.
     run(session, settings, GATEWAY, &["install-apps"]).await.ok();
+    if session.disk.program("svc-hook").exists() {
+        run(session, settings, "svc-hook", &["install"]).await.ok();
+    }
     for (name, _) in OPTIONAL.iter().filter(|(_, needed)| session.disk.opt(needed).exists()) {
         service(session, settings, name);
     }
