@@ -29,6 +29,8 @@ pub struct Home {
     root: tempfile::TempDir,
     watcher: Option<Child>,
     failpoints: &'static str,
+    /// Its hooks let go when they must.
+    pub is_hasty: bool,
     calls: AtomicU32,
     /// How many lines of the record were looked at.
     read: std::cell::Cell<usize>,
@@ -63,7 +65,14 @@ impl Home {
         for dir in ["home/svc/home/system/logs", "home/svc/home/apps", "home/svc/out", "run/svc/owner"] {
             fs::create_dir_all(root.path().join(dir))?;
         }
-        Ok(Self { root, watcher: None, failpoints, calls: AtomicU32::new(0), read: std::cell::Cell::new(0) })
+        Ok(Self {
+            root,
+            watcher: None,
+            failpoints,
+            is_hasty: false,
+            calls: AtomicU32::new(0),
+            read: std::cell::Cell::new(0),
+        })
     }
 
     pub fn path(&self, below: &str) -> PathBuf {
@@ -135,9 +144,13 @@ impl Home {
         command
     }
 
-    /// Runs the hook as an agent's program does: what it prints and its end are what they must always be. How long it took.
+    /// Runs the hook as an agent's program does: what it prints and its end are what they must always be. How long it
+    /// took: as long as it is answered, unless the home says that it is `hasty`.
     pub fn hook_with(&self, text: &[u8], env: &[(&str, &str)]) -> Result<Duration> {
         let mut command = self.command(&["svc-hook", "claude-code"]);
+        if !self.is_hasty {
+            command.env("FAILPOINTS", "hook.patient=return(error)");
+        }
         command.envs(env.iter().copied()).stdin(Stdio::piped());
         let begun = Instant::now();
         let mut hook = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;

@@ -14,10 +14,12 @@ const LIMIT: Duration = Duration::from_millis(600);
 #[test]
 fn without_a_watcher_the_hook_lets_go_and_the_gap_is_told_later() -> Result<()> {
     let mut home = Home::unwatched()?;
+    home.is_hasty = true;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });
     let took = home.tell(ADA, "PreToolUse", "t1", bash.clone())?;
     assert!(took < LIMIT, "{took:?}");
     home.tell(ADA, "PostToolUse", "t1", bash.clone())?;
+    home.is_hasty = false;
     home.watch()?;
     let gap = home.until("a gap", |line| line["gap"]["why"] == "unheard")?;
     assert_eq!(gap["gap"]["lost"], 2);
@@ -37,6 +39,7 @@ fn without_a_watcher_the_hook_lets_go_and_the_gap_is_told_later() -> Result<()> 
 #[test]
 fn a_socket_that_nobody_answers_on_is_let_go_of() -> Result<()> {
     let mut home = Home::new()?;
+    home.is_hasty = true;
     let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGSTOP)?;
     let bash = json!({ "tool_name": "Bash", "tool_input": { "command": "x" } });

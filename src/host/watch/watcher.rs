@@ -34,7 +34,7 @@ const TICK: Duration = Duration::from_secs(2);
 const BACKGROUND: Duration = Duration::from_secs(10);
 /// So many names with something to look at are looked at while no tool runs.
 const ENOUGH: usize = 5_000;
-/// So many tool calls with a gap are remembered.
+/// So many tool calls with a gap, and that have ended, are remembered.
 const MOST_MISSED: usize = 512;
 /// Names of agents and ids are cut here.
 const LONGEST_NAME: usize = 200;
@@ -56,6 +56,8 @@ pub struct Watcher {
     windows: Windows,
     /// Tool calls whose gap is noted.
     missed: VecDeque<String>,
+    /// Tool calls that have ended. One whose hook let go is told twice: by what it left, and when it is heard after all.
+    done: VecDeque<(String, String)>,
     settled: Instant,
     was_short: bool,
 }
@@ -90,6 +92,7 @@ impl Watcher {
             dirt: Dirt::default(),
             windows: Windows::default(),
             missed: VecDeque::new(),
+            done: VecDeque::new(),
             settled: Instant::now(),
             was_short: false,
         };
@@ -167,6 +170,10 @@ impl Watcher {
         let message = bounded(message);
         let (session, tool_use) =
             (message.session_id.clone(), message.tool_use_id.clone().unwrap_or_default());
+        let is_of_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
+        if is_of_call && self.done.iter().any(|(of, call)| (of, call) == (&session, &tool_use)) {
+            return;
+        }
         match message.phase {
             Phase::Pre => {
                 self.look();
@@ -182,12 +189,14 @@ impl Watcher {
                 }
                 self.look();
                 self.succeed(&message, &session, &tool_use);
+                self.is_done(session, tool_use);
             }
             Phase::Failed => {
                 if !self.windows.has(&session, &tool_use) && message.path.is_none() {
                     self.unpaired(&tool_use, &message);
                 }
                 self.end(|window| window.session == session && window.tool_use == tool_use);
+                self.is_done(session, tool_use);
             }
             Phase::TurnEnd => self.end(|window| {
                 window.session == session && window.subagent == message.subagent && !window.is_background
@@ -195,6 +204,13 @@ impl Watcher {
             Phase::SessionEnd => self.end(|window| window.session == session),
             Phase::DispatchEnd => self
                 .end(|window| message.dispatch_id.is_some() && window.agent.dispatch == message.dispatch_id),
+        }
+    }
+
+    fn is_done(&mut self, session: String, tool_use: String) {
+        self.done.push_back((session, tool_use));
+        if self.done.len() > MOST_MISSED {
+            self.done.pop_front();
         }
     }
 
