@@ -245,8 +245,13 @@ impl Shared {
         if !inodes.is_empty() {
             for (path, known) in before.iter().chain(after) {
                 if inodes.contains(&known.seen.inode) {
-                    let marks: &mut Marks = all.entry(known.seen.inode).or_default();
-                    marks.add(dirt.of(known.folder, path));
+                    let mut marks = dirt.of(known.folder, path);
+                    let is_at = |known: Option<&Known>, inode| known.is_some_and(|at| at.seen.inode == inode);
+                    let stayed =
+                        is_at(before.get(path), known.seen.inode) && is_at(after.get(path), known.seen.inode);
+                    // It may have been something else of this name that was written: the file's time tells.
+                    marks.written &= stayed || !marks.named;
+                    all.entry(known.seen.inode).or_insert_with(Marks::default).add(marks);
                 }
             }
         }
@@ -283,10 +288,15 @@ fn change(was: Option<Seen>, now: Seen, marks: Marks, path: &[u8]) -> Option<Cha
 
 /// Whether what is not a folder was written, or something else put in its place.
 fn is_written(was: Seen, now: Seen, marks: Marks) -> bool {
-    let is_same = (was.inode, was.size, was.mtime) == (now.inode, now.size, now.mtime);
-    // By another of its names it came back.
-    let is_linked_again = is_same && now.is_shared;
-    if was.inode != now.inode || (marks.made && !is_linked_again) {
+    if was.inode != now.inode {
+        return true;
+    }
+    if marks.named && (was.size, was.mtime) == (now.size, now.mtime) {
+        // It was moved and came back, or was linked again; what was written of this name meanwhile was something else.
+        return false;
+    }
+    if marks.made {
+        // Something else, which has got its number.
         return true;
     }
     if now.kind != Kind::File || (was.size, now.size) == (0, 0) {

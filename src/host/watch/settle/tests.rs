@@ -77,7 +77,8 @@ impl World {
         let inode = self.new_inode();
         self.nodes.insert(inode, node);
         self.names_mut(folder).insert(name.into(), inode);
-        self.tell(folder, name, Marks { named: true, made: true, ..Marks::default() });
+        let written = matches!(self.nodes[&inode], Node::File { .. });
+        self.tell(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
     }
 
     fn write(&mut self, path: &[u8], by_map: bool) {
