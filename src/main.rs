@@ -48,6 +48,16 @@ static APPLETS: &[Applet] = &[
         about: "runs one agent for the gateway, as the owner's user",
         run: host::agent_run::run,
     },
+    Applet {
+        name: "svc-watch",
+        about: "records what agents' tools change in the owner's home",
+        run: host::watch::run,
+    },
+    Applet {
+        name: "svc-hook",
+        about: "the hook of agents' programs that tells svc-watch of tool calls",
+        run: host::hook::run,
+    },
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },

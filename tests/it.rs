@@ -5,6 +5,7 @@
     reason = "all of it is tests; clippy sees only the functions with #[test] as such"
 )]
 
+mod audit;
 mod canary;
 mod contract;
 mod ctl;

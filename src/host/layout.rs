@@ -77,6 +77,11 @@ impl Layout {
         self.opt("restore-complete")
     }
 
+    /// The home of the user `svc`, with the settings of the owner's programs; the owner's files are in [`Layout::home`].
+    pub fn owner(&self) -> PathBuf {
+        self.root.join("home/svc")
+    }
+
     pub fn home(&self) -> PathBuf {
         self.root.join("home/svc/home")
     }
@@ -228,7 +233,17 @@ impl Layout {
         self.state("sync")
     }
 
-    /// Of the gateway's user: `gateway.sock`.
+    /// Tool calls that agents are in, as the watcher last knew.
+    pub fn tool_calls(&self) -> PathBuf {
+        self.state("tool-calls.json")
+    }
+
+    /// Tool calls that a hook could tell nobody of: the owner's programs write it, and the watcher reads it.
+    pub fn audit_gaps(&self) -> PathBuf {
+        self.owner_sockets().join("audit-gaps.jsonl")
+    }
+
+    /// Of the gateway's user: `gateway.sock` and `watch.sock`.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }

@@ -149,6 +149,14 @@ async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
         json!({"theme": "dark", "costLimits": {"monthly": 100, "daily": 0.5, "reservation": 0.05}})
     );
     assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
+    // The gateway's own changes are in the audit.
+    host.until("the audit", async || {
+        let audit = get(&host, "/api/audit?path=system/config.json&actor=svc-gateway").await?;
+        Ok(audit["entries"]
+            .as_array()
+            .is_some_and(|entries| entries.len() == 2 && entries[0]["op"] == "write"))
+    })
+    .await?;
 
     // A broken edit by hand changes nothing, and is told.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": -3}}"#)?;

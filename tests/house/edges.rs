@@ -3,8 +3,19 @@
 use super::{File, at, source};
 
 /// Folders of `src/host` that are an applet each. What two of them share stands beside them.
-const APPLETS: [&str; 10] =
-    ["backup", "doctor", "gateway", "heartbeat", "hook", "launch", "register", "restore", "sync", "update"];
+const APPLETS: [&str; 11] = [
+    "backup",
+    "doctor",
+    "gateway",
+    "heartbeat",
+    "hook",
+    "launch",
+    "register",
+    "restore",
+    "sync",
+    "update",
+    "watch",
+];
 
 /// The import that is not allowed, with the reason.
 fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {

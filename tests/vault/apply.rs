@@ -33,6 +33,7 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
         "restart svc-shell.service",
         "restart svc-code.service",
         "restart svc-sync-agent.service",
+        "restart svc-watch.service",
     ];
     assert_eq!(stage.told()?[1..], of_the_update, "after the boot's");
     let asked = stage.source.asked();

@@ -9,12 +9,13 @@ use crate::host::layout::Layout;
 use crate::host::systemd;
 
 /// Those that run as long as the machine does.
-const SERVICES: [&str; 5] = [
+const SERVICES: [&str; 6] = [
     "svc-postgres.service",
     "svc-gateway.service",
     "svc-shell.service",
     "svc-code.service",
     "svc-sync-agent.service",
+    "svc-watch.service",
 ];
 const TRIGGERS: [&str; 9] = [
     "svc-agent.socket",

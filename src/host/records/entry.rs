@@ -70,7 +70,69 @@ pub struct Failed {
     pub turn: Option<u64>,
 }
 
-/// Lines that had no room: a line of any JSON record. Whoever reads a record looks for `gap` first.
+/// A change of a file in the home: a line of `audit.jsonl`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AuditEntry {
+    pub version: u32,
+    /// When it was noticed: for a command, its end.
+    #[serde(with = "clock::wire")]
+    pub timestamp: Timestamp,
+    pub op: Op,
+    /// From the home's root.
+    pub path: String,
+    /// The name is no text: in `path`, `\\xNN` is a byte, and `\\\\` a backslash.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub escaped: bool,
+    /// Of the file as it is now; 0 for a folder, and for what is gone.
+    pub size_bytes: u64,
+    /// The agents' program, or the part of the system.
+    pub actor: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent_name: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dispatch_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool: Option<String>,
+    /// Several agents were at work, and it was one of them: `actor` and `agent_name` have all of their names.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub ambiguous: bool,
+}
+
+impl AuditEntry {
+    pub const VERSION: u32 = 1;
+
+    /// A path, which is bytes, as it is written, and whether it had to be escaped for that.
+    pub fn path(bytes: &[u8]) -> (String, bool) {
+        if let Ok(path) = std::str::from_utf8(bytes) {
+            return (path.to_owned(), false);
+        }
+        let mut path = String::with_capacity(bytes.len() + 16);
+        for chunk in bytes.utf8_chunks() {
+            path.push_str(&chunk.valid().replace('\\', "\\\\"));
+            for byte in chunk.invalid() {
+                path.push_str(&format!("\\x{byte:02x}"));
+            }
+        }
+        (path, true)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Op {
+    Write,
+    Delete,
+    Mkdir,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde wants it")]
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
+/// Lines that had no room, or tool calls that nobody saw: a line of any JSON record. Whoever reads a record looks for
+/// `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,
@@ -87,6 +149,27 @@ pub struct Gap {
     /// When the first of them had no room.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
+    /// Of the audit: why tool calls were not seen. Lines that had no room say nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<Why>,
+}
+
+/// Why changes of tool calls may be missing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Why {
+    /// The hook found nobody to tell.
+    Unheard,
+    /// The answer did not come in time, and the hook let go.
+    Late,
+    /// What the hook was given could not be read, or was too large.
+    Unreadable,
+    /// The watcher began anew while tools were running.
+    Restarted,
+    /// The end of a tool call whose beginning was not seen.
+    Unpaired,
+    /// More tool calls at once than are kept.
+    Crowded,
 }
 
 #[cfg(test)]
@@ -107,5 +190,17 @@ mod tests {
         let entry: Interaction = serde_json::from_value(line.clone()).unwrap();
         assert_eq!(entry.cost, Dollars::from_nanos(12_500_000));
         assert_eq!(serde_json::to_value(&entry).unwrap(), line);
+        let line = json!({
+            "version": 1, "timestamp": "2026-11-22T01:02:03.456Z", "op": "mkdir", "path": "apps/notes", "sizeBytes": 0,
+            "actor": "claude-code", "agentName": "coder",
+        });
+        let entry: AuditEntry = serde_json::from_value(line.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&entry).unwrap(), line);
+    }
+
+    #[test]
+    fn a_path_that_is_no_text_is_written_so_that_it_can_be_read_back() {
+        assert_eq!(AuditEntry::path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
+        assert_eq!(AuditEntry::path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
     }
 }

@@ -9,7 +9,8 @@ use crate::host::probe::Gateway;
 
 pub const GATEWAY: &str = "svc-gateway.service";
 /// Whatever of these runs when an update begins must run when it ends.
-pub const OTHERS: [&str; 3] = ["svc-shell.service", "svc-code.service", "svc-sync-agent.service"];
+pub const OTHERS: [&str; 4] =
+    ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
 /// Between looks.
 const PAUSE: Duration = Duration::from_millis(250);
 /// How long it must stay well, at most; a short deadline makes it shorter.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::Kernel;
 use super::usage::LONGEST_SENDER;
-use crate::clock::rfc3339_ms;
+use crate::clock::{now_ms, rfc3339_ms};
 use crate::fsx::{self, FileError};
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::blocking::blocking;
@@ -20,8 +20,10 @@ use crate::host::gateway::body;
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::calendar::Calendar;
+use crate::host::records::entry::{AuditEntry, Op};
 use crate::host::records::limits::{Period, Spent};
 use crate::host::records::money::Dollars;
+use crate::host::records::writer::Record;
 use crate::host::settings::{self, Settings};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
@@ -108,10 +110,16 @@ async fn set(
     };
     let change = fields.finish(Some(change))?;
     let file = gateway.config.layout.settings();
+    let records = gateway.kernel.records.clone();
     let alone = Arc::clone(&gateway.kernel.changing);
     let changed = blocking(move || {
         let _alone = alone.lock().unwrap_or_else(PoisonError::into_inner);
-        write(&file, &change)
+        let written = write(&file, &change)?;
+        if let Some(size_bytes) = written {
+            // What has no room is told by the writer.
+            let _ = records.append(Record::Audit, &own_change(size_bytes));
+        }
+        Ok::<_, FileError>(written.is_some())
     })
     .await?;
     if !changed {
@@ -134,13 +142,30 @@ fn zone(fields: &mut Fields) -> Option<String> {
     Some(zone)
 }
 
-/// Changes the file, and keeps what else is in it; `false` where it is not what settings are written in.
-fn write(file: &std::path::Path, change: &Change) -> Result<bool, FileError> {
+/// The settings are the gateway's, whom nobody watches.
+fn own_change(size_bytes: u64) -> AuditEntry {
+    AuditEntry {
+        version: AuditEntry::VERSION,
+        timestamp: now_ms(),
+        op: Op::Write,
+        path: "system/config.json".to_owned(),
+        escaped: false,
+        size_bytes,
+        actor: "svc-gateway".to_owned(),
+        agent_name: None,
+        dispatch_id: None,
+        tool: None,
+        ambiguous: false,
+    }
+}
+
+/// Changes the file, and keeps what else is in it; its size, and `None` where it is not what settings are written in.
+fn write(file: &std::path::Path, change: &Change) -> Result<Option<u64>, FileError> {
     let text = settings::read(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
-    let Ok(Value::Object(mut settings)) = parsed else { return Ok(false) };
+    let Ok(Value::Object(mut settings)) = parsed else { return Ok(None) };
     let limits = settings.entry("costLimits").or_insert_with(|| json!({}));
-    let Value::Object(limits) = limits else { return Ok(false) };
+    let Value::Object(limits) = limits else { return Ok(None) };
     for (name, amount) in
         [("daily", change.daily), ("monthly", change.monthly), ("reservation", change.reservation)]
     {
@@ -158,7 +183,7 @@ fn write(file: &std::path::Path, change: &Change) -> Result<bool, FileError> {
     }
     // The owner's programs may read it.
     fsx::write_atomic(file, &text, 0o640)?;
-    Ok(true)
+    Ok(Some(text.len() as u64))
 }
 
 pub fn told_limits() -> Value {

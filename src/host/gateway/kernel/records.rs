@@ -208,7 +208,7 @@ fn gap() -> Value {
         &[
             ("version", count()),
             ("timestamp", time()),
-            ("gap", line(&[("lost", count()), ("since", time())], &[])),
+            ("gap", line(&[("lost", count()), ("since", time())], &[("why", text())])),
         ],
         &[],
     )
@@ -257,7 +257,15 @@ pub fn told_audit() -> Value {
             ("path", text()),
             ("actor", text()),
         ],
-        &[("sizeBytes", count()), ("agentName", text())],
+        &[
+            ("version", count()),
+            ("sizeBytes", count()),
+            ("agentName", text()),
+            ("dispatchId", text()),
+            ("tool", text()),
+            ("escaped", boolean()),
+            ("ambiguous", boolean()),
+        ],
     ))
 }
 

@@ -183,7 +183,7 @@ impl Queue {
                 let (now, since) = (clock::rfc3339_ms(timestamp), clock::rfc3339_ms(since));
                 format!("{now} {lost} lines had no room since {since}").into_bytes()
             }
-            _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since } })
+            _ => serde_json::to_vec(&GapLine { version: 1, timestamp, gap: Gap { lost, since, why: None } })
                 .expect("plain fields are JSON"),
         };
         line.push(b'\n');

@@ -21,10 +21,16 @@ pub(super) const SHELL: &str = "svc-shell";
 pub(super) const CODE: &str = "svc-code";
 /// Where systemd would start an instance for each connection of its socket, it listens by itself.
 pub(super) const AGENT: &str = "svc-agent";
-pub(super) const SERVICES: [&str; 5] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT];
+pub(super) const WATCH: &str = "svc-watch";
+pub(super) const SERVICES: [&str; 6] = [GATEWAY, SHELL, CODE, AGENT, SYNC_AGENT, WATCH];
 /// Services that a release may do without, and what of it they need. The boot does not wait for them.
-const OPTIONAL: [(&str, &str); 3] =
-    [(SHELL, "current/app/shell"), (CODE, "current/runtime/code-server"), (AGENT, "current/bin/svc-agent")];
+const OPTIONAL: [(&str, &str); 4] = [
+    (SHELL, "current/app/shell"),
+    (CODE, "current/runtime/code-server"),
+    // An earlier release has neither.
+    (AGENT, "current/bin/svc-agent"),
+    (WATCH, "current/bin/svc-watch"),
+];
 
 /// A path unit: what it looks for below `/var/lib/svc`, the unit that it starts, and its arguments.
 type PathUnit = (&'static [&'static str], &'static str, &'static [&'static str]);
@@ -82,6 +88,9 @@ async fn units(session: &Arc<Session>, settings: &HostSettings) -> Result<(), Bo
     comes_to(session, settings, "gateway").await;
     // As `svc-apps.service`, which is ordered before the gateway and not required by it.
     run(session, settings, GATEWAY, &["install-apps"]).await.ok();
+    if session.disk.program("svc-hook").exists() {
+        run(session, settings, "svc-hook", &["install"]).await.ok();
+    }
     for (name, _) in OPTIONAL.iter().filter(|(_, needed)| session.disk.opt(needed).exists()) {
         service(session, settings, name);
     }

@@ -1,0 +1,100 @@
+//! Settings of all kinds, with our hook put in and taken out.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const WANTED: [Wanted; 2] =
+    [Wanted { event: "PreToolUse", matcher: Some("Bash") }, Wanted { event: "Stop", matcher: None }];
+const COMMAND: &str = "exec /opt/svc/bin/svc-hook claude-code";
+
+fn theirs(command: &str) -> Value {
+    json!({ "matcher": "*", "hooks": [{ "type": "command", "command": command }] })
+}
+
+#[test]
+fn the_owners_hooks_stay_where_they_are() {
+    let mixed = json!({ "matcher": "Bash", "hooks": [
+        { "type": "command", "command": "mine" }, { "type": "command", "command": "/old/bin/svc-hook", "timeout": 9 } ] });
+    let before = json!({ "a": 1, "hooks": {
+        "PreToolUse": [theirs("one"), { "hooks": [{ "command": "/old/svc-hook x" }] }, theirs("two"), mixed],
+        "Notification": [{ "hooks": [{ "command": "svc-hook" }] }],
+        "PostCompact": [],
+        "Stop": [theirs("say svc-hook")],
+    }, "z": { "b": 2, "a": 1 } });
+    let mut after = before.clone();
+    assert!(install(&mut after, &WANTED, COMMAND).unwrap());
+    let hooks = &after["hooks"];
+    let pre = hooks["PreToolUse"].as_array().unwrap();
+    assert_eq!((pre.len(), &pre[0], &pre[2]), (4, &theirs("one"), &theirs("two")));
+    assert_eq!(pre[1], group(&WANTED[0], COMMAND));
+    assert_eq!(pre[3]["hooks"], json!([{ "type": "command", "command": "mine" }]));
+    assert_eq!(hooks["Stop"][0], theirs("say svc-hook"));
+    assert_eq!((hooks["Stop"].as_array().unwrap().len(), &hooks["PostCompact"]), (2, &json!([])));
+    assert!(hooks.get("Notification").is_none());
+    assert!(!install(&mut after, &WANTED, COMMAND).unwrap());
+    assert!(uninstall(&mut after).unwrap() && !uninstall(&mut after).unwrap());
+    assert_eq!(after["hooks"]["Stop"], json!([theirs("say svc-hook")]));
+}
+
+#[test]
+fn what_cannot_be_told_is_not_touched() {
+    for wrong in [
+        json!([]),
+        json!(null),
+        json!({"hooks": 1}),
+        json!({"hooks": {"Stop": {}}}),
+        json!({"hooks": {"X": [1]}}),
+    ] {
+        let mut settings = wrong.clone();
+        assert!(install(&mut settings, &WANTED, COMMAND).is_err() && uninstall(&mut settings).is_err());
+        assert_eq!(settings, wrong);
+    }
+}
+
+fn groups() -> impl Strategy<Value = Value> {
+    let command =
+        prop_oneof!["[a-z]{1,4}", Just("/x/svc-hook".to_owned()), Just("exec /y/svc-hook codex".to_owned())];
+    let hook = command.prop_map(|command| json!({ "type": "command", "command": command }));
+    let group = (proptest::option::of("[a-z]{1,3}"), prop::collection::vec(hook, 0..3)).prop_map(
+        |(matcher, hooks)| {
+            matcher.map_or_else(
+                || json!({ "hooks": hooks }),
+                |matcher| json!({ "matcher": matcher, "hooks": hooks }),
+            )
+        },
+    );
+    prop::collection::vec(group, 0..4).prop_map(Value::from)
+}
+
+/// All hooks that are not ours, in their order.
+fn foreign(settings: &Value) -> Vec<(String, Value)> {
+    let mut found = Vec::new();
+    for (event, groups) in settings["hooks"].as_object().into_iter().flatten() {
+        for group in groups.as_array().unwrap() {
+            let hooks = group["hooks"].as_array().unwrap().iter().filter(|hook| !is_ours(hook));
+            found.extend(hooks.map(|hook| (format!("{event} {}", group["matcher"]), hook.clone())));
+        }
+    }
+    found.sort_by(|one, other| one.0.cmp(&other.0));
+    found
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_there_ours_is_there_once_and_theirs_stay(
+        all in prop::collection::btree_map("PreToolUse|PostToolUse|Stop|Other", groups(), 0..4)
+    ) {
+        let before = json!({ "first": true, "hooks": all, "last": 0 });
+        let mut settings = before.clone();
+        install(&mut settings, &WANTED, COMMAND).unwrap();
+        let text = settings.to_string();
+        prop_assert_eq!(text.matches("svc-hook").count(), WANTED.len(), "{}", text);
+        prop_assert_eq!(foreign(&settings), foreign(&before));
+        prop_assert!(!install(&mut settings, &WANTED, COMMAND).unwrap());
+        uninstall(&mut settings).unwrap();
+        prop_assert!(!settings.to_string().contains("svc-hook"));
+        prop_assert_eq!(foreign(&settings), foreign(&before));
+        prop_assert_eq!(&settings["last"], &before["last"]);
+    }
+}

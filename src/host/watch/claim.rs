@@ -1,0 +1,90 @@
+//! Which file of the home a tool means by the path that it was given.
+
+use std::path::{Component, Path, PathBuf};
+
+/// The paths below the home that a tool may have written: the name in the folder that it really is in, and, where that
+/// is a link, what it leads to. None for what is outside, or the records' own.
+pub fn paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
+    let path = Path::new(cwd.unwrap_or("/")).join(path);
+    let mut found = Vec::new();
+    if let (Some(folder), Some(name)) = (path.parent(), path.file_name()) {
+        found.extend(inside(home, &real(folder).join(name)));
+    }
+    let target = std::fs::canonicalize(&path).ok().and_then(|target| inside(home, &target));
+    if let Some(target) = target.filter(|target| !found.contains(target)) {
+        found.push(target);
+    }
+    found
+}
+
+fn inside(home: &Path, path: &Path) -> Option<String> {
+    let below = path.strip_prefix(home).ok()?;
+    let is_own = below.components().next().is_none_or(|first| first.as_os_str() == "system");
+    let text = below.to_str().filter(|_| !is_own)?;
+    Some(text.to_owned())
+}
+
+/// As far as it is there, without links; the rest as it was said.
+fn real(path: &Path) -> PathBuf {
+    let mut there = path.to_owned();
+    let mut rest = Vec::new();
+    loop {
+        if let Ok(mut real) = std::fs::canonicalize(&there) {
+            for part in rest.into_iter().rev() {
+                match Path::new(&part).components().next() {
+                    Some(Component::ParentDir) => _ = real.pop(),
+                    Some(Component::Normal(name)) => real.push(name),
+                    _ => {}
+                }
+            }
+            return real;
+        }
+        let Some(last) = there.components().next_back().map(|part| part.as_os_str().to_owned()) else {
+            return path.to_owned();
+        };
+        rest.push(last);
+        if !there.pop() {
+            return path.to_owned();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_what_it_leads_to_and_none_outside() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = std::fs::canonicalize(dir.path()).unwrap();
+        let home = root.join("home");
+        for made in ["home/a/b", "home/system", "out"] {
+            std::fs::create_dir_all(root.join(made)).unwrap();
+        }
+        for (link, target) in [
+            ("home/in", "a/b"),
+            ("home/a/file", "b/real"),
+            ("home/gone", "../out"),
+            ("out/back", "../home/a"),
+        ] {
+            std::os::unix::fs::symlink(target, root.join(link)).unwrap();
+        }
+        std::fs::write(home.join("a/b/real"), "").unwrap();
+        let cwd = home.join("a").display().to_string();
+        for (path, expected) in [
+            ("b/new", &["a/b/new"][..]),
+            ("n/e/w", &["a/n/e/w"]),
+            ("n/../w", &["a/w"]),
+            ("../in/x", &["a/b/x"]),
+            ("file", &["a/file", "a/b/real"]),
+            ("../gone/x", &[]),
+            ("../system/config.json", &[]),
+            ("../../out/x", &[]),
+            ("../../out/back/x", &["a/x"]),
+            ("/etc/passwd", &[]),
+            ("..", &[]),
+        ] {
+            assert_eq!(paths(&home, Some(&cwd), path), expected, "{path}");
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! A file system in memory that tells what inotify(7) tells, changed at random: what is settled is the difference of its
+//! two states, and the tree is what is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[derive(Debug, Clone, PartialEq)]
+enum Node {
+    File { content: u64, mtime: i64 },
+    Folder(BTreeMap<Name, Inode>),
+}
+
+/// Inodes are used again, as soon as may be.
+struct World {
+    nodes: BTreeMap<Inode, Node>,
+    watched: BTreeSet<Inode>,
+    dirt: Dirt,
+    clock: i64,
+}
+
+const ROOT: Inode = 2;
+
+impl World {
+    fn new() -> Self {
+        let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
+        Self { nodes, watched: BTreeSet::new(), dirt: Dirt::default(), clock: 0 }
+    }
+
+    fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
+        match &self.nodes[&folder] {
+            Node::Folder(names) => names,
+            Node::File { .. } => panic!("a file has no names"),
+        }
+    }
+
+    fn names_mut(&mut self, folder: Inode) -> &mut BTreeMap<Name, Inode> {
+        match self.nodes.get_mut(&folder) {
+            Some(Node::Folder(names)) => names,
+            _ => panic!("a file has no names"),
+        }
+    }
+
+    fn find(&self, path: &[u8]) -> Option<Inode> {
+        let mut at = ROOT;
+        for name in path.split(|&byte| byte == b'/').filter(|name| !name.is_empty()) {
+            let Node::Folder(names) = &self.nodes[&at] else { return None };
+            at = *names.get(name)?;
+        }
+        Some(at)
+    }
+
+    /// The folder of a path, and its last name.
+    fn split<'a>(&self, path: &'a [u8]) -> Option<(Inode, &'a [u8])> {
+        let name = super::super::tree::last(path);
+        let folder = self.find(&path[..path.len() - name.len()])?;
+        matches!(self.nodes[&folder], Node::Folder(_)).then_some((folder, name))
+    }
+
+    fn tell(&mut self, folder: Inode, name: &[u8], marks: Marks) {
+        if self.watched.contains(&folder) {
+            self.dirt.mark(folder, name, marks);
+        }
+    }
+
+    fn new_inode(&self) -> Inode {
+        (ROOT + 1..).find(|inode| !self.nodes.contains_key(inode)).unwrap()
+    }
+
+    fn make(&mut self, path: &[u8], node: Node) {
+        let Some((folder, name)) = self.split(path) else { return };
+        if self.names(folder).contains_key(name) {
+            return;
+        }
+        let inode = self.new_inode();
+        self.nodes.insert(inode, node);
+        self.names_mut(folder).insert(name.into(), inode);
+        let written = matches!(self.nodes[&inode], Node::File { .. });
+        self.tell(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
+    }
+
+    fn write(&mut self, path: &[u8], by_map: bool) {
+        self.clock += 1;
+        let node = Node::File { content: self.clock.unsigned_abs(), mtime: self.clock };
+        match (self.find(path), self.split(path)) {
+            (Some(inode), Some((folder, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
+                self.nodes.insert(inode, node);
+                // A mapped file that is closed is looked at; nothing says that it was written.
+                self.tell(folder, name, Marks { written: !by_map, ..Marks::default() });
+            }
+            (None, Some(_)) => self.make(path, node),
+            _ => {}
+        }
+    }
+
+    fn touch(&mut self, path: &[u8]) {
+        self.clock += 1;
+        let at = self.clock;
+        if let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) {
+            if let Some(Node::File { mtime, .. }) = self.nodes.get_mut(&inode) {
+                *mtime = at;
+            }
+            self.tell(folder, name, Marks { touched: true, ..Marks::default() });
+        }
+    }
+
+    fn remove(&mut self, path: &[u8]) {
+        let (Some(inode), Some((folder, name))) = (self.find(path), self.split(path)) else { return };
+        if let Node::Folder(names) = &self.nodes[&inode] {
+            for name in names.keys().cloned().collect::<Vec<_>>() {
+                self.remove(&below(path, &name));
+            }
+        }
+        self.names_mut(folder).remove(name);
+        self.tell(folder, name, Marks { named: true, ..Marks::default() });
+        let links = self.nodes.values().filter(
+            |node| matches!(node, Node::Folder(names) if names.values().any(|other| *other == inode)),
+        );
+        if links.count() == 0 {
+            self.nodes.remove(&inode);
+            self.watched.remove(&inode);
+        }
+    }
+
+    fn rename(&mut self, from: &[u8], to: &[u8]) {
+        let inside = to.starts_with(from) && (to.len() == from.len() || to[from.len()] == b'/');
+        let above = from.starts_with(to) && from.get(to.len()) == Some(&b'/');
+        let (Some(inode), Some((old, old_name)), Some((new, new_name))) =
+            (self.find(from), self.split(from), self.split(to))
+        else {
+            return;
+        };
+        if inside || above || self.find(to) == Some(inode) {
+            return;
+        }
+        self.remove(to);
+        self.names_mut(old).remove(old_name);
+        self.names_mut(new).insert(new_name.into(), inode);
+        let marks = Marks { named: true, ..Marks::default() };
+        self.tell(old, old_name, marks);
+        self.tell(new, new_name, marks);
+    }
+
+    fn link(&mut self, from: &[u8], to: &[u8]) {
+        let (Some(inode), Some((folder, name))) = (self.find(from), self.split(to)) else { return };
+        if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(folder).contains_key(name) {
+            self.names_mut(folder).insert(name.into(), inode);
+            self.tell(folder, name, Marks { named: true, made: true, ..Marks::default() });
+        }
+    }
+
+    fn seen(&self, inode: Inode) -> Seen {
+        let links = self.nodes.values().map(|node| match node {
+            Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
+            Node::File { .. } => 0,
+        });
+        match &self.nodes[&inode] {
+            // All of one size: it is not by that that they are told apart.
+            Node::File { mtime, .. } => {
+                Seen { inode, size: 9, mtime: *mtime, kind: Kind::File, is_shared: links.sum::<usize>() > 1 }
+            }
+            Node::Folder(_) => Seen { inode, size: 0, mtime: 0, kind: Kind::Folder, is_shared: false },
+        }
+    }
+
+    /// All paths, with contents.
+    fn states(&self) -> BTreeMap<Vec<u8>, Option<u64>> {
+        let (mut all, mut rest) = (BTreeMap::new(), vec![(Vec::new(), ROOT)]);
+        while let Some((path, folder)) = rest.pop() {
+            for (name, inode) in self.names(folder) {
+                let path = below(&path, name);
+                let content = match &self.nodes[inode] {
+                    Node::File { content, .. } => Some(*content),
+                    Node::Folder(_) => {
+                        rest.push((path.clone(), *inode));
+                        None
+                    }
+                };
+                all.insert(path, content);
+            }
+        }
+        all
+    }
+}
+
+impl Sight for World {
+    fn look(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<Seen>> {
+        if self.find(path) != Some(folder) {
+            return vec![None; names.len()];
+        }
+        let known = self.names(folder);
+        names.iter().map(|name| known.get(name).map(|inode| self.seen(*inode))).collect()
+    }
+
+    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, Seen)> {
+        if self.find(path) != Some(folder) {
+            return Vec::new();
+        }
+        self.watched.insert(folder);
+        self.names(folder).iter().map(|(name, inode)| (name.clone(), self.seen(*inode))).collect()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Write(Vec<u8>),
+    Map(Vec<u8>),
+    Touch(Vec<u8>),
+    Mkdir(Vec<u8>),
+    Remove(Vec<u8>),
+    Rename(Vec<u8>, Vec<u8>),
+    Link(Vec<u8>, Vec<u8>),
+    Look,
+}
+
+fn path() -> impl Strategy<Value = Vec<u8>> {
+    prop::collection::vec(prop::sample::select(vec!["a", "b", "c"]), 1..4)
+        .prop_map(|names| names.join("/").into_bytes())
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => path().prop_map(Step::Write),
+        1 => path().prop_map(Step::Map),
+        1 => path().prop_map(Step::Touch),
+        4 => path().prop_map(Step::Mkdir),
+        3 => path().prop_map(Step::Remove),
+        4 => (path(), path()).prop_map(|(from, to)| Step::Rename(from, to)),
+        2 => (path(), path()).prop_map(|(from, to)| Step::Link(from, to)),
+        3 => Just(Step::Look),
+    ]
+}
+
+/// What must be told, and what was.
+fn look(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, all: bool) {
+    let mut dirt = std::mem::take(&mut world.dirt);
+    if all {
+        dirt.mark_all();
+    }
+    let settled = settle(tree, &dirt, world);
+    for left in &settled.left {
+        world.watched.remove(left);
+    }
+    let now = world.states();
+    let mut expected: BTreeMap<Vec<u8>, Op> = BTreeMap::new();
+    expected
+        .extend(before.keys().filter(|path| !now.contains_key(*path)).map(|path| (path.clone(), Op::Delete)));
+    for (path, content) in now.iter().filter(|(path, content)| before.get(*path) != Some(content)) {
+        expected.insert(path.clone(), if content.is_some() { Op::Write } else { Op::Mkdir });
+    }
+    let told: BTreeMap<Vec<u8>, Op> =
+        settled.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
+    assert_eq!(told.len(), settled.changes.len(), "each path once");
+    assert_eq!(told, expected);
+    let mut known = Tree::new(ROOT);
+    fill(&mut known, world);
+    assert_eq!(tree.len(), known.len());
+    *before = now;
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #[test]
+    fn what_is_told_is_the_difference(steps in prop::collection::vec(step(), 1..40), all in prop::bool::weighted(0.1)) {
+        let mut world = World::new();
+        let mut tree = Tree::new(ROOT);
+        fill(&mut tree, &mut world);
+        let mut before = world.states();
+        for step in steps {
+            match step {
+                Step::Write(path) => world.write(&path, false),
+                Step::Map(path) => world.write(&path, true),
+                // A touch and a mapped write of the same file cannot be told apart.
+                Step::Touch(path) if !all => {
+                    look(&mut world, &mut tree, &mut before, false);
+                    world.touch(&path);
+                    look(&mut world, &mut tree, &mut before, false);
+                }
+                Step::Touch(_) => {}
+                Step::Mkdir(path) => world.make(&path, Node::Folder(BTreeMap::new())),
+                Step::Remove(path) => world.remove(&path),
+                Step::Rename(from, to) => world.rename(&from, &to),
+                // A name that is made and deleted between two looks was nobody's.
+                Step::Link(from, to) => {
+                    world.link(&from, &to);
+                    look(&mut world, &mut tree, &mut before, all);
+                }
+                Step::Look => look(&mut world, &mut tree, &mut before, all),
+            }
+        }
+        look(&mut world, &mut tree, &mut before, all);
+    }
+}
+
+#[test]
+fn too_many_names_are_looked_at_as_everywhere() {
+    let mut dirt = Dirt::default();
+    for n in 0..=MOST_NAMES {
+        dirt.mark(1, n.to_string().as_bytes(), Marks::default());
+    }
+    assert!(dirt.everywhere && dirt.names() == 0 && !dirt.is_clean());
+}

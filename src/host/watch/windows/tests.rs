@@ -1,0 +1,117 @@
+//! Whose a change is, for calls that overlap in all ways.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn agent(name: &str) -> Agent {
+    Agent { actor: "claude-code".to_owned(), name: name.to_owned(), dispatch: Some(name.to_owned()) }
+}
+
+fn window(agent_name: &str, call: &str, claim: Option<&str>) -> Window {
+    Window {
+        session: agent_name.to_owned(),
+        tool_use: call.to_owned(),
+        tool: if claim.is_some() { "Write" } else { "Bash" }.to_owned(),
+        agent: agent(agent_name),
+        subagent: None,
+        process: None,
+        opened: Timestamp::UNIX_EPOCH,
+        claim: claim.map(|path| vec![path.to_owned()]),
+        is_background: false,
+    }
+}
+
+fn change(op: Op, path: &str) -> Change {
+    Change { op, path: path.as_bytes().to_vec(), size: 1 }
+}
+
+const NOW: Timestamp = Timestamp::UNIX_EPOCH;
+
+fn who(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
+    let names = |entry: &AuditEntry| entry.agent_name.clone().unwrap_or_default();
+    entries.iter().map(|entry| (entry.path.clone(), names(entry), entry.ambiguous)).collect()
+}
+
+#[test]
+fn a_file_that_a_tool_claims_is_its_and_folders_on_the_way_to_it() {
+    let mut windows = Windows::default();
+    windows.begin(window("ada", "1", None));
+    windows.begin(window("bob", "2", Some("n/e/w")));
+    let changes = [
+        change(Op::Mkdir, "n"),
+        change(Op::Mkdir, "n/e"),
+        change(Op::Write, "n/e/w"),
+        change(Op::Write, "n/x"),
+    ];
+    let now = windows.attribute(changes.to_vec(), NOW);
+    assert_eq!(who(&now), [("n/x".to_owned(), "ada".to_owned(), false)]);
+    let told = windows.succeed("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
+    assert_eq!(told.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
+    assert!(told.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
+    assert!(windows.end(|_| true).is_empty());
+}
+
+#[test]
+fn what_was_claimed_by_a_tool_that_failed_was_somebody_elses() {
+    let mut windows = Windows::default();
+    windows.begin(window("ada", "1", None));
+    windows.begin(window("bob", "2", Some("w")));
+    assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
+    let freed = windows.end(|window| window.tool_use == "2");
+    assert_eq!(who(&freed), [("w".to_owned(), "ada".to_owned(), false)]);
+    windows.begin(window("bob", "3", Some("w")));
+    windows.end(|window| window.session == "ada");
+    assert!(windows.attribute(vec![change(Op::Write, "w")], NOW).is_empty());
+    assert!(windows.end(|_| true).is_empty(), "the owner's own");
+}
+
+#[test]
+fn one_agent_with_several_calls_is_one_and_too_many_calls_give_up_the_oldest() {
+    let mut windows = Windows::default();
+    windows.begin(window("ada", "1", None));
+    windows.begin(window("ada", "2", None));
+    let told = windows.attribute(vec![change(Op::Delete, "x")], NOW);
+    assert_eq!(who(&told), [("x".to_owned(), "ada".to_owned(), false)]);
+    assert_eq!(told[0].dispatch_id.as_deref(), Some("ada"));
+    for call in 3..=MOST {
+        assert_eq!(windows.begin(window("ada", &call.to_string(), None)), None);
+    }
+    assert_eq!(windows.begin(window("ada", "more", None)).unwrap().tool_use, "1");
+    assert_eq!(windows.all().len(), MOST);
+}
+
+proptest! {
+    /// A change belongs to those whose commands ran, all of them and nobody else, and to none where none ran.
+    #[test]
+    fn a_change_is_theirs_whose_commands_ran(steps in prop::collection::vec((0_u8..3, 0_usize..3), 1..60)) {
+        let names = ["ada", "bob", "eve"];
+        let mut running = [0_usize; 3];
+        let mut windows = Windows::default();
+        for (step, of) in steps {
+            match step {
+                0 => {
+                    windows.begin(window(names[of], &running[of].to_string(), None));
+                    running[of] += 1;
+                }
+                1 if running[of] > 0 => {
+                    running[of] -= 1;
+                    let call = running[of].to_string();
+                    prop_assert!(windows.succeed(names[of], &call, None, NOW).is_empty());
+                }
+                _ => {
+                    let told = windows.attribute(vec![change(Op::Write, "f")], NOW);
+                    let mut expected: Vec<&str> = (0..3).filter(|of| running[*of] > 0).map(|of| names[of]).collect();
+                    prop_assert_eq!(told.len(), usize::from(!expected.is_empty()));
+                    for entry in told {
+                        let mut said: Vec<String> = entry.agent_name.unwrap_or_default().split(", ").map(str::to_owned).collect();
+                        said.sort();
+                        expected.sort_unstable();
+                        prop_assert_eq!(&said, &expected);
+                        prop_assert_eq!(entry.ambiguous, expected.len() > 1);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What a change looks like in the record, kind by kind.
+
+use anyhow::Result;
+use serde_json::json;
+
+use super::home::{ADA, BOB, Home, os, path_of, short};
+
+#[test]
+fn commands_are_told_by_what_has_changed_in_the_end() -> Result<()> {
+    let home = Home::new()?;
+    let told = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    assert_eq!(told("echo one > a")?, ["write a"]);
+    assert_eq!(told("cat a; grep -r one . ; ls -R")?, [""; 0]);
+    assert_eq!(told("echo two >> a")?, ["write a"]);
+    assert_eq!(told(": > a")?, ["write a"]);
+    assert_eq!(told("echo x > tmp; rm tmp; mkdir t; rmdir t")?, [""; 0]);
+    assert_eq!(
+        told("mkdir -p n/e/s/t; echo x > n/e/s/t/f")?,
+        ["mkdir n", "mkdir n/e", "mkdir n/e/s", "mkdir n/e/s/t", "write n/e/s/t/f"]
+    );
+    assert_eq!(
+        told("mv n/e m")?,
+        [
+            "delete n/e/s/t/f",
+            "delete n/e/s/t",
+            "delete n/e/s",
+            "delete n/e",
+            "mkdir m",
+            "mkdir m/s",
+            "mkdir m/s/t",
+            "write m/s/t/f"
+        ]
+    );
+    // In the folder where it is now.
+    assert_eq!(told("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
+    assert_eq!(told("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
+    assert_eq!(told("mv m k; mv k m")?, [""; 0]);
+    assert_eq!(told("echo 1 > b; echo 2 > c; mv b c")?, ["write c"]);
+    assert_eq!(told("cp c .c.new; mv .c.new c")?, ["write c"]);
+    assert_eq!(
+        told("rm -rf m; mkdir m; echo f > m/f")?,
+        ["delete m/s/t/f", "delete m/s/t", "delete m/s", "write m/f"]
+    );
+    assert_eq!(told("rm c; mkdir c")?, ["mkdir c"]);
+    assert_eq!(told("rmdir c; echo c > c")?, ["write c"]);
+    assert_eq!(told("touch c; touch -d 2001-01-01 c; chmod 600 c; chmod 700 m")?, [""; 0]);
+    assert_eq!(told("rm -rf n m")?, ["delete n", "delete m/f", "delete m"]);
+    Ok(())
+}
+
+#[test]
+fn links_are_themselves_and_files_of_several_names_change_under_all() -> Result<()> {
+    let home = Home::new()?;
+    let told = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    assert_eq!(
+        told("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
+        ["write d", "write f", "write l", "write o"]
+    );
+    assert_eq!(told("echo y >> l")?, ["write f"]);
+    assert_eq!(told("echo y > o/f; mkdir o/sub; echo z > o/sub/f")?, [""; 0]);
+    assert_eq!(told("ln -sfn elsewhere d")?, ["write d"]);
+    assert_eq!(told("mkdir sub; ln f sub/g")?, ["mkdir sub", "write sub/g"]);
+    assert_eq!(told("echo z >> sub/g")?, ["write f", "write sub/g"]);
+    assert_eq!(told("ln f h; echo z >> h")?, ["write f", "write h", "write sub/g"]);
+    assert_eq!(told("echo z >> h; rm h")?, ["delete h", "write f", "write sub/g"]);
+    assert_eq!(told("rm l o")?, ["delete o", "delete l"]);
+    Ok(())
+}
+
+#[test]
+fn a_file_that_is_mapped_is_seen_to_be_written() -> Result<()> {
+    let home = Home::new()?;
+    home.shell("head -c 8192 /dev/zero > m")?;
+    let script =
+        "python3 -c 'import mmap; f = open(\"m\", \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[0:3] = b\"abc\"'";
+    assert_eq!(short(&home.run(ADA, script)?), ["write m"]);
+    Ok(())
+}
+
+#[test]
+fn names_that_are_no_text_can_be_read_back() -> Result<()> {
+    let home = Home::new()?;
+    let entries =
+        home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
+    let paths: Vec<Vec<u8>> = entries.iter().map(path_of).collect::<Result<_>>()?;
+    assert_eq!(paths, [b"a\nb".to_vec(), b"c\\\xff".to_vec(), b"\xc3".to_vec(), b"\xc3/\xc3\xa4".to_vec()]);
+    assert!(home.dir().join(os(&paths[3])).exists());
+    assert_eq!((&entries[0]["escaped"], &entries[1]["escaped"]), (&json!(null), &json!(true)));
+    Ok(())
+}
+
+#[test]
+fn a_tool_that_writes_a_file_is_believed_where_the_file_is_in_the_home() -> Result<()> {
+    let home = Home::new()?;
+    let at = |below: &str| home.path(below).display().to_string();
+    home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
+    let told = |path: &str, script: &str| -> Result<Vec<String>> {
+        home.write(ADA, path, || home.shell(script))?;
+        Ok(short(&home.entries()?))
+    };
+    assert_eq!(
+        told(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
+        ["mkdir n", "mkdir n/e", "write n/e/w"]
+    );
+    assert_eq!(told("n/../n/e/w", "echo y > n/e/w")?, ["write n/e/w"]);
+    assert_eq!(told(&at("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
+    assert_eq!(told(&at("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
+    assert_eq!(told(&at("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
+    for outside in
+        ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"]
+    {
+        assert_eq!(told(&at(outside), "true")?, [""; 0], "{outside}");
+    }
+    let entry = &{
+        home.write(ADA, "s", || home.shell("echo 12345 > s"))?;
+        home.entries()?
+    }[0];
+    assert_eq!(
+        (&entry["sizeBytes"], &entry["actor"], &entry["agentName"], &entry["dispatchId"], &entry["tool"]),
+        (&json!(6), &json!("claude-code"), &json!("ada"), &json!("ada"), &json!("Write"))
+    );
+    let record = std::fs::read_to_string(home.dir().join("system/logs/audit.jsonl"))?;
+    assert!(!record.contains("SECRET"));
+    Ok(())
+}
+
+#[test]
+fn thousands_of_files_at_once_are_all_there() -> Result<()> {
+    let home = Home::new()?;
+    let many =
+        "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
+    assert_eq!(home.run(ADA, many)?.len(), 1 + 60 * 102);
+    assert_eq!(home.run(ADA, "cp -r p r")?.len(), 1 + 60 * 102);
+    assert_eq!(home.run(ADA, "for f in r/7/q/*; do echo x >> $f; done")?.len(), 100);
+    assert_eq!(home.run(ADA, "rm -rf p r")?.len(), 2 * (1 + 60 * 102));
+    Ok(())
+}
+
+#[test]
+fn what_the_owner_does_alone_is_nobodys_and_what_two_agents_did_is_either_ones() -> Result<()> {
+    let home = Home::new()?;
+    home.shell("echo mine > mine; mkdir own")?;
+    assert!(home.entries()?.is_empty());
+    let first = home.begin(ADA)?;
+    home.shell("echo a > a")?;
+    let second = home.begin(BOB)?;
+    home.shell("echo both > both")?;
+    home.end(ADA, &first)?;
+    home.shell("echo b > b")?;
+    home.end(BOB, &second)?;
+    home.shell("echo mine >> mine")?;
+    let entries = home.entries()?;
+    assert_eq!(short(&entries), ["write a", "write both", "write b"]);
+    let of = |at: usize| (entries[at]["agentName"].clone(), entries[at]["ambiguous"].clone());
+    assert_eq!(of(0), (json!("ada"), json!(null)));
+    assert_eq!(of(1), (json!("ada, bob"), json!(true)));
+    assert_eq!(of(2), (json!("bob"), json!(null)));
+    assert_eq!(entries[1].get("dispatchId"), None);
+
+    // One who writes a file while another's command runs is known by name.
+    let call = home.begin(ADA)?;
+    home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
+    home.end(ADA, &call)?;
+    let entries = home.entries()?;
+    let who =
+        |path: &str| entries.iter().find(|entry| entry["path"] == path).map(|entry| &entry["agentName"]);
+    assert_eq!((who("w"), who("side"), entries.len()), (Some(&json!("bob")), Some(&json!("ada")), 2));
+    Ok(())
+}

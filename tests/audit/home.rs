@@ -1,0 +1,362 @@
+//! A home that is watched: the real `svc-watch`, and hooks that are run as agents' programs run them.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use kit::child::{self, AtExit};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An agent in a session of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct Agent(pub &'static str);
+
+pub const ADA: Agent = Agent("ada");
+pub const BOB: Agent = Agent("bob");
+
+pub struct Home {
+    root: tempfile::TempDir,
+    watcher: Option<Child>,
+    failpoints: &'static str,
+    /// Its hooks let go when they must.
+    pub is_hasty: bool,
+    calls: AtomicU32,
+    /// How many lines of the record were looked at.
+    read: std::cell::Cell<usize>,
+}
+
+/// What the record says of a path: how, and by whom.
+pub type Entries = Vec<Value>;
+/// What an observer sees of a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    Folder,
+    File(Vec<u8>),
+    Link(PathBuf),
+    Other,
+}
+pub type States = BTreeMap<Vec<u8>, State>;
+
+impl Home {
+    /// Watched from its beginning.
+    pub fn new() -> Result<Self> {
+        let mut home = Self::unwatched()?;
+        home.watch()?;
+        Ok(home)
+    }
+
+    pub fn unwatched() -> Result<Self> {
+        Self::with_failpoints("")
+    }
+
+    pub fn with_failpoints(failpoints: &'static str) -> Result<Self> {
+        let root = tempfile::Builder::new().prefix("svc-audit-").tempdir()?;
+        for dir in ["home/svc/home/system/logs", "home/svc/home/apps", "home/svc/out", "run/svc/owner"] {
+            fs::create_dir_all(root.path().join(dir))?;
+        }
+        Ok(Self {
+            root,
+            watcher: None,
+            failpoints,
+            is_hasty: false,
+            calls: AtomicU32::new(0),
+            read: std::cell::Cell::new(0),
+        })
+    }
+
+    pub fn path(&self, below: &str) -> PathBuf {
+        self.root.path().join(below)
+    }
+
+    pub fn dir(&self) -> PathBuf {
+        self.path("home/svc/home")
+    }
+
+    /// Starts the watcher and waits until it says that it is ready.
+    pub fn watch(&mut self) -> Result<()> {
+        let notify = self.path("notify.sock");
+        let _ = fs::remove_file(&notify);
+        let socket = UnixDatagram::bind(&notify)?;
+        socket.set_read_timeout(Some(Duration::from_millis(50)))?;
+        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("watch.log"))?;
+        let mut command = self.command(&["svc-watch"]);
+        command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", self.failpoints);
+        let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
+        child::end_with_us(watcher.id(), AtExit::Kill);
+        let (deadline, mut buffer) = (Instant::now() + PATIENCE, [0_u8; 1024]);
+        loop {
+            if let Ok(size) = socket.recv(&mut buffer)
+                && String::from_utf8_lossy(&buffer[..size]).contains("READY=1")
+            {
+                break;
+            }
+            if let Some(status) = watcher.try_wait()? {
+                bail!("svc-watch ended with {status}: {}", self.log());
+            }
+            ensure!(Instant::now() < deadline, "svc-watch did not get ready: {}", self.log());
+        }
+        self.watcher = Some(watcher);
+        Ok(())
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.path("watch.log")).unwrap_or_default()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.watcher.as_ref().map_or(0, Child::id)
+    }
+
+    pub fn kill(&mut self) -> Result<()> {
+        if let Some(mut watcher) = self.watcher.take() {
+            watcher.kill()?;
+            watcher.wait()?;
+            child::ended(watcher.id());
+        }
+        Ok(())
+    }
+
+    pub fn terminate(&mut self) -> Result<()> {
+        let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(watcher.id())?);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
+        let status = child::wait_until(&mut watcher, Instant::now() + PATIENCE);
+        child::ended(watcher.id());
+        ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.log());
+        Ok(())
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        command.args(args).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
+        command.env("SVC_ROOT", self.root.path()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs the hook as an agent's program does: what it prints and its end are what they must always be. How long it
+    /// took: as long as it is answered, unless the home says that it is `hasty`.
+    pub fn hook_with(&self, text: &[u8], env: &[(&str, &str)]) -> Result<Duration> {
+        let mut command = self.command(&["svc-hook", "claude-code"]);
+        if !self.is_hasty {
+            command.env("FAILPOINTS", "hook.patient=return(error)");
+        }
+        command.envs(env.iter().copied()).stdin(Stdio::piped());
+        let begun = Instant::now();
+        let mut hook = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        // It may have let go before it has read all.
+        hook.stdin.take().context("stdin")?.write_all(text).ok();
+        let output = hook.wait_with_output()?;
+        let took = begun.elapsed();
+        let printed = [output.stdout, output.stderr].concat();
+        ensure!(
+            output.status.success() && printed.is_empty(),
+            "{}: {}",
+            output.status,
+            String::from_utf8_lossy(&printed)
+        );
+        Ok(took)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "it is always made where it is given")]
+    pub fn tell(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
+        let mut message = json!({
+            "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",
+            "cwd": self.dir(), "hook_event_name": event, "permission_mode": "default", "tool_use_id": call,
+        });
+        for (name, value) in more.as_object().into_iter().flatten() {
+            message[name] = value.clone();
+        }
+        let pid = std::process::id().to_string();
+        let env = [("SVC_AGENT_NAME", agent.0), ("SVC_DISPATCH_ID", agent.0), ("CLAUDE_PID", pid.as_str())];
+        self.hook_with(message.to_string().as_bytes(), &env)
+    }
+
+    fn next_call(&self) -> String {
+        format!("toolu_{}", self.calls.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A command's beginning; the call's id.
+    pub fn begin(&self, agent: Agent) -> Result<String> {
+        let call = self.next_call();
+        self.tell(
+            agent,
+            "PreToolUse",
+            &call,
+            json!({ "tool_name": "Bash", "tool_input": { "command": "x" } }),
+        )?;
+        Ok(call)
+    }
+
+    pub fn end(&self, agent: Agent, call: &str) -> Result<()> {
+        let more = json!({ "tool_name": "Bash", "tool_input": { "command": "x" }, "tool_response": { "stdout": "" } });
+        self.tell(agent, "PostToolUse", call, more).map(drop)
+    }
+
+    /// A script of the shell, run in the home.
+    pub fn shell(&self, script: &str) -> Result<()> {
+        let mut command = Command::new("bash");
+        command.args(["-c", script]).current_dir(self.dir()).stdin(Stdio::null());
+        let output = command.output()?;
+        ensure!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    }
+
+    /// What an agent's command leaves in the record.
+    pub fn run(&self, agent: Agent, script: &str) -> Result<Entries> {
+        let call = self.begin(agent)?;
+        let done = self.shell(script);
+        self.end(agent, &call)?;
+        done?;
+        self.entries()
+    }
+
+    /// A tool that writes one file.
+    pub fn write(&self, agent: Agent, path: &str, written: impl FnOnce() -> Result<()>) -> Result<()> {
+        let call = self.next_call();
+        let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path, "content": "SECRET" } });
+        self.tell(agent, "PreToolUse", &call, input.clone())?;
+        written()?;
+        self.tell(agent, "PostToolUse", &call, input).map(drop)
+    }
+
+    /// What came to the record since this was last asked: all of it, for what is written later is waited for.
+    pub fn entries(&self) -> Result<Entries> {
+        let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
+        let path = self.dir().join(&marker).display().to_string();
+        let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path } });
+        self.tell(Agent("marker"), "PostToolUse", &marker, input)?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let lines = self.lines()?;
+            if let Some(at) = lines.iter().position(|line| line["path"] == *marker) {
+                let new = lines[self.read.get()..at].to_vec();
+                self.read.set(at + 1);
+                return Ok(new);
+            }
+            ensure!(Instant::now() < deadline, "the record stands still: {}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// All lines of the record.
+    pub fn lines(&self) -> Result<Vec<Value>> {
+        let text = fs::read_to_string(self.dir().join("system/logs/audit.jsonl")).unwrap_or_default();
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        whole.lines().map(|line| serde_json::from_str(line).context("a line of JSON")).collect()
+    }
+
+    /// Waits until the record has such a line.
+    pub fn until(&self, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = self.lines()?.into_iter().find(|line| is_it(line)) {
+                return Ok(found);
+            }
+            ensure!(Instant::now() < deadline, "in vain: {what}: {:?}\n{}", self.lines()?, self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The home by its contents, as somebody sees it who knows nothing of the watcher.
+    pub fn states(&self) -> Result<States> {
+        let mut states = States::new();
+        observe(&self.dir(), &self.dir(), &mut states)?;
+        states.retain(|path, _| path != b"system" && !path.starts_with(b"system/"));
+        Ok(states)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let _ = self.kill();
+    }
+}
+
+fn observe(root: &Path, dir: &Path, states: &mut States) -> Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let kind = fs::symlink_metadata(&path)?.file_type();
+        let state = if kind.is_dir() {
+            observe(root, &path, states)?;
+            State::Folder
+        } else if kind.is_symlink() {
+            State::Link(fs::read_link(&path)?)
+        } else if kind.is_file() {
+            State::File(Sha256::digest(fs::read(&path)?).to_vec())
+        } else {
+            State::Other
+        };
+        states.insert(path.strip_prefix(root)?.as_os_str().as_bytes().to_vec(), state);
+    }
+    Ok(())
+}
+
+/// What has changed between two looks, as the record must have it.
+pub fn differences(before: &States, after: &States) -> BTreeMap<Vec<u8>, &'static str> {
+    let mut found = BTreeMap::new();
+    for path in before.keys().filter(|path| !after.contains_key(*path)) {
+        found.insert(path.clone(), "delete");
+    }
+    for (path, state) in after.iter().filter(|(path, state)| before.get(*path) != Some(state)) {
+        found.insert(path.clone(), if *state == State::Folder { "mkdir" } else { "write" });
+    }
+    found
+}
+
+/// What the record says: each path once, or it is told.
+pub fn recorded(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
+    let mut found = BTreeMap::new();
+    for entry in entries {
+        let op = entry["op"].as_str().with_context(|| format!("no entry: {entry}"))?.to_owned();
+        let path = path_of(entry)?;
+        ensure!(found.insert(path, op).is_none(), "twice: {entry}");
+    }
+    Ok(found)
+}
+
+/// A path's bytes, as they were.
+pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
+    let text = entry["path"].as_str().context("a path")?;
+    if entry["escaped"] != true {
+        return Ok(text.as_bytes().to_vec());
+    }
+    let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
+    while let Some((&first, after)) = rest.split_first() {
+        match (first, after) {
+            (b'\\', [b'x', high, low, ..]) => {
+                bytes.push(u8::from_str_radix(std::str::from_utf8(&[*high, *low])?, 16)?);
+                rest = &after[3..];
+            }
+            (b'\\', [b'\\', ..]) => {
+                bytes.push(b'\\');
+                rest = &after[1..];
+            }
+            _ => {
+                bytes.push(first);
+                rest = after;
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// `op path`, in the order of the record.
+pub fn short(entries: &[Value]) -> Vec<String> {
+    let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or_default().to_owned();
+    entries.iter().map(|entry| format!("{} {}", word(entry, "op"), word(entry, "path"))).collect()
+}
+
+pub fn os(bytes: &[u8]) -> &OsStr {
+    OsStr::from_bytes(bytes)
+}
