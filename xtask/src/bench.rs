@@ -71,5 +71,5 @@ fn built(name: &str) -> Result<PathBuf> {
         let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
         is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     };
-    messages.filter_map(program).last().with_context(|| format!("cargo names no program {name}"))
+    messages.filter_map(program).next_back().with_context(|| format!("cargo names no program {name}"))
 }

@@ -41,6 +41,8 @@ pub const MOST_BYTES: usize = 16 << 20;
 const LOOKS: u32 = 20;
 /// A disk that refused is asked again after this.
 const AGAIN: Duration = Duration::from_millis(500);
+/// How long is waited for a file to be put in a record's place.
+const PUT: Duration = Duration::from_secs(30);
 /// What was written is made durable this often.
 const SYNC: Duration = Duration::from_secs(5);
 
@@ -217,7 +219,8 @@ impl Records {
             waiting.replacement = Some(Replacement { record, by, was, answer });
         }
         self.0.wake.notify_one();
-        answered.recv().unwrap_or(Ok(false))
+        // A disk that takes longer puts it there later, or finds that something came.
+        answered.recv_timeout(PUT).unwrap_or(Ok(false))
     }
 
     /// Waits until all that was accepted before is on the disk, and durable; `false` where the disk does not take it in

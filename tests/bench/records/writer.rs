@@ -44,7 +44,7 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
     let mut samples = with_writer(dir, |records| paced(records, &events, load))?;
     tell("a caller at 10,000 a second, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
     tell("a caller at 10,000 a second, p99", "svc", quantile(&mut samples, 0.99) / 1000.0);
-    let mut samples = with_writer(dir, |records| waking(records))?;
+    let mut samples = with_writer(dir, waking)?;
     tell("a call that wakes the writer, p50", "svc", quantile(&mut samples, 0.5) / 1000.0);
     let mut clock: Vec<u64> = (0..200_000).map(|_| nanos(Instant::now())).collect();
     tell("the clock's own part of it, p99", "svc", quantile(&mut clock, 0.99) / 1000.0);

@@ -29,8 +29,8 @@ pub const LARGEST_LIMIT: usize = 1000;
 pub const LONGEST_FILTER: usize = 1024;
 /// How often a stream looks for lines.
 const LOOK: Duration = Duration::from_millis(200);
-/// Clocks may be set back: lines that much out of order are still found.
-const OUT_OF_ORDER: i64 = 24;
+/// Clocks may be set back, and days begin by another zone's, 26 hours away: lines that much out of order are still found.
+const OUT_OF_ORDER: i64 = 50;
 
 /// A record and the filters that it has.
 pub struct Shown {
@@ -284,7 +284,8 @@ mod tests {
             ("path=/", Verdict::Take),
             ("since=2026-11-22T10:00:00Z", Verdict::Take),
             ("since=2026-11-22T10:00:00.001Z", Verdict::Leave),
-            ("since=2026-11-23T10:00:00.001Z", Verdict::Enough),
+            ("since=2026-11-24T12:00:00.000Z", Verdict::Leave),
+            ("since=2026-11-24T12:00:00.001Z", Verdict::Enough),
             ("until=2026-11-22T10:00:00Z", Verdict::Leave),
             ("until=2026-11-22T10:00:00.001Z", Verdict::Take),
         ] {

@@ -15,7 +15,7 @@ use crate::child;
 const EVENTS: &str = "events";
 const TWO: &str = "svc, two callers";
 
-pub const ROWS: [Spec; 21] = [
+pub const ROWS: [Spec; 22] = [
     alone(EVENTS, "1/s", Target::AtLeast(1_500_000.0)),
     beside("block writes"),
     beside("buffered, made before"),
@@ -34,6 +34,7 @@ pub const ROWS: [Spec; 21] = [
     alone("usage of 3 years: memory", "MiB", Target::None),
     alone("usage of 3 years: by day, p99", "ms", Target::AtMost(50.0)),
     alone("usage of 3 years: by week, p99", "ms", Target::AtMost(50.0)),
+    alone("usage of 3 years: by month, p99", "ms", Target::AtMost(50.0)),
     alone("usage of 3 years: by model, p99", "ms", Target::AtMost(50.0)),
     alone("usage of 3 years: by user, p99", "ms", Target::AtMost(50.0)),
     alone("usage of 3 years: written anew", "ms", Target::None),
