@@ -91,9 +91,12 @@ impl Dice {
     }
 
     fn script(&mut self, touches: bool) -> String {
+        // A file that is mapped and touched in one command is one of those that the README names as not seen.
+        let is_mapping = self.of(12) == 0;
+        let touches = touches && !is_mapping;
         let steps = 1 + self.of(14);
         let mut script: String = (0..steps).map(|_| format!("{}\n", self.step(touches))).collect();
-        if self.of(12) == 0 {
+        if is_mapping {
             let n = self.unique();
             script.push_str(&format!(
                 "f=$(find . -path ./system -prune -o -type f -size +20c -print -quit); [ -z \"$f\" ] || python3 -c '\nimport mmap, sys\nf = open(sys.argv[1], \"r+b\"); m = mmap.mmap(f.fileno(), 0); m[:16] = b\"{n}\"' \"$f\"\n"

@@ -189,6 +189,7 @@ fn marks(mask: AddWatchFlags) -> Marks {
         made: mask.contains(AddWatchFlags::IN_CREATE),
         written: mask.contains(AddWatchFlags::IN_MODIFY),
         touched: mask.contains(AddWatchFlags::IN_ATTRIB),
+        ..Marks::default()
     }
 }
 

@@ -3,7 +3,7 @@
 //! A name that was given to something else, and a folder that came from elsewhere, are compared with all that was below
 //! before, by path. What was made and is gone again, or moved and came back, is no change.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use super::tree::{Inode, Kind, Known, Name, Paths, Seen, Tree, below};
 use crate::host::records::entry::Op;
@@ -25,19 +25,34 @@ pub trait Sight {
 pub struct Marks {
     /// It was given or taken: made, deleted, moved.
     pub named: bool,
-    /// Something new was made by this name.
+    /// What it stands for since then was made by this name.
     pub made: bool,
+    /// Of what it stands for since then.
     pub written: bool,
-    /// Times, mode, owner.
+    /// The same: times, mode, owner.
     pub touched: bool,
+    /// What it stood for before that was written, and touched.
+    pub was_written: bool,
+    pub was_touched: bool,
 }
 
 impl Marks {
-    pub fn add(&mut self, other: Self) {
-        self.named |= other.named;
-        self.made |= other.made;
-        self.written |= other.written;
-        self.touched |= other.touched;
+    /// What was told next.
+    pub fn add(&mut self, next: Self) {
+        if !next.named {
+            self.written |= next.written;
+            self.touched |= next.touched;
+        } else if self.named {
+            let Self { was_written, was_touched, .. } = *self;
+            *self = Self { was_written, was_touched, ..next };
+        } else {
+            *self = Self { was_written: self.written, was_touched: self.touched, ..next };
+        }
+    }
+
+    /// Of what it stood for at first: whether that was written, and touched.
+    fn of_first(self) -> (bool, bool) {
+        if self.named { (self.was_written, self.was_touched) } else { (self.written, self.touched) }
     }
 }
 
@@ -234,26 +249,26 @@ impl<S: Sight> Walk<'_, S> {
 }
 
 /// Files with several names: what was told of one of them holds for all.
-struct Shared(HashMap<Inode, Marks>);
+struct Shared(HashMap<Inode, (bool, bool)>);
 
 impl Shared {
     fn of(before: &Paths<Known>, after: &Paths<Known>, dirt: &Dirt) -> Self {
         let is_shared = |known: &&Known| known.seen.is_shared && known.seen.kind == Kind::File;
         let known = before.values().chain(after.values()).filter(is_shared);
-        let inodes: HashSet<Inode> = known.map(|known| known.seen.inode).collect();
-        let mut all = HashMap::new();
-        if !inodes.is_empty() {
-            for (path, known) in before.iter().chain(after) {
-                if inodes.contains(&known.seen.inode) {
-                    let mut marks = dirt.of(known.folder, path);
-                    let is_at = |known: Option<&Known>, inode| known.is_some_and(|at| at.seen.inode == inode);
-                    let stayed =
-                        is_at(before.get(path), known.seen.inode) && is_at(after.get(path), known.seen.inode);
-                    // It may have been something else of this name that was written: the file's time tells.
-                    marks.written &= stayed || !marks.named;
-                    all.entry(known.seen.inode).or_insert_with(Marks::default).add(marks);
-                }
+        let mut all: HashMap<Inode, (bool, bool)> =
+            known.map(|known| (known.seen.inode, (false, false))).collect();
+        let mut add = |known: &Known, (written, touched): (bool, bool)| {
+            if let Some(all) = all.get_mut(&known.seen.inode) {
+                all.0 |= written;
+                all.1 |= touched;
             }
+        };
+        for (path, known) in before {
+            add(known, dirt.of(known.folder, path).of_first());
+        }
+        for (path, known) in after {
+            let marks = dirt.of(known.folder, path);
+            add(known, (marks.written, marks.touched));
         }
         Self(all)
     }
@@ -267,9 +282,14 @@ fn compare(before: &Paths<Known>, after: &Paths<Known>, dirt: &Dirt, shared: &Sh
     for (path, now) in after {
         let was = before.get(path).map(|was| was.seen);
         let mut marks = dirt.of(now.folder, path);
-        if let Some(all) = shared.0.get(&now.seen.inode) {
-            marks.written |= all.written;
-            marks.touched |= all.touched;
+        if was.is_some_and(|was| was.inode == now.seen.inode) {
+            let (written, touched) = marks.of_first();
+            marks.written |= written;
+            marks.touched |= touched;
+        }
+        if let Some((written, touched)) = shared.0.get(&now.seen.inode) {
+            marks.written |= written;
+            marks.touched |= touched;
         }
         changes.extend(change(was, now.seen, marks, path));
     }
@@ -326,9 +346,10 @@ fn other_names(
         let now = sight.look(&path, folder, std::slice::from_ref(&name)).pop().flatten();
         // Where it is something else by now, that is told, too.
         let Some(now) = now.filter(|now| now.inode == was.inode) else { continue };
-        let marks = shared.0.get(&now.inode).copied().unwrap_or_default();
+        let (written, touched) = shared.0.get(&now.inode).copied().unwrap_or_default();
+        let marks = Marks { written, touched, ..Marks::default() };
         tree.refresh(folder, &name, now);
-        changes.extend(change(Some(was), now, Marks { made: false, ..marks }, &full));
+        changes.extend(change(Some(was), now, marks, &full));
     }
     changes
 }
