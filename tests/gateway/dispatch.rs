@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 use super::host::{Host, Machine, answer};
 
-const NOWHERE: &str = "postgres://nobody@127.0.0.1:1/x";
-const CONFIG: &str = "home/svc/home/system/config.json";
+pub const NOWHERE: &str = "postgres://nobody@127.0.0.1:1/x";
+pub const CONFIG: &str = "home/svc/home/system/config.json";
 
 /// An agent of our own protocol: a shell script that is told what to do by its prompt.
 const AGENT: &str = r#"
@@ -44,7 +44,7 @@ case $prompt in
 esac
 "#;
 
-struct Runner(Child);
+pub struct Runner(Child);
 
 impl Drop for Runner {
     fn drop(&mut self) {
@@ -58,7 +58,7 @@ impl Drop for Runner {
     }
 }
 
-fn runner(root: &Path) -> Result<Runner> {
+pub fn runner(root: &Path) -> Result<Runner> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
@@ -103,7 +103,7 @@ async fn ask(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
 }
 
 /// The events of a stream that ends by itself.
-fn events(text: &str) -> Vec<(String, Value)> {
+pub fn events(text: &str) -> Vec<(String, Value)> {
     let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
     let member = |block: &str, name: &str| {
         block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().to_owned()
@@ -135,7 +135,7 @@ async fn until_over(host: &Host, id: &str) -> Result<Value> {
     }
 }
 
-async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
+pub async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
         let (_, page) = host.get(&format!("/api/interactions?id={id}")).await?;

@@ -10,6 +10,7 @@ mod bridge_sqlstate;
 mod bridge_together;
 mod bridge_types;
 mod bridge_write;
+mod claude;
 mod described;
 mod dispatch;
 mod host;
