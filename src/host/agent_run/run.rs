@@ -16,7 +16,6 @@ use tokio::io::{AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::process::{Child, ChildStdin, Command};
-use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::output::{Line, Lines, Said};
@@ -62,7 +61,7 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
         }
     };
     let run = Run { to, stop, cancelled: heard(from), is_told: false };
-    run.to_its_end(child).await;
+    run.play(child).await;
     Ok(())
 }
 
@@ -116,7 +115,7 @@ struct Run {
 }
 
 impl Run {
-    async fn to_its_end(mut self, mut child: Child) {
+    async fn play(mut self, mut child: Child) {
         let pid = child.id().unwrap_or_default();
         let mut out = child.stdout.take().map(BufReader::new);
         let said = child.stderr.take().map(|mut stderr| {
@@ -216,11 +215,11 @@ impl Run {
 fn heard(mut from: OwnedReadHalf) -> CancellationToken {
     let token = CancellationToken::new();
     let cancel = token.clone();
-    let _: JoinHandle<()> = tokio::spawn(async move {
+    drop(tokio::spawn(async move {
         // Whatever it is: nothing but a cancellation can come after the order.
         let _ = ToRunner::read(&mut from).await;
         cancel.cancel();
-    });
+    }));
     token
 }
 

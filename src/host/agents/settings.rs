@@ -181,13 +181,13 @@ mod tests {
     use super::*;
     use crate::host::settings::Settings;
 
-    fn checked(file: Value) -> Result<AgentSettings, String> {
+    fn checked(file: &Value) -> Result<AgentSettings, String> {
         Settings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
     }
 
     #[test]
     fn without_settings_there_is_an_agent() {
-        let settings = checked(json!({"costLimits": {"daily": 1}})).unwrap();
+        let settings = checked(&json!({"costLimits": {"daily": 1}})).unwrap();
         assert_eq!(settings, AgentSettings::default());
         assert_eq!(settings.agents[&settings.default_agent].command[0], "claude");
     }
@@ -199,7 +199,7 @@ mod tests {
             agent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             json!({"agents": {"a": agent}})
         };
-        assert!(checked(agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}}))).is_ok());
+        assert!(checked(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}}))).is_ok());
         for wrong in [
             agent(json!({"command": []})),
             agent(json!({"command": [""]})),
@@ -210,14 +210,14 @@ mod tests {
             json!({"dispatch": {"concurrency": 0}}),
             json!({"prices": {"m": {"input": -1, "output": 0}}}),
         ] {
-            assert!(checked(wrong.clone()).is_err(), "{wrong}");
+            assert!(checked(&wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn tokens_have_their_price() {
         let settings = checked(
-            json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0}}}),
+            &json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0}}}),
         )
         .unwrap();
         let mut outcome = Outcome {

@@ -48,7 +48,7 @@ pub struct Surroundings<'a> {
 pub async fn run(around: &Surroundings<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
     let begun = Instant::now();
     let outcome = match around.settings.agents.get(&dispatch.kept.entry.agent_name) {
-        Some(agent) => Run::new(around, dispatch, agent, begun).to_its_end(agent).await,
+        Some(agent) => Run::new(around, dispatch, agent, begun).play(agent).await,
         None => nothing("NoAgent", "the agent is no longer in system/config.json".to_owned()),
     };
     around.kernel.note(&format!(
@@ -155,7 +155,7 @@ impl<'a> Run<'a> {
         }))
     }
 
-    async fn to_its_end(mut self, agent: &Agent) -> Outcome {
+    async fn play(mut self, agent: &Agent) -> Outcome {
         let order = self.order(agent);
         let connected = async {
             let mut connection = UnixStream::connect(self.around.socket).await?;
