@@ -246,20 +246,10 @@ fn dollars(number: f64) -> Dollars {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use super::*;
 
     fn played(name: &str) -> (Vec<Event>, Outcome) {
-        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/agents/recordings/claude");
-        let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
-        let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
-        let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();
-        let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
-        let mut claude = Claude::default();
-        let events = stdout.lines().zip(0..).flat_map(|(line, n)| claude.line(n, line)).collect();
-        let lines = stdout.lines().count() as u64;
-        (events, claude.ended(lines, exit, "words on standard error"))
+        super::super::tests::played("claude", name, &mut Claude::default())
     }
 
     fn names(outcome: &Outcome) -> Vec<(&str, Status)> {

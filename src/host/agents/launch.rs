@@ -30,6 +30,7 @@ impl Kind {
     pub fn launch(self, asked: &Asked<'_>, is_known: bool) -> Launch {
         match self {
             Self::ClaudeCode => claude(asked, is_known),
+            Self::Codex => codex(asked),
             Self::JsonLines => Launch { stdin: plain(asked), ..Launch::default() },
         }
     }
@@ -41,7 +42,7 @@ impl Kind {
             Self::ClaudeCode => {
                 Some((home.join(".claude/projects"), format!("{}.jsonl", session(conversation_id))))
             }
-            Self::JsonLines => None,
+            Self::Codex | Self::JsonLines => None,
         }
     }
 }
@@ -62,6 +63,19 @@ fn claude(asked: &Asked<'_>, is_known: bool) -> Launch {
         // It is the release that brings another.
         environment: vec![("DISABLE_AUTOUPDATER", "1")],
     }
+}
+
+fn codex(asked: &Asked<'_>) -> Launch {
+    // The hooks are ours, or the owner's own.
+    let mut arguments: Vec<String> =
+        ["exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"]
+            .map(str::to_owned)
+            .into();
+    if let Some(model) = asked.model {
+        arguments.extend(["-m".to_owned(), model.to_owned()]);
+    }
+    arguments.push("-".to_owned());
+    Launch { arguments, stdin: asked.prompt.as_bytes().to_vec(), ..Launch::default() }
 }
 
 /// Sessions of Claude Code are UUIDs; a conversation of another name has the same one each time.

@@ -5,6 +5,7 @@
 //! left out: programs say more with each release.
 
 mod claude;
+mod codex;
 pub mod launch;
 mod plain;
 pub mod preview;
@@ -15,6 +16,7 @@ mod tools;
 use serde::{Deserialize, Serialize};
 
 pub use claude::Claude;
+pub use codex::Codex;
 pub use plain::Plain;
 
 use super::records::entry::{Failed, Status, Tool};
@@ -90,6 +92,8 @@ pub trait Adapter: Send {
 pub enum Kind {
     /// Claude Code: `claude -p --output-format stream-json --verbose`.
     ClaudeCode,
+    /// Codex: `codex exec --json`.
+    Codex,
     /// Our own protocol of JSON lines: see [`Plain`].
     JsonLines,
 }
@@ -98,6 +102,7 @@ impl Kind {
     pub fn adapter(self) -> Box<dyn Adapter> {
         match self {
             Self::ClaudeCode => Box::new(Claude::default()),
+            Self::Codex => Box::new(Codex::default()),
             Self::JsonLines => Box::new(Plain::default()),
         }
     }
@@ -117,4 +122,23 @@ fn silent(exit: Exit, said: &str) -> Failed {
     };
     let stack = Some(said.trim()).filter(|said| !said.is_empty()).map(|said| told(said, LONGEST_STACK));
     Failed { name: name.to_owned(), message, stack, tool: None, turn: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// A recording, told to an adapter.
+    pub fn played(program: &str, name: &str, adapter: &mut dyn Adapter) -> (Vec<Event>, Outcome) {
+        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/agents/recordings").join(program);
+        let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
+        let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
+        let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();
+        let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
+        let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.line(n, line)).collect();
+        let lines = stdout.lines().count() as u64;
+        (events, adapter.ended(lines, exit, "words on standard error"))
+    }
 }

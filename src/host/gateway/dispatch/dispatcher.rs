@@ -26,6 +26,7 @@ use crate::host::layout::Layout;
 use crate::host::records::entry::Interaction;
 use crate::host::runner;
 use crate::host::settings::Settings;
+use crate::host::watched::{self, Message};
 use crate::http::problem::{Code, Problem};
 use crate::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 
@@ -37,6 +38,8 @@ const MOST_ENDED: usize = 1000;
 const MOST_ENDED_BYTES: usize = 32 << 20;
 /// How often the journal is rid of what is durable, and it is looked whether a limit has gone.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
+/// How long the watcher of files may take to hear that a dispatch has ended.
+const WATCHING: Duration = Duration::from_secs(2);
 /// How long runs have to end when the gateway does.
 const ENDING: Duration = Duration::from_secs(25);
 
@@ -89,6 +92,8 @@ pub struct Dispatcher {
     pub(super) kernel: Arc<Kernel>,
     pub(super) journal: Journal,
     socket: PathBuf,
+    /// Where svc-watch listens.
+    watcher: PathBuf,
     known: Mutex<Known>,
     runs: TaskTracker,
     /// The gateway ends: nothing is started any more, and what runs is told to end.
@@ -103,6 +108,7 @@ impl Dispatcher {
             kernel: Arc::clone(kernel),
             journal: Journal::new(layout.dispatches()),
             socket: layout.owner_sockets().join(runner::SOCKET),
+            watcher: layout.gateway_sockets().join(watched::SOCKET),
             known: Mutex::default(),
             runs: TaskTracker::new(),
             stop: CancellationToken::new(),
@@ -345,7 +351,17 @@ impl Dispatcher {
             settings: &settings.agents,
         };
         let (interaction, text) = run::run(&around, one).await;
+        self.tell_watcher(one).await;
         self.end(one, interaction, text).await;
+    }
+
+    /// Tool calls that its agent left open are over. Without a watcher there are none.
+    async fn tell_watcher(&self, one: &Dispatch) {
+        let (socket, message) = (self.watcher.clone(), Message::dispatch_end(one.id()));
+        let told = tokio::task::spawn_blocking(move || watched::tell(&socket, &message, WATCHING));
+        if let Ok(Err(error)) = told.await {
+            tracing::debug!(%error, "svc-watch did not hear that a dispatch has ended");
+        }
     }
 
     /// Its turn came, and the limit had been reached: there is no interaction, as with any dispatch that is refused.
