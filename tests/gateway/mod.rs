@@ -1,5 +1,6 @@
 //! `svc-gateway` as a process of its own, before a real PostgreSQL.
 
+mod agents;
 mod apps;
 mod bridge;
 mod bridge_cancel;
@@ -10,7 +11,7 @@ mod bridge_sqlstate;
 mod bridge_together;
 mod bridge_types;
 mod bridge_write;
-mod claude;
+
 mod described;
 mod dispatch;
 mod host;

@@ -68,9 +68,7 @@ fn claude(asked: &Asked<'_>, is_known: bool) -> Launch {
 fn codex(asked: &Asked<'_>) -> Launch {
     // The hooks are ours, or the owner's own.
     let mut arguments: Vec<String> =
-        ["exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"]
-            .map(str::to_owned)
-            .into();
+        ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = asked.model {
         arguments.extend(["-m".to_owned(), model.to_owned()]);
     }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
 
-use super::{data, faults, life, look, packages, stages, updates};
+use super::{agent, data, faults, life, look, packages, stages, updates};
 use crate::story::{MachineRecord, Stack};
 
 /// What is played on the machine once it is provisioned.
@@ -40,10 +40,11 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 27] = [
+static ACTS: [Act; 28] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
+    quick("dispatch", |stack, lives| Box::pin(agent::dispatch(stack, &lives.now))),
     quick("reboot", |stack, lives| Box::pin(life::reboot(stack, &lives.now))),
     whole("database-dies", |stack, lives| Box::pin(faults::database_killed(stack, &lives.now))),
     whole("disk-full", |stack, lives| Box::pin(faults::disk_full(stack, &lives.now))),

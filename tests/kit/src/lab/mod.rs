@@ -5,6 +5,7 @@
 //! Everything it saw stays below `target/lab`: a directory for each machine with its console and its journal.
 
 mod acts;
+mod agent;
 mod data;
 mod faults;
 mod life;

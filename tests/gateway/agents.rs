@@ -1,5 +1,5 @@
-//! Claude Code itself, against a stub of its model's API, through gateway, runner, hook and watcher: what it did is what the
-//! records say.
+//! Agents' programs themselves, against a stub of their models' APIs, through gateway, runner, hook and watcher: what they did
+//! is what the records say.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -13,19 +13,17 @@ use serde_json::{Value, json};
 use super::dispatch::{CONFIG, NOWHERE, events, runner, until_recorded};
 use super::host::{Host, Machine, answer};
 
-const VERSION: &str = "@anthropic-ai/claude-code@2.1.330";
-
-/// The program, fetched from npm where it is not there yet: 380 MB.
-fn claude() -> Result<PathBuf> {
-    let dir = kit::fetch::target_dir().join("agents/claude");
-    let program = dir.join("node_modules/.bin/claude");
+/// A program, fetched from npm where it is not there yet: some 400 MB.
+fn program(name: &str, package: &str) -> Result<PathBuf> {
+    let dir = kit::fetch::target_dir().join("agents").join(name);
+    let program = dir.join("node_modules/.bin").join(name);
     if !program.exists() {
         std::fs::create_dir_all(&dir)?;
         let mut npm = Command::new("npm");
-        npm.args(["install", "--no-audit", "--no-fund", "--prefix"]).arg(&dir).arg(VERSION);
-        ensure!(npm.stdin(Stdio::null()).status().context("npm")?.success(), "npm cannot fetch {VERSION}");
+        npm.args(["install", "--no-audit", "--no-fund", "--prefix"]).arg(&dir).arg(package);
+        ensure!(npm.stdin(Stdio::null()).status().context("npm")?.success(), "npm cannot fetch {package}");
     }
-    Ok(program)
+    Ok(std::path::absolute(program)?)
 }
 
 struct Running(Child);
@@ -50,8 +48,8 @@ fn running(command: &mut Command, there: &Path) -> Result<Running> {
     Ok(running)
 }
 
-/// What the stub's model says, one turn after the other.
-fn script(home: &Path) -> Value {
+/// What the stub's model says to Claude Code, one turn after the other.
+fn to_claude(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
         |command: &str| json!({ "name": "Bash", "input": { "command": command, "description": "run it" } });
@@ -69,7 +67,27 @@ fn script(home: &Path) -> Value {
     } })
 }
 
-fn machine(program: &Path) -> Result<(Machine, Vec<Running>)> {
+/// And to Codex.
+fn to_codex(_: &Path) -> Value {
+    let patch = |text: &str| {
+        let input = format!("*** Begin Patch\n{text}*** End Patch\n");
+        json!({ "name": "apply_patch", "input": input, "custom": true })
+    };
+    let shell = |command: &str| json!({ "name": "exec_command", "input": { "cmd": command } });
+    json!({ "tracks": { "main": [
+        { "text": "Writing.", "tools": [patch("*** Add File: x\n+one\n+two\n")] },
+        { "tools": [shell("mkdir -p a/b && mv x a/b/y")] },
+        { "tools": [shell("echo more > failed; exit 3")] },
+        { "tools": [patch("*** Update File: a/b/y\n@@\n-two\n+TWO\n")] },
+        { "text": "All done." },
+    ] } })
+}
+
+/// A machine with the watcher, its hooks, and a stub of a model; `agent` has the stub's address and the machine.
+fn machine(
+    script: fn(&Path) -> Value,
+    agent: impl FnOnce(&str, &Machine) -> Result<Value>,
+) -> Result<(Machine, Vec<Running>)> {
     let machine = Machine::new(NOWHERE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
     std::fs::create_dir_all(&home)?;
@@ -93,12 +111,8 @@ fn machine(program: &Path) -> Result<(Machine, Vec<Running>)> {
     all.push(running(&mut python, &port)?);
     std::thread::sleep(Duration::from_millis(200));
     let url = format!("http://127.0.0.1:{}", std::fs::read_to_string(&port)?.trim());
-    let config = json!({ "agents": { "coder": {
-        "adapter": "claude-code",
-        "command": [program, "--allowedTools", "Write,Edit,Bash,Read"],
-        "environment": { "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test", "SVC_ROOT": root,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" },
-    } } });
+    let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
+    let config = json!({ "agents": { "coder": agent(&url, &machine)? }, "prices": prices });
     machine.write(CONFIG, &config.to_string())?;
     Ok((machine, all))
 }
@@ -113,8 +127,15 @@ async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, V
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
 async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
-    let program = claude()?;
-    let (machine, _running) = machine(&program)?;
+    let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
+    let (machine, _running) = machine(to_claude, |url, machine| {
+        Ok(json!({
+            "adapter": "claude-code",
+            "command": [program, "--allowedTools", "Write,Edit,Bash,Read"],
+            "environment": { "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
+                "SVC_ROOT": machine.path(""), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" },
+        }))
+    })?;
     let _runner = runner(&machine.path(""))?;
     let host = machine.start()?;
     let told = dispatched(&host, "d1", "main").await?;
@@ -142,15 +163,8 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
     let sum = cost + second["cost"].as_f64().context("a cost")?;
     ensure!((usage["totalCost"].as_f64().context("a sum")? - sum).abs() < 1e-9, "{usage}");
 
-    let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
-    let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-    let changes: Vec<(&str, &str, &str)> = lines
-        .iter()
-        .map(|line| {
-            let text = |name: &str| line[name].as_str().unwrap_or_default();
-            (text("tool"), text("op"), text("path"))
-        })
-        .collect();
+    let lines = audit(&host, "claude-code")?;
+    let changes: Vec<(&str, &str, &str)> = lines.iter().map(short).collect();
     assert_eq!(
         changes[..3],
         [("Write", "mkdir", "notes"), ("Write", "write", "notes/x"), ("Edit", "write", "notes/x")]
@@ -166,11 +180,75 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
             ("Bash", "write", "failed"),
             ("Bash", "write", "y"),
         ],
-        "{audit}"
+        "{lines:#?}"
     );
+    Ok(())
+}
+
+/// The audit's lines, all of which are this actor's in the first dispatch.
+fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
+    let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
+    let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
     for line in &lines {
         let names = (line["dispatchId"].as_str(), line["agentName"].as_str(), line["actor"].as_str());
-        assert_eq!(names, (Some("d1"), Some("coder"), Some("claude-code")), "{line}");
+        assert_eq!(names, (Some("d1"), Some("coder"), Some(actor)), "{line}");
     }
+    Ok(lines)
+}
+
+fn short(line: &Value) -> (&str, &str, &str) {
+    let text = |name: &str| line[name].as_str().unwrap_or_default();
+    (text("tool"), text("op"), text("path"))
+}
+
+#[tokio::test]
+#[ignore = "long: fetches Codex from npm"]
+async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
+    let program = program("codex", "@openai/codex@0.169.0")?;
+    let (machine, _running) = machine(to_codex, |url, machine| {
+        let config = format!(
+            "model = \"gpt-5.5\"\nmodel_provider = \"stub\"\napproval_policy = \"never\"\n[model_providers.stub]\n\
+             name = \"stub\"\nbase_url = \"{url}/v1\"\nenv_key = \"STUB_API_KEY\"\nwire_api = \"responses\"\n"
+        );
+        machine.write("home/svc/.codex/config.toml", &config)?;
+        Ok(json!({
+            "adapter": "codex",
+            "command": [program, "exec", "-s", "danger-full-access"],
+            "model": "gpt-5.5",
+            "environment": { "STUB_API_KEY": "of-a-test", "SVC_ROOT": machine.path("") },
+        }))
+    })?;
+    let _runner = runner(&machine.path(""))?;
+    let host = machine.start()?;
+    let told = dispatched(&host, "d1", "main").await?;
+    let (kind, result) = told.last().context("events")?;
+    ensure!(kind == "result" && result["status"] == "success", "{told:#?}");
+    let recorded = until_recorded(&host, "d1").await?;
+    let tools: Vec<(&str, &str)> = recorded["tools"]
+        .as_array()
+        .context("tools")?
+        .iter()
+        .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
+        .collect();
+    let (good, patch) = ("success", "apply_patch");
+    assert_eq!(tools, [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
+    let tokens = |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("tokens");
+    let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
+    ensure!((recorded["cost"].as_f64().context("a cost")? - expected).abs() < 1e-9, "{recorded}");
+    let lines = audit(&host, "codex")?;
+    let mut changes: Vec<(&str, &str, &str)> = lines.iter().map(short).collect();
+    changes.sort_unstable();
+    assert_eq!(
+        changes,
+        [
+            ("Bash", "delete", "x"),
+            ("Bash", "mkdir", "a"),
+            ("Bash", "mkdir", "a/b"),
+            ("Bash", "write", "a/b/y"),
+            ("Bash", "write", "failed"),
+            (patch, "write", "a/b/y"),
+            (patch, "write", "x"),
+        ]
+    );
     Ok(())
 }

@@ -1,0 +1,50 @@
+# One dispatch on a machine: its agent runs as the owner's user in a unit of its own, its files are audited by a watcher that
+# it cannot touch, and nothing of it is left. Prints what held; ends at the first that does not.
+set -eu
+home=/home/svc/home
+broken() { echo "BROKEN $*"; exit 1; }
+as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
+ask() { as_svc curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+
+cat >$home/lab-agent.sh <<'AGENT'
+read -r prompt
+hook() { printf '{"hook_event_name":"%s","session_id":"s","tool_use_id":"t","tool_name":"Bash","tool_input":{"command":"x"},"cwd":"%s"}' "$1" "$PWD" | /opt/svc/bin/svc-hook claude-code; }
+hook PreToolUse
+mkdir -p lab/deep && id -un >lab/deep/who && cat /proc/self/cgroup >lab/deep/where
+hook PostToolUse
+cat /opt/svc/env/host.env >lab/deep/secret 2>/dev/null && echo read >>lab/deep/where
+kill -9 "$(cat lab-watch.pid)" 2>/dev/null && echo killed >>lab/deep/where
+setsid sleep 4321 &
+echo '{"type":"tool","id":"t","name":"Bash","input":{"command":"x"}}'
+echo '{"type":"toolResult","id":"t","status":"success"}'
+echo '{"type":"usage","tokensIn":10,"tokensOut":2,"cost":0.125}'
+echo '{"type":"result","status":"success","text":"it is done"}'
+AGENT
+chown svc:svc $home/lab-agent.sh
+cat >$home/system/config.json <<'CONFIG'
+{"agents": {"lab": {"adapter": "json-lines", "command": ["sh", "lab-agent.sh"]}}}
+CONFIG
+chown svc-gateway:svc $home/system/config.json
+
+[ "$(systemctl is-active svc-agent.socket)" = active ] || broken "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
+[ "$(systemctl is-active svc-watch.service)" = active ] || broken "svc-watch is $(systemctl is-active svc-watch.service)"
+systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
+[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || broken "svc-watch is somebody else's"
+as_svc grep -q svc-hook /home/svc/.claude/settings.json || broken "no hook in the owner's settings"
+
+told=$(ask -d '{"id": "lab-1", "prompt": "do it"}' http://localhost/api/dispatch)
+echo "$told" | grep -q '"text":"it is done"' || broken "the dispatch came to: $told"
+[ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
+grep -q '/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
+grep -q '^read$\|^killed$' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
+cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' ' ' | grep -q 'sleep 432[1]' && broken "a process outlived its dispatch"
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+  grep -q '"id":"lab-1"' $home/system/logs/interactions-*.jsonl 2>/dev/null && grep -q lab/deep/who $home/system/logs/audit.jsonl && break
+  sleep 1
+done
+grep -h '"id":"lab-1"' $home/system/logs/interactions-*.jsonl | grep -q '"cost":0.125' || broken "no interaction"
+grep lab/deep/who $home/system/logs/audit.jsonl | grep '"dispatchId":"lab-1"' | grep -q '"agentName":"lab"' || broken "audit.jsonl has $(cat $home/system/logs/audit.jsonl)"
+as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && broken "svc may write the audit"
+failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
+[ -z "$failed" ] || broken "$failed"
+echo "one dispatch as svc in a unit of its own, \$0.125, $(grep -c lab/ $home/system/logs/audit.jsonl) files audited, nothing left"
