@@ -28,7 +28,7 @@ pub const BOB: Agent = Agent("bob");
 pub struct Home {
     root: tempfile::TempDir,
     watcher: Option<Child>,
-    failpoints: &'static str,
+    pub failpoints: String,
     /// Its hooks let go when they must.
     pub is_hasty: bool,
     calls: AtomicU32,
@@ -60,7 +60,7 @@ impl Home {
         Self::with_failpoints("")
     }
 
-    pub fn with_failpoints(failpoints: &'static str) -> Result<Self> {
+    pub fn with_failpoints(failpoints: &str) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-audit-").tempdir()?;
         for dir in ["home/svc/home/system/logs", "home/svc/home/apps", "home/svc/out", "run/svc/owner"] {
             fs::create_dir_all(root.path().join(dir))?;
@@ -68,7 +68,7 @@ impl Home {
         Ok(Self {
             root,
             watcher: None,
-            failpoints,
+            failpoints: failpoints.to_owned(),
             is_hasty: false,
             calls: AtomicU32::new(0),
             read: std::cell::Cell::new(0),
@@ -91,7 +91,7 @@ impl Home {
         socket.set_read_timeout(Some(Duration::from_millis(50)))?;
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("watch.log"))?;
         let mut command = self.command(&["svc-watch"]);
-        command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", self.failpoints);
+        command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
         let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
         child::end_with_us(watcher.id(), AtExit::Kill);
         let (deadline, mut buffer) = (Instant::now() + PATIENCE, [0_u8; 1024]);
@@ -116,6 +116,12 @@ impl Home {
 
     pub fn pid(&self) -> u32 {
         self.watcher.as_ref().map_or(0, Child::id)
+    }
+
+    /// Whether the watcher ends by itself, soon.
+    pub fn has_ended(&mut self) -> Result<bool> {
+        let watcher = self.watcher.as_mut().context("a watcher")?;
+        Ok(child::wait_until(watcher, Instant::now() + Duration::from_secs(10)).is_some())
     }
 
     pub fn kill(&mut self) -> Result<()> {

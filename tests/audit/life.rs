@@ -67,6 +67,31 @@ fn a_watcher_that_was_killed_while_a_tool_ran_says_so_and_goes_on() -> Result<()
     Ok(())
 }
 
+/// Wherever it is killed: what a call did is recorded, or a gap says that it may not be, and the next call is.
+#[test]
+fn a_watcher_that_is_killed_where_it_looks_loses_nothing_untold() -> Result<()> {
+    for point in svc::host::watch::POINTS {
+        // At the beginning of a call, and at its end.
+        for looks in 0..2 {
+            let mut home = Home::with_failpoints(&format!("{point}={looks}*off->return(kill)"))?;
+            home.watch()?;
+            let call = home.begin(ADA)?;
+            home.shell("echo lost > lost")?;
+            home.end(ADA, &call)?;
+            assert!(home.has_ended()?, "{point}, {looks}");
+            home.kill()?;
+            home.failpoints.clear();
+            home.watch()?;
+            home.run(ADA, "echo seen > seen")?;
+            home.until("what came next", |line| line["path"] == "seen")?;
+            let what = format!("what was done, or a gap: {point}, {looks}");
+            home.until(&what, |line| line["path"] == "lost" || !line["gap"].is_null())?;
+            home.terminate()?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn a_clean_end_leaves_nothing_unwritten() -> Result<()> {
     let mut home = Home::new()?;

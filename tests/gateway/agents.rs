@@ -143,13 +143,10 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
     ensure!(kind == "result" && result["status"] == "success", "{told:#?}");
     assert_eq!(result["text"], "All done.");
     let recorded = until_recorded(&host, "d1").await?;
-    let tools: Vec<(&str, &str)> = recorded["tools"]
-        .as_array()
-        .context("tools")?
-        .iter()
-        .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
-        .collect();
-    assert_eq!(tools, [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]);
+    assert_eq!(
+        tools(&recorded),
+        [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
+    );
     // Five answers of the stub: 1000 + 3000 + 5000 tokens in and 200 out each, the last with 77 out.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("a cost")?;
@@ -196,6 +193,14 @@ fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
+/// Names of the tools of an interaction, and how each ended.
+fn tools(recorded: &Value) -> Vec<(&str, &str)> {
+    let tools = recorded["tools"].as_array().into_iter().flatten();
+    tools
+        .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
+        .collect()
+}
+
 fn short(line: &Value) -> (&str, &str, &str) {
     let text = |name: &str| line[name].as_str().unwrap_or_default();
     (text("tool"), text("op"), text("path"))
@@ -224,14 +229,8 @@ async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
     let (kind, result) = told.last().context("events")?;
     ensure!(kind == "result" && result["status"] == "success", "{told:#?}");
     let recorded = until_recorded(&host, "d1").await?;
-    let tools: Vec<(&str, &str)> = recorded["tools"]
-        .as_array()
-        .context("tools")?
-        .iter()
-        .map(|tool| (tool["name"].as_str().unwrap_or_default(), tool["status"].as_str().unwrap_or_default()))
-        .collect();
     let (good, patch) = ("success", "apply_patch");
-    assert_eq!(tools, [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
+    assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
     let tokens = |name: &str| recorded[name].as_f64().filter(|tokens| *tokens > 0.0).context("tokens");
     let expected = (tokens("tokensIn")? * 2.0 + tokens("tokensOut")? * 10.0) / 1e6;
     ensure!((recorded["cost"].as_f64().context("a cost")? - expected).abs() < 1e-9, "{recorded}");

@@ -154,13 +154,12 @@ impl Book {
             return Ok(None);
         };
         let was = Extent::of(&file).map_err(FileError::at("look at", &path))?;
-        let pass = |point| failpoint::pass(point).map_err(io::Error::other);
         let write = || -> io::Result<Option<u64>> {
-            pass("usage.begin")?;
+            failpoint::pass("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;
-            pass("usage.written")?;
+            failpoint::pass("usage.written").map_err(io::Error::other)?;
             let is_put = self.records.replace(Record::Usage, new.clone(), was)?;
-            pass("usage.replaced")?;
+            failpoint::pass("usage.replaced").map_err(io::Error::other)?;
             Ok(is_put.then_some(written))
         };
         write().map_err(FileError::at("write", &new))

@@ -43,6 +43,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// A look through a home of a million names takes some seconds.
 const STUCK: Duration = Duration::from_secs(20);
 
+/// The places of the watcher where a test can stop it.
+pub const POINTS: &[&str] = &["watch.look"];
+
 #[derive(clap::Parser)]
 #[command(
     name = "svc-watch",
