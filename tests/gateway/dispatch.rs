@@ -37,7 +37,9 @@ case $prompt in
   sleep*) echo $$ > sleeping.pid
     trap '' TERM
     echo '{"type":"usage","tokensIn":5,"tokensOut":1,"cost":0.01}'
-    setsid sleep 300 & sleep 300 ;;
+    setsid sh -c 'echo $$ > sleeper.pid; exec sleep 300' & sleep 300 ;;
+  flood*) yes & sleep 0.2
+    echo '{"type":"result","status":"success","text":"flooded"}' ;;
   hold*) while [ ! -e go ]; do sleep 0.05; done
     echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.5}'
     echo '{"type":"result","status":"success"}' ;;
@@ -63,6 +65,8 @@ pub fn runner(root: &Path) -> Result<Runner> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
     command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
+    // Nobody listens there.
+    command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
     child::end_with_us(child.id(), AtExit::Kill);
@@ -75,7 +79,7 @@ pub fn runner(root: &Path) -> Result<Runner> {
     Ok(Runner(child))
 }
 
-fn config(more: &Value) -> String {
+pub fn config(more: &Value) -> String {
     let mut config = json!({
         "agents": {
             "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello" } },
@@ -88,7 +92,7 @@ fn config(more: &Value) -> String {
     config.to_string()
 }
 
-fn machine(more: &Value) -> Result<(Machine, Runner)> {
+pub fn machine(more: &Value) -> Result<(Machine, Runner)> {
     let machine = Machine::new(NOWHERE)?;
     machine.write("home/svc/home/agent.sh", AGENT)?;
     machine.write(CONFIG, &config(more))?;
@@ -97,7 +101,7 @@ fn machine(more: &Value) -> Result<(Machine, Runner)> {
     Ok((machine, runner))
 }
 
-async fn ask(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
+pub async fn ask(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
     let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
     answer(request.json(&body)).await
 }
@@ -113,17 +117,17 @@ pub fn events(text: &str) -> Vec<(String, Value)> {
     blocks.map(parsed).collect()
 }
 
-async fn stream(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
+pub async fn stream(host: &Host, body: Value) -> Result<Vec<(String, Value)>> {
     let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status == StatusCode::OK, "{status} {text}");
     Ok(events(text.as_str().context("events")?))
 }
 
-fn kinds(events: &[(String, Value)]) -> Vec<&str> {
+pub fn kinds(events: &[(String, Value)]) -> Vec<&str> {
     events.iter().map(|(kind, _)| kind.as_str()).collect()
 }
 
-async fn until_over(host: &Host, id: &str) -> Result<Value> {
+pub async fn until_over(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(40);
     loop {
         let (_, shown) = host.get(&format!("/api/dispatch/{id}")).await?;
@@ -147,7 +151,7 @@ pub async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
     }
 }
 
-async fn until_noted(host: &Host, part: &str) -> Result<()> {
+pub async fn until_noted(host: &Host, part: &str) -> Result<()> {
     host.until(part, async || {
         let activity = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
         Ok(activity.unwrap_or_default().contains(part))
@@ -155,7 +159,7 @@ async fn until_noted(host: &Host, part: &str) -> Result<()> {
     .await
 }
 
-async fn until_running(host: &Host, file: &str) -> Result<i32> {
+pub async fn until_running(host: &Host, file: &str) -> Result<i32> {
     let path = host.machine.path("home/svc/home").join(file);
     let end = Instant::now() + Duration::from_secs(20);
     loop {
@@ -167,7 +171,7 @@ async fn until_running(host: &Host, file: &str) -> Result<i32> {
     }
 }
 
-fn lives(pid: i32) -> bool {
+pub fn lives(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
@@ -269,6 +273,9 @@ async fn nothing_of_an_agent_is_left_however_it_ends() -> Result<()> {
     let told = stream(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
     assert_eq!(told.last().context("a result")?.1["text"], "left one");
     assert!(!lives(until_running(&host, "left.pid").await?));
+    // The same, and what it left prints without a pause.
+    let told = stream(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
+    assert_eq!(told.last().context("a result")?.1["text"], "flooded");
     // It is cancelled, and does not hear.
     ask(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
@@ -277,105 +284,40 @@ async fn nothing_of_an_agent_is_left_however_it_ends() -> Result<()> {
     let shown = until_over(&host, "s1").await?;
     let interaction = &shown["dispatches"][0]["interaction"];
     assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
-    assert!(!lives(pid));
+    assert!(!lives(pid) && !lives(until_running(&host, "sleeper.pid").await?));
     // Its time is up.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
+    std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     ask(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
     let shown = until_over(&host, "s2").await?;
     assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
-    assert!(!lives(pid));
+    assert!(!lives(pid) && !lives(until_running(&host, "sleeper.pid").await?));
     // The gateway is killed: the runner ends what runs, and the next gateway records it.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
+    std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
     ask(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
+    let sleeper = until_running(&host, "sleeper.pid").await?;
     let host = host.restart()?;
     let recorded = until_recorded(&host, "s3").await?;
     assert_eq!(recorded["error"]["name"], "Interrupted");
     let end = Instant::now() + Duration::from_secs(15);
-    while lives(pid) {
+    while lives(pid) || lives(sleeper) {
         ensure!(Instant::now() < end, "the agent outlives its gateway");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (_, usage) = host.get("/api/usage").await?;
-    assert_eq!(usage["entries"][0]["dispatches"], 4);
+    assert_eq!(usage["entries"][0]["dispatches"], 5);
+    // Who comes back with a number of the earlier gateway hears the end all the same.
+    let request = host.owner(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
+    let (_, again) = answer(request).await?;
+    assert_eq!(kinds(&events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
-#[tokio::test]
-async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
-    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
-    let host = machine.start()?;
-    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
-    for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
-        ask(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
-    }
-    let (_, shown) = host.get("/api/dispatch").await?;
-    let statuses: Vec<(&str, &str)> = shown["dispatches"]
-        .as_array()
-        .context("dispatches")?
-        .iter()
-        .map(|one| (one["id"].as_str().unwrap_or_default(), one["status"].as_str().unwrap_or_default()))
-        .collect();
-    assert_eq!(
-        statuses,
-        [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
-    );
-    answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
-    assert_eq!(until_over(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"], "Cancelled");
-    let host = host.restart()?;
-    for id in ["a1", "b1", "a2"] {
-        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
-        until_recorded(&host, id).await?;
-    }
-    assert_eq!(until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
-    let (_, page) = host.get("/api/interactions?status=success").await?;
-    let order: Vec<&str> = page["interactions"]
-        .as_array()
-        .context("interactions")?
-        .iter()
-        .rev()
-        .filter_map(|one| one["id"].as_str())
-        .collect();
-    assert_eq!(order, ["a1", "b1", "a2"]);
-    host.until("the journal is empty", async || {
-        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_batch_has_a_result_for_each_entry() -> Result<()> {
-    let (machine, _runner) = machine(&json!({}))?;
-    let host = machine.start()?;
-    let body =
-        json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
-    let told = stream(&host, body).await?;
-    assert_eq!(told.last().map(|(kind, _)| kind.as_str()), Some("done"));
-    let mut results: Vec<(u64, &str)> = told
-        .iter()
-        .filter(|(kind, _)| kind == "result")
-        .map(|(_, data)| {
-            (data["index"].as_u64().unwrap_or_default(), data["status"].as_str().unwrap_or_default())
-        })
-        .collect();
-    results.sort_unstable();
-    assert_eq!(results, [(0, "success"), (1, "error"), (2, "success")]);
-    until_recorded(&host, "b.2").await?;
-    let host = host.restart()?;
-    let (_, shown) = host.get("/api/dispatch/b").await?;
-    assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
-    for one in shown["dispatches"].as_array().context("dispatches")? {
-        assert_eq!(
-            (&one["interaction"]["batch"], &one["interaction"]["batchId"]),
-            (&json!(true), &json!("b"))
-        );
-    }
-    let (_, one) = host.get("/api/dispatch/b.0").await?;
-    assert_eq!(one["dispatches"][0]["interaction"]["id"], "b.0");
-    Ok(())
-}
-
+/// Two of one conversation would each begin it.
+/// What a later one has set aside is what an earlier one waits for.
 #[tokio::test]
 async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },

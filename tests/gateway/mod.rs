@@ -14,6 +14,7 @@ mod bridge_write;
 
 mod described;
 mod dispatch;
+mod dispatch_queue;
 mod host;
 mod identity;
 mod isolation;

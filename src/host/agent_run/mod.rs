@@ -25,7 +25,7 @@ use crate::host::{runner, systemd, unix_socket};
 use crate::http::server;
 
 /// Runs at once without systemd, whose socket unit has a bound of its own.
-const MOST_RUNS: usize = 64;
+const MOST_RUNS: usize = 128;
 
 #[derive(Parser)]
 #[command(

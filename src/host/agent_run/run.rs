@@ -32,6 +32,8 @@ const ORDER: Duration = Duration::from_secs(10);
 const LEFT_OPEN: Duration = Duration::from_secs(1);
 /// How long the gateway may take to hear something: one that does not is as good as gone.
 const HEARING: Duration = Duration::from_secs(30);
+/// How often processes that an agent has left behind are looked for that have ended.
+const REAP: Duration = Duration::from_secs(1);
 /// The search path of an agent, below the release's own.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// What a run has of this process's own environment.
@@ -130,6 +132,7 @@ impl Run {
         let (cancelled, stop) = (self.cancelled.clone(), self.stop.clone());
         let mut lines = Lines::default();
         let mut kill_at = None;
+        let mut reaped = tokio::time::interval(REAP);
         let status = loop {
             let told = async {
                 tokio::select! {
@@ -160,6 +163,7 @@ impl Run {
                     signal(pid, Signal::SIGTERM);
                     kill_at = Some(tokio::time::Instant::now() + GRACE);
                 }
+                _ = reaped.tick() => tree::reap(pid),
                 () = late => {
                     kill_at = None;
                     // Its orphans come to this process, and are ended below.
@@ -189,7 +193,10 @@ impl Run {
     ) {
         let Some(pipe) = out else { return };
         let end = tokio::time::Instant::now() + within;
-        while let Ok(Ok(Some(line))) = tokio::time::timeout_at(end, lines.next(pipe)).await {
+        // There may be a line each time: the time is what ends it.
+        while tokio::time::Instant::now() < end
+            && let Ok(Ok(Some(line))) = tokio::time::timeout_at(end, lines.next(pipe)).await
+        {
             self.tell(line).await;
         }
     }

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::Pid;
 
 /// How often what is left is looked for.
@@ -45,6 +45,20 @@ fn descendants(of: i32) -> Vec<Pid> {
 /// The fourth field; the second is a name in parentheses that may hold anything.
 fn parent(stat: &str) -> Option<i32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// Lets go of adopted processes that have ended. The agent's own end is somebody else's to hear.
+pub fn reap(agent: u32) {
+    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    while let Ok(status) = waitid(Id::All, look) {
+        match status.pid() {
+            Some(pid) if u32::try_from(pid.as_raw()) != Ok(agent) => {
+                // It has ended: this takes no time.
+                let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
+            }
+            _ => return,
+        }
+    }
 }
 
 /// Kills all that is left below this process and waits until it is gone. Only when nobody else waits for children.

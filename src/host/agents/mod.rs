@@ -25,6 +25,8 @@ use super::records::money::Dollars;
 /// Longer messages and stacks are cut off.
 const LONGEST_MESSAGE: usize = 2000;
 const LONGEST_STACK: usize = 4000;
+/// Of a model's name, or a conversation's.
+const LONGEST_WORD: usize = 200;
 
 /// What happens in a run, for whoever looks on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -1,7 +1,7 @@
 //! What every adapter gathers of a run.
 
-use super::Outcome;
 use super::tools::Tools;
+use super::{LONGEST_WORD, Outcome, told};
 use crate::host::records::entry::{Failed, Status};
 use crate::host::records::money::Dollars;
 
@@ -31,8 +31,8 @@ impl Run {
     pub fn outcome(&mut self, error: Option<Failed>) -> Outcome {
         let run = std::mem::take(self);
         Outcome {
-            conversation_id: run.conversation_id,
-            model: run.model,
+            conversation_id: run.conversation_id.map(|id| told(&id, LONGEST_WORD)),
+            model: run.model.map(|model| told(&model, LONGEST_WORD)),
             tokens_in: run.tokens_in,
             tokens_out: run.tokens_out,
             cost: run.cost,

@@ -8,16 +8,15 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::journal::{Journal, Kept, Place};
+use super::journal::{Journal, Kept, Of};
 use super::log::Log;
 use super::one::{Batch, Dispatch, End, Phase};
 use super::queue::{Queue, Turn};
 use super::recover::recorded;
-use super::request::{Asked, DispatchId, Entry};
+use super::request::DispatchId;
 use super::run::{self, Surroundings};
 use crate::clock;
 use crate::host::gateway::blocking::blocking;
@@ -30,9 +29,6 @@ use crate::host::watched::{self, Message};
 use crate::http::problem::{Code, Problem};
 use crate::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 
-/// Dispatches that wait at most, and those of one sender.
-const MOST_QUEUED: usize = 500;
-const MOST_QUEUED_OF_ONE: usize = 200;
 /// Dispatches that are over and can still be asked for with their text and events.
 const MOST_ENDED: usize = 1000;
 const MOST_ENDED_BYTES: usize = 32 << 20;
@@ -67,7 +63,16 @@ impl Found {
         }
     }
 
-    fn fingerprint(&self) -> &str {
+    /// Waits until the journal has it.
+    pub async fn kept(&self) {
+        match self {
+            Self::One(one) => one.is_kept.cancelled().await,
+            Self::Batch(batch) => batch.is_kept.cancelled().await,
+            Self::Recorded(..) => {}
+        }
+    }
+
+    pub fn fingerprint(&self) -> &str {
         match self {
             Self::One(one) => &one.kept.fingerprint,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.fingerprint,
@@ -79,13 +84,17 @@ impl Found {
 #[derive(Default)]
 pub(super) struct Known {
     pub(super) all: HashMap<String, Found>,
+    /// On their way to the journal, and then to the queue.
+    pub(super) arriving: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
+    /// Conversations in which an agent works: one at a time.
+    talking: BTreeSet<(String, String)>,
     running: usize,
     /// Those that are over, the oldest first.
     ended: VecDeque<Arc<Dispatch>>,
     ended_bytes: usize,
     /// Recorded, and in the journal until that is durable.
-    pub(super) recorded: Vec<String>,
+    pub(super) recorded: Vec<Of>,
 }
 
 pub struct Dispatcher {
@@ -95,9 +104,11 @@ pub struct Dispatcher {
     /// Where svc-watch listens.
     watcher: PathBuf,
     known: Mutex<Known>,
-    runs: TaskTracker,
+    pub(super) runs: TaskTracker,
     /// The gateway ends: nothing is started any more, and what runs is told to end.
     stop: CancellationToken,
+    /// All that ran has ended: nothing is told any more.
+    pub(super) closed: CancellationToken,
     /// What an earlier process left is known.
     pub(super) recovered: CancellationToken,
 }
@@ -112,85 +123,13 @@ impl Dispatcher {
             known: Mutex::default(),
             runs: TaskTracker::new(),
             stop: CancellationToken::new(),
+            closed: CancellationToken::new(),
             recovered: CancellationToken::new(),
         })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// # Errors
-    /// 503 while records are read, and when the gateway ends; 429 where a limit is reached or too many wait; 422 where the
-    /// id is another request's.
-    pub async fn accept(self: &Arc<Self>, asked: Asked) -> Result<Found, Problem> {
-        self.ready().await?;
-        if let Some(id) = &asked.id
-            && let Some(found) = self.find(id).await?
-        {
-            return same(found, &asked);
-        }
-        let settings = self.kernel.settings();
-        let now = Timestamp::now();
-        let first = &asked.entries[0];
-        let is_free = settings.agents.is_free(first.model.as_deref());
-        let reserved = self.kernel.reserve(&asked.sender_id, &settings, is_free)?;
-        let reservation = reserved.map_err(|reached| self.refuse(&asked.sender_id, &reached, now))?;
-        let id = asked.id.clone().unwrap_or_else(DispatchId::new);
-        let mut reservation = Some(reservation);
-        let accepted_at = clock::now_ms();
-        let kept = |id: String, entry: &Entry, batch: Option<Place>| Kept {
-            version: Kept::VERSION,
-            id,
-            sender_id: asked.sender_id.clone(),
-            entry: entry.clone(),
-            batch,
-            fingerprint: asked.fingerprint.clone(),
-            accepted_at,
-            started_at: None,
-            ended: None,
-        };
-        let (found, all) = if asked.is_batch {
-            let of = asked.entries.len();
-            let ids = (0..of).map(|index| id.of_entry(index)).collect();
-            let batch = Batch::new(id.to_string(), asked.fingerprint.clone(), ids);
-            // Only the first has its place for certain; the others wait until theirs is known.
-            let entry = |(index, entry)| {
-                let place = Place { id: id.to_string(), index, of };
-                let kept = kept(id.of_entry(index), entry, Some(place));
-                Dispatch::new(kept, Some(Arc::clone(&batch)), reservation.take())
-            };
-            let all: Vec<_> = asked.entries.iter().enumerate().map(entry).collect();
-            (Found::Batch(batch), all)
-        } else {
-            let one = Dispatch::new(kept(id.to_string(), first, None), None, reservation.take());
-            (Found::One(Arc::clone(&one)), vec![one])
-        };
-        {
-            let mut known = self.lock();
-            if let Some(found) = known.all.get(id.as_str()).cloned() {
-                drop(known);
-                return same(found, &asked);
-            }
-            let fits = known.queue.len() + all.len() <= MOST_QUEUED
-                && known.queue.len_of(&asked.sender_id) + all.len() <= MOST_QUEUED_OF_ONE;
-            if !fits {
-                let detail = "Too many dispatches wait already; ask again when some have ended.";
-                return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
-            }
-            known.all.insert(id.to_string(), found.clone());
-            for one in &all {
-                known.all.insert(one.id().to_owned(), Found::One(Arc::clone(one)));
-            }
-        }
-        self.keep(all.iter().map(|one| one.kept.clone()).collect()).await;
-        let mut known = self.lock();
-        for one in all {
-            known.queue.push(&asked.sender_id, one);
-        }
-        drop(known);
-        self.go_on();
-        Ok(found)
     }
 
     /// # Errors
@@ -204,16 +143,6 @@ impl Dispatcher {
             return Err(come_again());
         }
         Ok(())
-    }
-
-    fn refuse(&self, sender: &str, reached: &Reached, now: Timestamp) -> Problem {
-        tracing::info!(
-            sender,
-            period = reached.period.word(),
-            "a dispatch is refused: a cost limit is reached"
-        );
-        DISPATCHES.add_one(["limited"]);
-        reached.problem(now)
     }
 
     /// What this id means: in memory, else by the record of the last days.
@@ -230,9 +159,10 @@ impl Dispatcher {
             return Ok(Some(Found::One(recorded(one.clone(), None))));
         }
         Ok((!found.is_empty()).then(|| {
-            let entries: Vec<Interaction> = found.into_values().collect();
-            let ids = entries.iter().map(|one| one.id.clone()).collect();
-            let batch = Batch::new(id.to_string(), String::new(), ids);
+            let mut entries: Vec<Interaction> = found.into_values().collect();
+            entries.sort_by_key(|one| super::recover::index(&one.id));
+            let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
+            let batch = Batch::new(id.to_string(), String::new(), ids, entries.len());
             let again = |one| recorded(one, Some(Arc::clone(&batch)));
             let entries = entries.into_iter().map(again).collect();
             Found::Recorded(batch, entries)
@@ -270,18 +200,23 @@ impl Dispatcher {
         all
     }
 
-    /// Ends it, wherever it is.
-    pub fn cancel(self: &Arc<Self>, found: &Found) {
+    /// Ends it, wherever it is; one that waits has ended when this returns.
+    pub async fn cancel(self: &Arc<Self>, found: &Found) {
+        let mut ending = Vec::new();
         for one in self.entries(found) {
-            let waited = self.lock().queue.remove(|other| other.id() == one.id());
             one.cancel.cancel();
+            let waited = self.lock().queue.remove(|other| other.id() == one.id());
             if let Some(one) = waited {
                 let dispatcher = Arc::clone(self);
-                self.runs.spawn(async move {
+                ending.push(self.runs.spawn(async move {
                     let interaction = run::without_run(&one, "Cancelled", "it was cancelled before it ran");
                     dispatcher.end(&one, interaction, None).await;
-                });
+                }));
             }
+        }
+        for ended in ending {
+            // A panic in it has been told by its own message.
+            let _ = ended.await;
         }
     }
 
@@ -290,8 +225,18 @@ impl Dispatcher {
         while let Some(one) = self.next() {
             let dispatcher = Arc::clone(self);
             self.runs.spawn(async move {
-                dispatcher.run(&one).await;
-                dispatcher.lock().running -= 1;
+                let (runs, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
+                if tokio::spawn(async move { runs.run(&running).await }).await.is_err() {
+                    // Its panic has been told by its own message.
+                    let interaction = run::without_run(&one, "Internal", "the gateway failed at it");
+                    dispatcher.end(&one, interaction, None).await;
+                }
+                let mut known = dispatcher.lock();
+                known.running -= 1;
+                if let Some(conversation) = conversation(&one) {
+                    known.talking.remove(&conversation);
+                }
+                drop(known);
                 dispatcher.go_on();
             });
         }
@@ -306,7 +251,13 @@ impl Dispatcher {
         if self.stop.is_cancelled() || known.running >= settings.agents.concurrency {
             return None;
         }
-        let one = known.queue.pop(|one| self.turn(one, &settings))?;
+        let Known { queue, talking, .. } = &mut *known;
+        let is_silent = |one: &Dispatch| conversation(one).is_none_or(|talk| !talking.contains(&talk));
+        let turn = |one: &Arc<Dispatch>| {
+            if is_silent(one) { self.turn(one, &settings) } else { Turn::Wait }
+        };
+        let one = queue.pop(turn, |one| one.has_reservation() && is_silent(one))?;
+        known.talking.extend(conversation(&one));
         known.running += 1;
         Some(one)
     }
@@ -351,7 +302,6 @@ impl Dispatcher {
             settings: &settings.agents,
         };
         let (interaction, text) = run::run(&around, one).await;
-        self.tell_watcher(one).await;
         self.end(one, interaction, text).await;
     }
 
@@ -369,16 +319,21 @@ impl Dispatcher {
         DISPATCHES.add_one(["limited"]);
         let refused = Some(reached.period.reached());
         one.end(End { phase: Phase::Refused, interaction: None, text: None, refused });
-        self.journal.remove(one.id());
+        self.journal.remove(&Of::One(one.id().to_owned()));
         self.remember(one);
     }
 
     async fn end(&self, one: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
         self.keep(vec![Kept { ended: Some(interaction.clone()), ..one.kept.clone() }]).await;
-        for warning in self.kernel.record(&interaction) {
-            one.tell("warning", &warning.shown());
+        self.tell_watcher(one).await;
+        match self.kernel.record(&interaction) {
+            Some(warnings) => {
+                warnings.iter().for_each(|warning| one.tell("warning", &warning.shown()));
+                self.lock().recorded.push(Of::One(one.id().to_owned()));
+            }
+            // The journal has it whole, for the next start.
+            None => tracing::warn!(id = one.id(), "a dispatch stays in the journal"),
         }
-        self.lock().recorded.push(one.id().to_owned());
         let phase = interaction.status.into();
         DISPATCHES.add_one([if phase == Phase::Success { "success" } else { "error" }]);
         one.end(End { phase, interaction: Some(interaction), text, refused: None });
@@ -388,10 +343,16 @@ impl Dispatcher {
     /// For whoever asks later; the oldest are forgotten.
     pub(super) fn remember(&self, one: &Arc<Dispatch>) {
         let mut known = self.lock();
+        if let Some(batch) = one.batch.as_ref().filter(|batch| batch.is_over()) {
+            known.recorded.push(Of::Batch(batch.id.clone()));
+        }
         known.ended_bytes += one.bytes();
         known.ended.push_back(Arc::clone(one));
         while known.ended.len() > MOST_ENDED || known.ended_bytes > MOST_ENDED_BYTES {
-            let Some(oldest) = known.ended.pop_front() else { break };
+            // What a batch has come to is told until all of it is over.
+            let may_go = |one: &Arc<Dispatch>| one.batch.as_ref().is_none_or(|batch| batch.is_over());
+            let Some(at) = known.ended.iter().position(may_go) else { break };
+            let Some(oldest) = known.ended.remove(at) else { break };
             known.ended_bytes = known.ended_bytes.saturating_sub(oldest.bytes());
             known.all.remove(oldest.id());
             if let Some(batch) = &oldest.batch
@@ -403,9 +364,9 @@ impl Dispatcher {
     }
 
     /// A disk that is full is no reason to take no dispatch: one may be what makes room on it.
-    async fn keep(&self, all: Vec<Kept>) {
+    pub(super) async fn keep(&self, all: Vec<Kept>) {
         let journal = self.journal.clone();
-        let written = blocking(move || all.iter().try_for_each(|kept| journal.write(kept))).await;
+        let written = blocking(move || journal.write(&all)).await;
         if written.is_err() {
             tracing::warn!("a dispatch is not in the journal: after a crash it would be forgotten");
         }
@@ -418,15 +379,13 @@ impl Dispatcher {
         if tokio::time::timeout(ENDING, self.runs.wait()).await.is_err() {
             tracing::warn!("dispatches did not end in time; they are recorded at the next start");
         }
+        self.closed.cancel();
         self.tidy().await;
     }
 }
 
-fn same(found: Found, asked: &Asked) -> Result<Found, Problem> {
-    // Of one that is known by its record alone, the request is not.
-    if found.fingerprint().is_empty() || found.fingerprint() == asked.fingerprint {
-        return Ok(found);
-    }
-    let detail = "This id is another dispatch's; a new one needs an id of its own.";
-    Err(Problem::new(Code::IdempotencyMismatch, detail))
+/// In which conversation of which agent it is: two at once would each begin it.
+fn conversation(one: &Dispatch) -> Option<(String, String)> {
+    let entry = &one.kept.entry;
+    Some((entry.agent_name.clone(), entry.conversation_id.clone()?))
 }

@@ -102,7 +102,7 @@ async fn cancel(
     Segments(id): Segments<String>,
 ) -> Result<Response, Problem> {
     let found = found(&gateway, &id).await?;
-    gateway.dispatcher.cancel(&found);
+    gateway.dispatcher.cancel(&found).await;
     Ok((StatusCode::ACCEPTED, Json(shown(&gateway.dispatcher, &found))).into_response())
 }
 
@@ -146,10 +146,18 @@ fn listen(dispatcher: &Arc<Dispatcher>, found: Found, from: u64) -> Response {
     let first = stream::iter([Ok::<_, Infallible>(greeting)]);
     let rest = stream::unfold(Some(state), |state| async move {
         let (found, from, end, dispatcher) = state?;
-        let (chunk, next) = next(found.log(), from, end).await?;
+        // Whoever listens comes again to the next gateway.
+        let next = dispatcher.closed.run_until_cancelled(next(found.log(), from, end)).await;
+        let (chunk, next) = next.unwrap_or_else(|| rest(found.log(), from))?;
         Some((Ok(chunk), next.map(|from| (found, from, end, dispatcher))))
     });
     events::response(first.chain(rest))
+}
+
+/// What there is already from a number on, and nothing after it.
+fn rest(log: &Log, from: u64) -> Option<(Bytes, Option<u64>)> {
+    let events = log.read(from).events.concat();
+    (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
 /// What there is from a number on, and with which number it goes on; no number after the last.

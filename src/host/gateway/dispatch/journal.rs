@@ -1,9 +1,15 @@
-//! Dispatches that are accepted and not recorded yet, one file for each: after a crash those that waited go on waiting,
-//! and those that ran are recorded as cut off. Nothing that was accepted is forgotten.
+//! Dispatches that are accepted and not recorded yet: after a crash those that waited go on waiting, and those that ran are
+//! recorded as cut off. Nothing that was accepted is forgotten.
+//!
+//! Each has a file of its own, `ID.json`. A batch is accepted whole or not at all, so that it has one, `ID.batch`, beside
+//! those of its entries that have begun.
 
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::request::Entry;
@@ -46,6 +52,13 @@ impl Kept {
     pub const VERSION: u32 = 1;
 }
 
+/// Which file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Of {
+    One(String),
+    Batch(String),
+}
+
 /// The directory of those files.
 #[derive(Debug, Clone)]
 pub struct Journal(PathBuf);
@@ -55,20 +68,32 @@ impl Journal {
         Self(dir)
     }
 
-    fn path(&self, id: &str) -> PathBuf {
-        self.0.join(format!("{id}.json"))
+    fn path(&self, of: &Of) -> PathBuf {
+        match of {
+            Of::One(id) => self.0.join(format!("{id}.json")),
+            Of::Batch(id) => self.0.join(format!("{id}.batch")),
+        }
     }
 
+    /// One, or all of a batch.
+    ///
     /// # Errors
     /// [`FileError`].
-    pub fn write(&self, kept: &Kept) -> Result<(), FileError> {
-        let text = serde_json::to_vec(kept).expect("plain fields are JSON");
-        fsx::write_atomic(&self.path(&kept.id), &text, 0o600)
+    pub fn write(&self, all: &[Kept]) -> Result<(), FileError> {
+        let (of, text) = match all {
+            [] => return Ok(()),
+            [one] => (Of::One(one.id.clone()), serde_json::to_vec(one)),
+            [first, ..] => {
+                let batch = first.batch.as_ref().map_or(&first.id, |batch| &batch.id);
+                (Of::Batch(batch.clone()), serde_json::to_vec(all))
+            }
+        };
+        fsx::write_atomic(&self.path(&of), &text.expect("plain fields are JSON"), 0o600)
     }
 
     /// It is recorded, or was never accepted.
-    pub fn remove(&self, id: &str) {
-        if let Err(error) = fsx::remove_if_there(&self.path(id)) {
+    pub fn remove(&self, of: &Of) {
+        if let Err(error) = fsx::remove_if_there(&self.path(of)) {
             tracing::warn!(error = %chain(&error), "a dispatch that has ended is still in the journal");
         }
     }
@@ -85,13 +110,21 @@ impl Journal {
         };
         // Nobody writes here yet.
         fsx::remove_torn_in(&self.0, |_| true)?;
-        let mut all = Vec::new();
+        let mut found: BTreeMap<String, Kept> = BTreeMap::new();
         for entry in entries {
             let path = entry.map_err(FileError::at("read", &self.0))?.path();
-            if path.extension().is_some_and(|ending| ending == "json") {
-                all.extend(kept(&path)?);
+            match path.extension().and_then(OsStr::to_str) {
+                // What it has come to is later than what its batch says of it.
+                Some("json") => found.extend(kept::<Kept>(&path)?.map(|kept| (kept.id.clone(), kept))),
+                Some("batch") => {
+                    for kept in kept::<Vec<Kept>>(&path)?.into_iter().flatten() {
+                        found.entry(kept.id.clone()).or_insert(kept);
+                    }
+                }
+                _ => {}
             }
         }
+        let mut all: Vec<Kept> = found.into_values().filter(|kept| kept.version == Kept::VERSION).collect();
         all.sort_by(|a, b| (a.accepted_at, index(a), &a.id).cmp(&(b.accepted_at, index(b), &b.id)));
         Ok(all)
     }
@@ -101,11 +134,11 @@ fn index(kept: &Kept) -> usize {
     kept.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-fn kept(path: &Path) -> Result<Option<Kept>, FileError> {
+fn kept<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, FileError> {
     let Some(text) = fsx::read_if_there(path)? else { return Ok(None) };
-    match serde_json::from_slice::<Kept>(&text) {
-        Ok(kept) if kept.version == Kept::VERSION => Ok(Some(kept)),
-        _ => {
+    match serde_json::from_slice(&text) {
+        Ok(kept) => Ok(Some(kept)),
+        Err(_) => {
             tracing::warn!(path = %path.display(), "this is no dispatch that this release knows; it is left");
             Ok(None)
         }
@@ -145,12 +178,31 @@ mod tests {
             (dispatch("a", "2026-11-22T10:00:01.000Z"), dispatch("b", "2026-11-22T10:00:00.000Z"));
         let started = Kept { started_at: Some("2026-11-22T10:00:02.000Z".parse().unwrap()), ..late.clone() };
         for kept in [&late, &early, &started] {
-            journal.write(kept).unwrap();
+            journal.write(std::slice::from_ref(kept)).unwrap();
         }
         std::fs::write(dir.path().join("dispatches/torn.json"), "{\"version\": 1").unwrap();
         assert_eq!(journal.read().unwrap(), [early, started]);
-        journal.remove("a");
-        journal.remove("a");
+        for _ in 0..2 {
+            journal.remove(&Of::One("a".to_owned()));
+        }
         assert_eq!(journal.read().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_batch_is_one_file_and_what_its_entries_came_to_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::new(dir.path().join("dispatches"));
+        let entry = |index: usize| Kept {
+            batch: Some(Place { id: "b".to_owned(), index, of: 12 }),
+            ..dispatch(&format!("b.{index}"), "2026-11-22T10:00:00.000Z")
+        };
+        let all: Vec<Kept> = (0..12).map(entry).collect();
+        journal.write(&all).unwrap();
+        assert_eq!(journal.read().unwrap(), all, "in the order of their numbers");
+        let started = Kept { started_at: Some("2026-11-22T10:00:02.000Z".parse().unwrap()), ..entry(2) };
+        journal.write(std::slice::from_ref(&started)).unwrap();
+        assert_eq!(journal.read().unwrap()[2], started);
+        journal.remove(&Of::Batch("b".to_owned()));
+        assert_eq!(journal.read().unwrap(), [started]);
     }
 }

@@ -1,14 +1,19 @@
 //! What happened in a dispatch, for whoever looks on, now or later: events in their order, within bounds.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
+use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::watch;
 
 /// So much of one is kept; earlier events go first.
 const MOST_BYTES: usize = 1 << 20;
+
+/// Where this process begins to number events: above all that an earlier one has given out.
+static BASE: LazyLock<u64> =
+    LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
 /// The events of a dispatch, or of a batch.
 pub struct Log {
@@ -37,7 +42,7 @@ pub struct Read {
 
 impl Default for Log {
     fn default() -> Self {
-        let kept = Kept { first: 0, events: VecDeque::new(), bytes: 0, is_over: false };
+        let kept = Kept { first: *BASE, events: VecDeque::new(), bytes: 0, is_over: false };
         Self { kept: Mutex::new(kept), grown: watch::Sender::new(0) }
     }
 }
@@ -67,11 +72,12 @@ impl Log {
         self.grown.send_replace(number + 1);
     }
 
-    /// Events from this number on. A number that there was never is of another life of this process: all is told again.
+    /// Events from this number on. One below all of this process is of an earlier one, and one above is nobody's: then all
+    /// is told again.
     pub fn read(&self, from: u64) -> Read {
         let kept = self.lock();
         let next = kept.first + kept.events.len() as u64;
-        let from = if from > next { 0 } else { from };
+        let from = if (*BASE..=next).contains(&from) { from } else { *BASE };
         let start = from.max(kept.first);
         let skipped = usize::try_from(start - kept.first).unwrap_or(usize::MAX);
         Read {
@@ -105,10 +111,12 @@ mod tests {
         log.push("result", &json!({}), true);
         log.push("text", &json!({"text": "after the end"}), false);
         let read = log.read(0);
-        assert_eq!((read.events.len(), read.missed, read.next, read.is_over), (2, 0, 2, true));
-        assert_eq!(read.events[0], "id: 0\nevent: text\ndata: {\"text\":\"a\"}\n\n");
-        assert_eq!(log.read(1).events.len(), 1);
-        assert_eq!(log.read(57).events.len(), 2);
+        assert_eq!((read.events.len(), read.missed, read.next, read.is_over), (2, 0, *BASE + 2, true));
+        assert_eq!(read.events[0], format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *BASE));
+        assert_eq!(log.read(*BASE + 1).events.len(), 1);
+        for another_life in [1, *BASE - 1, *BASE + 57] {
+            assert_eq!(log.read(another_life).events.len(), 2);
+        }
     }
 
     #[test]
@@ -118,8 +126,8 @@ mod tests {
         for _ in 0..10 {
             log.push("text", &json!({"text": text}), false);
         }
-        let read = log.read(2);
+        let read = log.read(*BASE + 2);
         assert!(log.bytes() <= MOST_BYTES);
-        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, 10));
+        assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *BASE + 10));
     }
 }

@@ -5,6 +5,7 @@
 //! its record is durable, and is run by `svc-agent` ([`run`]), which is the owner's user and not this process. What
 //! happens is in a [`log`] that any number of listeners read.
 
+mod accept;
 mod dispatcher;
 mod handler;
 mod journal;

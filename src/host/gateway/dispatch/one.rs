@@ -70,6 +70,8 @@ pub struct Dispatch {
     pub log: Log,
     pub batch: Option<Arc<Batch>>,
     pub cancel: CancellationToken,
+    /// Cancelled when the journal has it.
+    pub is_kept: CancellationToken,
     state: Mutex<State>,
 }
 
@@ -79,6 +81,8 @@ pub struct Batch {
     pub fingerprint: String,
     pub entries: Vec<String>,
     pub log: Log,
+    /// Cancelled when the journal has it.
+    pub is_kept: CancellationToken,
     left: AtomicUsize,
 }
 
@@ -90,6 +94,7 @@ impl Dispatch {
             log: Log::default(),
             batch,
             cancel: CancellationToken::new(),
+            is_kept: CancellationToken::new(),
             state: Mutex::new(state),
         });
         dispatch.tell("accepted", &dispatch.shown());
@@ -99,6 +104,7 @@ impl Dispatch {
     /// One that is known by its record alone.
     pub fn ended(interaction: Interaction, kept: Kept, batch: Option<Arc<Batch>>) -> Arc<Self> {
         let dispatch = Self::new(kept, batch, None);
+        dispatch.is_kept.cancel();
         let phase = interaction.status.into();
         dispatch.end(End { phase, interaction: Some(interaction), text: None, refused: None });
         dispatch
@@ -190,8 +196,13 @@ impl Dispatch {
 }
 
 impl Batch {
-    pub fn new(id: String, fingerprint: String, entries: Vec<String>) -> Arc<Self> {
-        let left = AtomicUsize::new(entries.len());
-        Arc::new(Self { id, fingerprint, entries, log: Log::default(), left })
+    /// `left` of its entries are not over yet, as far as this process has to do with them.
+    pub fn new(id: String, fingerprint: String, entries: Vec<String>, left: usize) -> Arc<Self> {
+        let (log, is_kept, left) = (Log::default(), CancellationToken::new(), AtomicUsize::new(left));
+        Arc::new(Self { id, fingerprint, entries, log, is_kept, left })
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.left.load(Ordering::Acquire) == 0
     }
 }

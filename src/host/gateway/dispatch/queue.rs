@@ -31,11 +31,6 @@ impl<T> Queue<T> {
         self.length
     }
 
-    /// Of one sender.
-    pub fn len_of(&self, sender: &str) -> usize {
-        self.waiting.get(sender).map_or(0, VecDeque::len)
-    }
-
     pub fn push(&mut self, sender: &str, one: T) {
         let queue = self.waiting.entry(sender.to_owned()).or_default();
         if queue.is_empty() {
@@ -45,14 +40,17 @@ impl<T> Queue<T> {
         self.length += 1;
     }
 
-    /// The next that may go, and the turn passes on.
-    pub fn pop(&mut self, mut judge: impl FnMut(&T) -> Turn) -> Option<T> {
+    /// The next that may go, and the turn passes on. Of one sender the first goes first, but where it waits, those behind
+    /// it that have what they need already are not kept waiting by it: it may be them that it waits for.
+    pub fn pop(&mut self, mut judge: impl FnMut(&T) -> Turn, is_set: impl Fn(&T) -> bool) -> Option<T> {
         for at in 0..self.turns.len() {
             let queue = self.waiting.get_mut(&self.turns[at])?;
-            if queue.front().is_none_or(|first| judge(first) == Turn::Wait) {
-                continue;
-            }
-            let one = queue.pop_front();
+            let first = queue.front().filter(|first| judge(first) == Turn::Take).map(|_| 0);
+            let found = first.or_else(|| {
+                queue.iter().enumerate().skip(1).find(|(_, one)| is_set(one)).map(|(index, _)| index)
+            });
+            let Some(index) = found else { continue };
+            let one = queue.remove(index);
             let is_empty = queue.is_empty();
             if let Some(sender) = self.turns.remove(at) {
                 if is_empty {
@@ -65,6 +63,10 @@ impl<T> Queue<T> {
             return one;
         }
         None
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.waiting.values().flatten()
     }
 
     /// Takes out the first that is meant.
@@ -91,7 +93,7 @@ mod tests {
     use super::*;
 
     fn all(queue: &mut Queue<(&'static str, u32)>) -> Vec<(&'static str, u32)> {
-        std::iter::from_fn(|| queue.pop(|_| Turn::Take)).collect()
+        std::iter::from_fn(|| queue.pop(|_| Turn::Take, |_| false)).collect()
     }
 
     #[test]
@@ -100,12 +102,24 @@ mod tests {
         for (sender, number) in [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("c", 1), ("b", 2)] {
             queue.push(sender, (sender, number));
         }
-        assert_eq!((queue.len(), queue.len_of("a")), (6, 3));
-        let next = queue.pop(|(sender, _)| if *sender == "a" { Turn::Wait } else { Turn::Take });
+        assert_eq!((queue.len(), queue.iter().count()), (6, 6));
+        let next = queue.pop(|(sender, _)| if *sender == "a" { Turn::Wait } else { Turn::Take }, |_| false);
         assert_eq!(next, Some(("b", 1)));
         assert_eq!(queue.remove(|one| *one == ("a", 2)), Some(("a", 2)));
         assert_eq!(all(&mut queue), [("a", 1), ("c", 1), ("b", 2), ("a", 3)]);
-        assert_eq!((queue.len(), queue.len_of("a")), (0, 0));
+        assert_eq!((queue.len(), queue.iter().count()), (0, 0));
+    }
+
+    /// The first waits for what the second has.
+    #[test]
+    fn whoever_has_its_place_passes_a_first_that_waits() {
+        let mut queue = Queue::default();
+        for number in 0..3 {
+            queue.push("a", number);
+        }
+        assert_eq!(queue.pop(|_| Turn::Wait, |number| *number == 1), Some(1));
+        assert_eq!(queue.pop(|_| Turn::Wait, |_| false), None);
+        assert_eq!(queue.pop(|_| Turn::Take, |_| true), Some(0));
     }
 
     proptest! {
@@ -121,7 +135,7 @@ mod tests {
             }
             let mut greedy = 0;
             for _ in 0..=others {
-                let (sender, _) = queue.pop(|_| Turn::Take).unwrap();
+                let (sender, _) = queue.pop(|_| Turn::Take, |_| false).unwrap();
                 greedy += usize::from(sender == "greedy");
             }
             prop_assert_eq!(greedy, 1);

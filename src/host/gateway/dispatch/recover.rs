@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
 use super::dispatcher::{Dispatcher, Found, LOOK};
-use super::journal::{Kept, Place};
+use super::journal::{Kept, Of, Place};
 use super::one::{Batch, Dispatch, End};
 use super::request::Entry;
 use super::run;
@@ -57,18 +57,27 @@ impl Dispatcher {
     }
 
     fn take_up(self: &Arc<Self>, left: Vec<Kept>, found: &BTreeMap<String, Interaction>) {
-        let mut batches: HashMap<String, Arc<Batch>> = HashMap::new();
-        for kept in left {
-            if found.contains_key(&kept.id) {
-                self.journal.remove(&kept.id);
-                continue;
+        let (recorded, left): (Vec<Kept>, Vec<Kept>) =
+            left.into_iter().partition(|kept| found.contains_key(&kept.id));
+        let batches = self.batches_again(&left, found);
+        for kept in recorded {
+            self.journal.remove(&Of::One(kept.id));
+            if let Some(place) = kept.batch.filter(|place| !batches.contains_key(&place.id)) {
+                self.journal.remove(&Of::Batch(place.id));
             }
-            let batch = kept.batch.as_ref().map(|place| {
-                let begin = || self.batch_again(place, &kept, found);
-                Arc::clone(batches.entry(place.id.clone()).or_insert_with(begin))
-            });
+        }
+        let settings = self.kernel.settings();
+        for kept in left {
+            let batch = kept.batch.as_ref().and_then(|place| batches.get(&place.id).cloned());
+            let is_first = kept.batch.as_ref().is_none_or(|place| place.index == 0);
+            let is_free = settings.agents.is_free(kept.entry.model.as_deref());
+            // It was accepted: what is spent meanwhile is no reason against it.
+            let waits = kept.started_at.is_none() && kept.ended.is_none();
+            let reservation =
+                (waits && is_first).then(|| self.kernel.reserve_again(&kept.sender_id, &settings, is_free));
             let (started_at, ended) = (kept.started_at, kept.ended.clone());
-            let one = Dispatch::new(Kept { started_at: None, ended: None, ..kept }, batch, None);
+            let one = Dispatch::new(Kept { started_at: None, ended: None, ..kept }, batch, reservation);
+            one.is_kept.cancel();
             self.lock().all.insert(one.id().to_owned(), Found::One(Arc::clone(&one)));
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
@@ -84,28 +93,41 @@ impl Dispatcher {
                 }
             };
             self.kernel.note(&format!("dispatch {}: recorded after a new start", one.id()));
-            self.kernel.record(&interaction);
-            self.lock().recorded.push(one.id().to_owned());
+            if self.kernel.record(&interaction).is_some() {
+                self.lock().recorded.push(Of::One(one.id().to_owned()));
+            }
             let phase = interaction.status.into();
             one.end(End { phase, interaction: Some(interaction), text: None, refused: None });
             self.remember(&one);
         }
     }
 
-    /// The batch of an entry that is left; those of its entries that are recorded have ended.
-    fn batch_again(&self, place: &Place, kept: &Kept, found: &BTreeMap<String, Interaction>) -> Arc<Batch> {
-        let name = |index| format!("{}.{index}", place.id);
-        let ids = (0..place.of).map(name).collect();
-        let batch = Batch::new(place.id.clone(), kept.fingerprint.clone(), ids);
-        self.lock().all.insert(place.id.clone(), Found::Batch(Arc::clone(&batch)));
-        for id in &batch.entries {
-            if let Some(one) = found.get(id) {
+    /// The batches of entries that are left; those of their entries that are recorded have ended.
+    fn batches_again(
+        &self,
+        left: &[Kept],
+        found: &BTreeMap<String, Interaction>,
+    ) -> HashMap<String, Arc<Batch>> {
+        let mut batches: HashMap<String, Arc<Batch>> = HashMap::new();
+        for (place, kept) in left.iter().filter_map(|kept| Some((kept.batch.as_ref()?, kept))) {
+            if batches.contains_key(&place.id) {
+                continue;
+            }
+            let ids: Vec<String> = (0..place.of).map(|index| format!("{}.{index}", place.id)).collect();
+            let ended: Vec<&Interaction> = ids.iter().filter_map(|id| found.get(id)).collect();
+            let of_it = |kept: &&Kept| kept.batch.as_ref().is_some_and(|other| other.id == place.id);
+            let count = ended.len() + left.iter().filter(of_it).count();
+            let batch = Batch::new(place.id.clone(), kept.fingerprint.clone(), ids, count);
+            batch.is_kept.cancel();
+            batches.insert(place.id.clone(), Arc::clone(&batch));
+            self.lock().all.insert(place.id.clone(), Found::Batch(Arc::clone(&batch)));
+            for one in ended {
                 let one = recorded(one.clone(), Some(Arc::clone(&batch)));
-                self.lock().all.insert(id.clone(), Found::One(Arc::clone(&one)));
+                self.lock().all.insert(one.id().to_owned(), Found::One(Arc::clone(&one)));
                 self.remember(&one);
             }
         }
-        batch
+        batches
     }
 
     /// Takes out of the journal what is durable elsewhere.
@@ -119,7 +141,7 @@ impl Dispatcher {
             if !kernel.flush(DISK) {
                 return recorded;
             }
-            recorded.iter().for_each(|id| journal.remove(id));
+            recorded.iter().for_each(|of| journal.remove(of));
             Vec::new()
         });
         let left = tidied.await.unwrap_or_default();
@@ -130,7 +152,7 @@ impl Dispatcher {
 /// A dispatch of which there is the record alone.
 pub(super) fn recorded(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispatch> {
     let place = one.batch_id.clone().map(|id| {
-        let index = one.id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default();
+        let index = index(&one.id);
         Place { id, index, of: 0 }
     });
     let kept = Kept {
@@ -151,4 +173,9 @@ pub(super) fn recorded(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispa
         ended: None,
     };
     Dispatch::ended(one, kept, batch)
+}
+
+/// The number of an entry of a batch, by its id.
+pub(super) fn index(id: &str) -> usize {
+    id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::host::agents::settings::{Agent, AgentSettings, LONGEST_DEADLINE_SECONDS, LONGEST_NAME};
@@ -35,6 +35,12 @@ impl DispatchId {
 
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// It has the form that entries of batches have.
+    fn is_entrys(&self) -> bool {
+        let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
+        ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
     }
 
     /// Of one entry of the batch of this id.
@@ -105,6 +111,7 @@ pub struct Asked {
 }
 
 /// Of an entry and of the whole request, which hold for entries that say nothing else.
+#[derive(Serialize)]
 struct Choice {
     agent_name: Option<String>,
     model: Option<String>,
@@ -124,6 +131,10 @@ impl Choice {
             conversation_id: fields.optional_text("conversationId", LONGEST_CONVERSATION),
             deadline_seconds,
         }
+    }
+
+    fn with(&self, prompt: &str) -> Value {
+        json!({ "choice": self, "prompt": prompt })
     }
 
     fn or(self, other: &Self) -> Self {
@@ -162,8 +173,12 @@ impl Asked {
     /// Reads a request of this principal's; its mistakes are noted in `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
-        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::LONGEST_GIVEN) {
-            fields.wrong("id", format!("must have at most {} characters", DispatchId::LONGEST_GIVEN));
+        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::LONGEST_GIVEN || id.is_entrys()) {
+            let most = DispatchId::LONGEST_GIVEN;
+            fields.wrong(
+                "id",
+                format!("must have at most {most} characters, and no dot before a number at its end"),
+            );
         }
         let sender_id = fields.optional_text("senderId", LONGEST_SENDER);
         let choice = Choice::read(fields);
@@ -181,37 +196,36 @@ impl Asked {
             }
             (true, false) => {
                 let prompt = fields.text("prompt", LONGEST_PROMPT)?;
-                choice.entry(fields, prompt, settings).map(|entry| vec![entry])
+                let given = choice.with(&prompt);
+                choice.entry(fields, prompt, settings).map(|entry| (vec![entry], given))
             }
         }?;
+        let (entries, given) = entries;
         let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
-        let fingerprint = fingerprint(&sender_id, is_batch, &entries);
+        // As it was asked: what settings add to it may be another when it is asked again.
+        let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
+        let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
         Some(Self { id, sender_id, is_batch, entries, fingerprint })
     }
 
-    fn batch(fields: &mut Fields, choice: &Choice, settings: &AgentSettings) -> Option<Vec<Entry>> {
+    fn batch(fields: &mut Fields, choice: &Choice, settings: &AgentSettings) -> Option<(Vec<Entry>, Value)> {
         let given = fields.each("batch", 1..=LARGEST_BATCH)?;
-        let mut entries = Vec::new();
+        let (mut entries, mut all) = (Vec::new(), vec![choice.with("")]);
         let count = given.len();
         for mut one in given {
             let prompt = one.text("prompt", LONGEST_PROMPT);
-            let choice = Choice::read(&mut one).or(choice);
+            let own = Choice::read(&mut one);
+            all.push(own.with(prompt.as_deref().unwrap_or_default()));
+            let choice = own.or(choice);
             entries.extend(prompt.and_then(|prompt| choice.entry(&mut one, prompt, settings)));
             fields.close(one);
         }
-        (entries.len() == count).then_some(entries)
+        (entries.len() == count).then_some((entries, Value::Array(all)))
     }
-}
-
-fn fingerprint(sender_id: &str, is_batch: bool, entries: &[Entry]) -> String {
-    let whole = json!({ "senderId": sender_id, "batch": is_batch, "entries": entries });
-    hex::encode(Sha256::digest(whole.to_string()))
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-
     use super::*;
 
     fn read(body: Value) -> Result<Asked, String> {
@@ -250,6 +264,7 @@ mod tests {
             ),
             (json!({ "prompt": "x", "agentName": "no" }), "which has claude"),
             (json!({ "prompt": "x", "id": "../x" }), "/id: must have"),
+            (json!({ "prompt": "x", "id": "b.12" }), "/id: must have at most 100 characters, and no dot"),
             (json!({ "prompt": "x", "deadlineSeconds": 0 }), "/deadlineSeconds: must be from 1"),
             (json!({ "prompt": "x", "other": 1 }), "/other: is not a field"),
         ] {

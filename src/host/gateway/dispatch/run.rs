@@ -156,13 +156,22 @@ impl<'a> Run<'a> {
     }
 
     async fn play(mut self, agent: &Agent) -> Outcome {
+        let early = if self.dispatch.cancel.is_cancelled() {
+            Some(Why::Cancelled)
+        } else {
+            self.around.stop.is_cancelled().then_some(Why::Stopped)
+        };
+        if let Some(why) = early {
+            return Outcome { error: Some(self.ended_early(why)), ..nothing("", String::new()) };
+        }
         let order = self.order(agent);
+        let within = CONNECT.min(self.deadline.saturating_duration_since(Instant::now()));
         let connected = async {
             let mut connection = UnixStream::connect(self.around.socket).await?;
             order.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
-        let (from, to) = match tokio::time::timeout(CONNECT, connected).await {
+        let (from, to) = match tokio::time::timeout(within, connected).await {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
@@ -212,7 +221,7 @@ impl<'a> Run<'a> {
         let gone =
             || failed("NoRunner", "svc-agent ended without a word: its unit's log says why".to_owned());
         // Frames are read by a task of their own: a read that is given up half-way would lose its place.
-        let (frames, mut next) = tokio::sync::mpsc::channel(64);
+        let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
             while let Ok(Some(frame)) = FromRunner::read(&mut from).await {
                 if frames.send(frame).await.is_err() {

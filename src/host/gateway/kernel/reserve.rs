@@ -135,17 +135,29 @@ impl Kernel {
         Ok(Ok(Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }))
     }
 
-    /// A dispatch has ended: it is recorded and counts. The limits that it brought its user near to.
-    pub fn record(&self, one: &Interaction) -> Vec<Warning> {
+    /// Sets the same aside for one that was accepted before, whatever is spent by now.
+    pub fn reserve_again(self: &Arc<Self>, user: &str, settings: &Settings, is_free: bool) -> Reservation {
+        let amount = if is_free { Dollars::ZERO } else { settings.limits.reservation };
+        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        if amount > Dollars::ZERO {
+            *reserved.entry(user.to_owned()).or_default() += amount;
+        }
+        Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
+    }
+
+    /// A dispatch has ended: it is recorded and counts. The limits that it brought its user near to; `None` where its record
+    /// found no room, so that it counts in this process alone.
+    pub fn record(&self, one: &Interaction) -> Option<Vec<Warning>> {
         let settings = self.settings();
         let _alone = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(book) = self.book() else {
             tracing::error!(id = one.id, "a dispatch ended before the records were read");
-            return Vec::new();
+            return None;
         };
         let user = &one.sender_id;
         let before = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
-        if let Err(error) = book.record(settings.calendar.day(one.timestamp), one) {
+        let recorded = book.record(settings.calendar.day(one.timestamp), one);
+        if let Err(error) = recorded {
             tracing::warn!(id = one.id, %error, "an interaction had no room");
         }
         let now = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
@@ -158,7 +170,8 @@ impl Kernel {
             limit: settings.limits.of(period),
             spent: now.in_period(period),
         });
-        warnings.inspect(|warning| self.warn(user, warning)).collect()
+        let warnings = warnings.inspect(|warning| self.warn(user, warning)).collect();
+        recorded.is_ok().then_some(warnings)
     }
 
     fn warn(&self, user: &str, warning: &Warning) {

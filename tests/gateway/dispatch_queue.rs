@@ -1,0 +1,177 @@
+//! Dispatches that wait: whose turn it is, what one id means, batches, and what outlives the gateway.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use reqwest::{Method, StatusCode};
+use serde_json::json;
+
+use super::dispatch::{ask, events, kinds, machine, stream, until_over, until_recorded};
+use super::host::answer;
+
+#[tokio::test]
+async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let host = machine.start()?;
+    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
+        ask(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
+    }
+    let (_, shown) = host.get("/api/dispatch").await?;
+    let statuses: Vec<(&str, &str)> = shown["dispatches"]
+        .as_array()
+        .context("dispatches")?
+        .iter()
+        .map(|one| (one["id"].as_str().unwrap_or_default(), one["status"].as_str().unwrap_or_default()))
+        .collect();
+    assert_eq!(
+        statuses,
+        [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
+    );
+    answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
+    assert_eq!(until_over(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"], "Cancelled");
+    let host = host.restart()?;
+    for id in ["a1", "b1", "a2"] {
+        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
+        until_recorded(&host, id).await?;
+    }
+    assert_eq!(until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
+    let (_, page) = host.get("/api/interactions?status=success").await?;
+    let order: Vec<&str> = page["interactions"]
+        .as_array()
+        .context("interactions")?
+        .iter()
+        .rev()
+        .filter_map(|one| one["id"].as_str())
+        .collect();
+    assert_eq!(order, ["a1", "b1", "a2"]);
+    host.until("the journal is empty", async || {
+        Ok(std::fs::read_dir(host.machine.path("var/lib/svc/dispatches"))?.count() == 0)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_dispatch_is_one_whoever_asks_and_goes_away() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    host.until("it is ready", async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK)).await?;
+    // At once, and again.
+    let body = || json!({ "prompt": "ok", "id": "same" });
+    for answer in futures_util::future::join_all((0..8).map(|_| ask(&host, body()))).await {
+        assert_eq!(answer?.0, StatusCode::ACCEPTED);
+    }
+    until_over(&host, "same").await?;
+    // A caller that hangs up without waiting.
+    for n in 0..20 {
+        let body = json!({ "prompt": "ok", "id": format!("gone-{n}") }).to_string();
+        let head = "POST /api/dispatch HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n";
+        let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+        let mut caller = std::os::unix::net::UnixStream::connect(host.socket())?;
+        std::io::Write::write_all(&mut caller, request.as_bytes())?;
+        std::thread::sleep(Duration::from_micros(300 * n));
+        drop(caller);
+    }
+    host.until("nobody waits", async || {
+        let (_, all) = host.get("/api/dispatch").await?;
+        let all = all["dispatches"].as_array().cloned().unwrap_or_default();
+        Ok(all.iter().all(|one| one["status"] == "success"))
+    })
+    .await?;
+    let (_, limits) = host.get("/api/limits").await?;
+    assert_eq!(limits["daily"]["reserved"], 0);
+    let (_, page) = host.get("/api/interactions?id=same&limit=10").await?;
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(1));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_conversation_has_one_agent_at_a_time() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let body = |id: &str, prompt: &str| json!({ "id": id, "prompt": prompt, "conversationId": "c" });
+    ask(&host, body("first", "hold")).await?;
+    ask(&host, body("second", "ok")).await?;
+    ask(&host, json!({ "id": "other", "prompt": "ok", "senderId": "other" })).await?;
+    assert_eq!(until_over(&host, "other").await?["status"], "success");
+    assert_eq!(host.get("/api/dispatch/second").await?.1["status"], "queued");
+    host.machine.write("home/svc/home/go", "")?;
+    assert_eq!(until_over(&host, "second").await?["status"], "success");
+    Ok(())
+}
+
+#[tokio::test]
+async fn nobody_waits_for_what_stands_behind_it() -> Result<()> {
+    let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.5 },
+        "dispatch": { "defaultAgent": "coder", "concurrency": 1 } });
+    let (machine, _runner) = machine(&limits)?;
+    let host = machine.start()?;
+    // 0.50 of the first, and 0.50 set aside for the single one: the second entry has no place.
+    ask(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] })).await?;
+    assert_eq!(ask(&host, json!({ "id": "s", "prompt": "ok" })).await?.0, StatusCode::ACCEPTED);
+    host.machine.write("home/svc/home/go", "")?;
+    assert_eq!(until_over(&host, "s").await?["status"], "success");
+    // The single one cost 0.25: now there is room.
+    assert_eq!(until_over(&host, "b").await?["status"], "success");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_batch_outlives_its_gateway_whole_and_in_order() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 2 } }))?;
+    let host = machine.start()?;
+    let mut batch = vec![json!({ "prompt": "ok" }); 12];
+    batch[3] = json!({ "prompt": "hold" });
+    ask(&host, json!({ "id": "b", "batch": batch })).await?;
+    until_recorded(&host, "b.1").await?;
+    let host = host.restart()?;
+    host.machine.write("home/svc/home/go", "")?;
+    let (_, told) = answer(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(kinds(&events(told.as_str().unwrap_or_default())).last(), Some(&"done"));
+    until_recorded(&host, "b.11").await?;
+    for host in [host.restart()?] {
+        let (_, shown) = host.get("/api/dispatch/b").await?;
+        let ids: Vec<String> = shown["dispatches"]
+            .as_array()
+            .context("dispatches")?
+            .iter()
+            .map(|one| one["id"].as_str().unwrap_or_default().to_owned())
+            .collect();
+        assert_eq!(ids, (0..12).map(|n| format!("b.{n}")).collect::<Vec<_>>());
+        let (_, page) = host.get("/api/interactions?batchId=b&limit=100").await?;
+        assert_eq!(page["interactions"].as_array().map(Vec::len), Some(12), "each once");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_batch_has_a_result_for_each_entry() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let body =
+        json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
+    let told = stream(&host, body).await?;
+    assert_eq!(told.last().map(|(kind, _)| kind.as_str()), Some("done"));
+    let mut results: Vec<(u64, &str)> = told
+        .iter()
+        .filter(|(kind, _)| kind == "result")
+        .map(|(_, data)| {
+            (data["index"].as_u64().unwrap_or_default(), data["status"].as_str().unwrap_or_default())
+        })
+        .collect();
+    results.sort_unstable();
+    assert_eq!(results, [(0, "success"), (1, "error"), (2, "success")]);
+    until_recorded(&host, "b.2").await?;
+    let host = host.restart()?;
+    let (_, shown) = host.get("/api/dispatch/b").await?;
+    assert_eq!((&shown["batch"], &shown["status"]), (&json!(true), &json!("error")));
+    for one in shown["dispatches"].as_array().context("dispatches")? {
+        assert_eq!(
+            (&one["interaction"]["batch"], &one["interaction"]["batchId"]),
+            (&json!(true), &json!("b"))
+        );
+    }
+    let (_, one) = host.get("/api/dispatch/b.0").await?;
+    assert_eq!(one["dispatches"][0]["interaction"]["id"], "b.0");
+    Ok(())
+}
