@@ -1,7 +1,7 @@
 //! `svc-hook`: what agents' programs run before and after each tool call, and what installs itself there.
 //!
 //! As a hook it tells the watcher where a tool call is, and nothing else: it prints nothing, takes no longer than
-//! [`LIMIT`], and always exits with 0, for an agent must not mind that it is there. What it could tell nobody it leaves in
+//! `LIMIT`, and always exits with 0, for an agent must not mind that it is there. What it could tell nobody it leaves in
 //! a file for later.
 
 mod input;
