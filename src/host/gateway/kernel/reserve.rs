@@ -117,7 +117,16 @@ impl Kernel {
         settings: &Settings,
         is_free: bool,
     ) -> Result<Result<Reservation, Reached>, Problem> {
-        let now = Timestamp::now();
+        self.reserve_at(Timestamp::now(), user, settings, is_free)
+    }
+
+    fn reserve_at(
+        self: &Arc<Self>,
+        now: Timestamp,
+        user: &str,
+        settings: &Settings,
+        is_free: bool,
+    ) -> Result<Result<Reservation, Reached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let aside = reserved.get(user).copied().unwrap_or_default();
         let spent = self.spent_beside(user, settings, now, aside)?;
@@ -209,5 +218,72 @@ fn first_day(period: Period, today: Date) -> Date {
     match period {
         Period::Daily => today,
         Period::Monthly => today.first_of_month(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::layout::Layout;
+    use crate::host::records::entry::Status;
+
+    fn spent(kernel: &Kernel, at: &str, cents: u64) {
+        let one = Interaction {
+            version: Interaction::VERSION,
+            id: at.to_owned(),
+            timestamp: at.parse().unwrap(),
+            sender_id: "ada".to_owned(),
+            conversation_id: "c".to_owned(),
+            model: "m".to_owned(),
+            agent_name: "a".to_owned(),
+            tokens_in: 0,
+            tokens_out: 0,
+            cost: Dollars::from_nanos(cents * 10_000_000),
+            duration_ms: 0,
+            tools: Vec::new(),
+            status: Status::Success,
+            error: None,
+            batch: false,
+            batch_id: None,
+        };
+        kernel.record(&one).unwrap();
+    }
+
+    /// Whether one more may start at a time; else when the limit begins anew.
+    fn asked(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
+        let settings = kernel.settings();
+        match kernel.reserve_at(at.parse().unwrap(), "ada", &settings, false).unwrap() {
+            Ok(_) => Ok(()),
+            Err(reached) => Err(format!("{} {}", reached.period.word(), rfc3339_ms(reached.resets_at))),
+        }
+    }
+
+    #[test]
+    fn limits_begin_anew_with_the_days_and_months_of_the_owners_clock() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        std::fs::create_dir_all(layout.settings().parent().unwrap()).unwrap();
+        let limits = r#"{"costLimits": {"daily": 1, "monthly": 5, "timeZone": "America/Santiago"}}"#;
+        std::fs::write(layout.settings(), limits).unwrap();
+        let kernel = Arc::new(Kernel::new(&layout).unwrap());
+        assert!(kernel.open());
+        // At home it is the 5th of September, 23:30; the clock goes from midnight to one, so that the next day has 23 hours.
+        spent(&kernel, "2026-09-06T03:30:00.000Z", 100);
+        let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();
+        assert_eq!(asked(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
+        assert_eq!(asked(&kernel, "2026-09-06T04:00:00.000Z"), Ok(()));
+        // The day ends at 03:00 by then.
+        spent(&kernel, "2026-09-07T02:59:59.000Z", 100);
+        assert_eq!(
+            asked(&kernel, "2026-09-07T02:59:59.999Z"),
+            Err("daily 2026-09-07T03:00:00.000Z".to_owned())
+        );
+        assert_eq!(asked(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
+        // The month, which lasts longer, is what is told; its end is the owner's, too.
+        spent(&kernel, "2026-10-01T02:30:00.000Z", 300);
+        let end = "monthly 2026-10-01T03:00:00.000Z".to_owned();
+        assert_eq!(asked(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));
+        assert_eq!(asked(&kernel, "2026-10-01T03:00:00.000Z"), Ok(()));
+        kernel.close();
     }
 }
