@@ -26,6 +26,7 @@ cat >$home/system/config.json <<'CONFIG'
 CONFIG
 chown svc-gateway:svc $home/system/config.json
 
+timeout 120 systemctl is-system-running --wait >/dev/null || true
 [ "$(systemctl is-active svc-agent.socket)" = active ] || broken "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
 [ "$(systemctl is-active svc-watch.service)" = active ] || broken "svc-watch is $(systemctl is-active svc-watch.service)"
 systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
@@ -37,7 +38,9 @@ echo "$told" | grep -q '"text":"it is done"' || broken "the dispatch came to: $t
 [ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
 grep -q '/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
 grep -q '^read$\|^killed$' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
-cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' ' ' | grep -q 'sleep 432[1]' && broken "a process outlived its dispatch"
+for of in /proc/[0-9]*/cmdline; do
+  [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
+done
 for _ in 1 2 3 4 5 6 7 8 9 10; do
   grep -q '"id":"lab-1"' $home/system/logs/interactions-*.jsonl 2>/dev/null && grep -q lab/deep/who $home/system/logs/audit.jsonl && break
   sleep 1
