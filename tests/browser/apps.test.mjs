@@ -1,8 +1,8 @@
 // Notes and tasks as a person uses them: by keyboard alone, in two tabs, with a connection that fails.
 
 import assert from "node:assert/strict";
-import { after, afterEach, before, test } from "node:test";
-import { app, browser, isAccessible, ready, shot, stayedHome, until, visitor } from "./support.mjs";
+import { after, afterEach, before } from "node:test";
+import { app, browser, end, isAccessible, ready, shot, stayedHome, test, until, visitor } from "./support.mjs";
 
 let chrome;
 let visits = [];
@@ -10,7 +10,7 @@ before(async () => {
   await ready();
   chrome = await browser();
 });
-after(() => chrome?.close());
+after(() => end(chrome));
 afterEach(async () => {
   await Promise.all(visits.map(({ context }) => context.close()));
   visits = [];

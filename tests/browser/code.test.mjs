@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
-import { after, before, test } from "node:test";
-import { asNobody, browser, code, PATIENCE, shot, stack, until, visitor } from "./support.mjs";
+import { after, before } from "node:test";
+import { asNobody, browser, code, end, PATIENCE, shot, stack, test, until, visitor } from "./support.mjs";
 
 // A 600 MB program on a machine that does other things, too.
 const START = 6 * PATIENCE;
@@ -18,7 +18,7 @@ let chrome;
 before(async () => {
   chrome = await browser();
 });
-after(() => chrome?.close());
+after(() => end(chrome));
 
 async function editor(file) {
   const visit = await visitor(chrome);

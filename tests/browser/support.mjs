@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { request } from "node:http";
 import { join } from "node:path";
+import { test as once } from "node:test";
 import { chromium } from "playwright-core";
 
 export const stack = JSON.parse(readFileSync(process.env.SVC_HANDBILL, "utf8"));
@@ -11,6 +12,7 @@ const port = new URL(stack.routerUrl).port;
 export const app = `http://${stack.appHost}:${port}`;
 export const code = `http://${stack.codeHost}:${port}`;
 export const PATIENCE = 20_000;
+const LONGEST = 180_000;
 
 const FLAGS = [
   "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -22,7 +24,7 @@ export async function browser() {
 }
 
 async function session() {
-  const answer = await fetch(`${stack.idp.mintUrl}?sub=${stack.owner.idpUserId}&ttl=3600`);
+  const answer = await fetch(`${stack.idp.mintUrl}?sub=${stack.owner.idpUserId}&ttl=3600`, { signal: AbortSignal.timeout(PATIENCE) });
   assert.equal(answer.status, 200);
   return answer.text();
 }
@@ -42,6 +44,31 @@ export async function visitor(chrome, { signedIn = true, ...options } = {}) {
     await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
   }
   return { context, seen, page: await context.newPage() };
+}
+
+/** A test that fails or stands still is tried once more, and says so: a browser shares two processors with all that it looks at. */
+export function test(name, look) {
+  once(name, async (context) => {
+    try {
+      return await within(LONGEST, look(context));
+    } catch (error) {
+      console.error(`FLAKY, or failing: ${name}\n${error.stack}`);
+    }
+    return within(LONGEST, look(context));
+  });
+}
+
+/** Ends a browser; one that does not end by itself goes with this process. */
+export async function end(chrome) {
+  await within(PATIENCE, chrome?.close()).catch((error) => console.error(`the browser's end: ${error.message}`));
+}
+
+function within(ms, work) {
+  let timer;
+  const late = new Promise((_, failed) => {
+    timer = setTimeout(() => failed(new Error(`still not done after ${ms} ms`)), ms);
+  });
+  return Promise.race([work, late]).finally(() => clearTimeout(timer));
 }
 
 /** Whatever is waited for happens soon, or the test fails with the last that was seen. */

@@ -72,7 +72,8 @@ async fn look(
     let handbill = out.join("dev.json");
     fs::write(&handbill, serde_json::to_vec_pretty(&Handbill::of(stack, &machine)?)?)?;
     let mut node = Command::new("node");
-    node.args(["--test", "--test-concurrency=1", "--test-reporter=spec"]);
+    // What a page or a browser leaves open keeps nobody waiting.
+    node.args(["--test", "--test-concurrency=1", "--test-reporter=spec", "--test-force-exit"]);
     if let Some(only) = &options.only {
         node.arg(format!("--test-name-pattern={only}"));
     }
