@@ -259,6 +259,15 @@ fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
 }
 
 #[test]
+fn the_watcher_may_look_into_folders() {
+    // With the one, systemd takes openat2(2) away, and the watcher looks with nothing else.
+    let units = units();
+    let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();
+    assert!(watch.values("RestrictSUIDSGID").is_empty());
+    assert!(watch.words("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
+}
+
+#[test]
 fn every_service_is_bounded_and_no_secret_is_in_an_environment() {
     for unit in units().iter().filter(|unit| unit.is_service()) {
         for key in ["MemoryMax", "TasksMax", "OOMScoreAdjust"] {

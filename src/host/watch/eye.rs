@@ -55,7 +55,10 @@ impl Eye {
         let root = fstat(&folder).map_err(at("look at"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
-        Ok(Self { home: folder, root, inotify, folders, watches, is_short: false })
+        let eye = Self { home: folder, root, inotify, folders, watches, is_short: false };
+        // A filter of system calls may refuse what all looks are made with, and an audit of nothing looks like peace.
+        eye.opened(b".").map_err(at("look into"))?;
+        Ok(eye)
     }
 
     pub fn root(&self) -> Inode {
@@ -125,7 +128,19 @@ impl Eye {
     }
 
     fn open_folder(&self, path: &[u8], folder: Inode) -> Option<OwnedFd> {
-        let path: &[u8] = if path.is_empty() { b"." } else { path };
+        match self.opened(if path.is_empty() { b"." } else { path }) {
+            Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == folder).then_some(opened),
+            // It went, or something else has come in its place, or is mounted on it.
+            Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::EAGAIN) => None,
+            Err(error) => {
+                let path = String::from_utf8_lossy(path);
+                tracing::error!(%error, %path, "a folder cannot be looked into: its changes are not audited");
+                None
+            }
+        }
+    }
+
+    fn opened(&self, path: &[u8]) -> nix::Result<OwnedFd> {
         let how = OpenHow::new()
             .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
             .resolve(
@@ -133,8 +148,7 @@ impl Eye {
                     | ResolveFlag::RESOLVE_NO_SYMLINKS
                     | ResolveFlag::RESOLVE_NO_XDEV,
             );
-        let opened = openat2(&self.home, path, how);
-        opened.ok().filter(|opened| fstat(opened).is_ok_and(|stat| stat.st_ino == folder))
+        openat2(&self.home, path, how)
     }
 
     fn watch(&mut self, folder: Inode, opened: &OwnedFd) {

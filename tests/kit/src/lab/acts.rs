@@ -44,7 +44,7 @@ static ACTS: [Act; 28] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
-    whole("dispatch", |stack, lives| Box::pin(agent::dispatch(stack, &lives.now))),
+    quick("dispatch", |stack, lives| Box::pin(agent::dispatch(stack, &lives.now))),
     quick("reboot", |stack, lives| Box::pin(life::reboot(stack, &lives.now))),
     whole("database-dies", |stack, lives| Box::pin(faults::database_killed(stack, &lives.now))),
     whole("disk-full", |stack, lives| Box::pin(faults::disk_full(stack, &lives.now))),
