@@ -205,7 +205,9 @@ fn the_target_has_every_unit_that_nothing_else_starts() {
             }
         })
         .collect();
-    for unit in units.iter().filter(|unit| unit.name != "svc.target") {
+    // A slice is there while something is in it.
+    let own = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
+    for unit in units.iter().filter(own) {
         let is_triggered = triggered.contains(&unit.name);
         assert_eq!(wanted.contains(&unit.name.as_str()), !is_triggered, "{}", unit.name);
         assert_eq!(unit.words("PartOf") == ["svc.target"], !is_triggered, "{}", unit.name);
@@ -265,6 +267,19 @@ fn the_watcher_may_look_into_folders() {
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();
     assert!(watch.values("RestrictSUIDSGID").is_empty());
     assert!(watch.words("AmbientCapabilities").contains(&"CAP_DAC_READ_SEARCH"));
+}
+
+#[test]
+fn agents_are_bounded_together_too() {
+    let units = units();
+    let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
+    assert_eq!(unit("svc-agent@.service").values("Slice"), ["svc-agents.slice"]);
+    let percent =
+        |name: &str, key: &str| -> u32 { unit(name).values(key)[0].trim_end_matches('%').parse().unwrap() };
+    for key in ["MemoryHigh", "MemoryMax"] {
+        let (one, all) = (percent("svc-agent@.service", key), percent("svc-agents.slice", key));
+        assert!(one < all && all < 100, "{key}: {one} {all}");
+    }
 }
 
 #[test]

@@ -31,7 +31,7 @@ case $prompt in
     echo '{"type":"result","status":"success"}' ;;
   environment*) env | sort > environment.txt; pwd >> environment.txt
     echo '{"type":"result","status":"success"}' ;;
-  fail*) echo 'no luck: password=hunter2-s3cret' >&2; exit 3 ;;
+  fail*) echo "no luck: password=hunter2-s3cret, $LLM_KEY" >&2; exit 3 ;;
   leave*) setsid sh -c 'echo $$ > left.pid; exec sleep 300' & sleep 0.3
     echo '{"type":"result","status":"success","text":"left one"}' ;;
   sleep*) echo $$ > sleeping.pid
@@ -82,7 +82,7 @@ pub fn runner(root: &Path) -> Result<Runner> {
 pub fn config(more: &Value) -> String {
     let mut config = json!({
         "agents": {
-            "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello" } },
+            "coder": { "adapter": "json-lines", "command": ["sh", "agent.sh"], "environment": { "GREETING": "hello", "LLM_KEY": "of no form" } },
             "absent": { "adapter": "json-lines", "command": ["no-such-program"] },
         },
         "dispatch": { "defaultAgent": "coder" },
@@ -214,6 +214,11 @@ async fn a_dispatch_is_told_as_it_goes_on_and_recorded_whole() -> Result<()> {
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
     let (status, refused) = ask(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
+    // Who has heard the last comes no more.
+    let all = |from: &str| host.owner(Method::GET, "/api/dispatch/one/events").header("last-event-id", from);
+    let (_, text) = answer(all("")).await?;
+    let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("an id")?;
+    assert_eq!(answer(all(last)).await?.0, StatusCode::NO_CONTENT);
     // After a new start it is known by its record.
     let host = host.restart()?;
     let (status, again) = ask(&host, body).await?;
@@ -258,7 +263,7 @@ async fn what_fails_is_recorded_with_its_reason_and_no_secret() -> Result<()> {
     }
     let failed = until_recorded(&host, "f1").await?;
     let stack = failed["error"]["stack"].as_str().unwrap_or_default();
-    assert!(stack.contains("no luck") && !stack.contains("hunter2"), "{failed}");
+    assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
     drop(_runner);
     let told = stream(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
     assert_eq!(told.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use kit::disk::SmallDisk;
 use reqwest::{Method, StatusCode};
 use serde_json::json;
 
-use super::dispatch::{ask, events, kinds, machine, stream, until_over, until_recorded};
+use super::dispatch::{ask, events, kinds, machine, stream, until_over, until_recorded, until_running};
 use super::host::answer;
 
 #[tokio::test]
@@ -114,6 +115,30 @@ async fn nobody_waits_for_what_stands_behind_it() -> Result<()> {
     // The single one cost 0.25: now there is room.
     assert_eq!(until_over(&host, "b").await?["status"], "success");
     Ok(())
+}
+
+#[tokio::test]
+async fn what_begins_on_a_full_disk_and_is_cut_off_does_not_begin_again() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let dispatches = machine.path("var/lib/svc/dispatches");
+    let Some(disk) = SmallDisk::at(dispatches.clone(), 1)? else { return Ok(()) };
+    let host = machine.start()?;
+    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    ask(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
+    disk.fill(0)?;
+    host.machine.write("home/svc/home/go", "")?;
+    let pid = until_running(&host, "sleeping.pid").await?;
+    let host = host.restart()?;
+    let told = until_recorded(&host, "second").await?;
+    assert_eq!((&told["error"]["name"], &told["status"]), (&json!("Interrupted"), &json!("error")));
+    assert!(told["durationMs"].as_u64().is_some_and(|ms| ms < 600_000), "{told}");
+    until_recorded(&host, "first").await?;
+    disk.empty()?;
+    // The same machine takes more, and what was cut off stays so.
+    let told = stream(&host, json!({ "prompt": "ok", "id": "third" })).await?;
+    assert_eq!(told.last().context("a result")?.1["status"], "success");
+    assert_eq!(until_running(&host, "sleeping.pid").await?, pid, "it ran once");
+    host.until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
 #[tokio::test]

@@ -1,8 +1,9 @@
 //! What is shown of a tool's input, and of messages: their beginning, without secrets.
 //!
-//! What looks like a secret is taken out by its form and by the name before it. That finds what is usual and cannot find
-//! all; so little is shown, and nothing of what a tool answered.
+//! What looks like a secret is taken out by its form and by the name before it, and those that an agent is given are
+//! known. That finds what is usual and cannot find all; so little is shown, and nothing of what a tool answered.
 
+use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use regex_lite::Regex;
@@ -50,6 +51,46 @@ pub fn scrubbed(text: &str) -> String {
         }
     }
     text
+}
+
+/// Names of variables that have a secret.
+static NAMES: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new("(?i)pass(word|wd|phrase)?$|secret|token|key|credential|auth|_dsn$|cookie")
+        .expect("a form of ours")
+});
+
+/// The secrets that an agent is given in its environment, whatever form they have.
+#[derive(Debug, Default)]
+pub struct Secrets(Vec<String>);
+
+impl Secrets {
+    /// Shorter ones could be any word.
+    const SHORTEST: usize = 6;
+    /// So much of the beginning of one is not shown at the end of what was cut off.
+    const PART: usize = 4;
+
+    pub fn of(environment: &BTreeMap<String, String>) -> Self {
+        let secrets =
+            environment.iter().filter(|(name, value)| NAMES.is_match(name) && value.len() >= Self::SHORTEST);
+        let mut secrets: Vec<String> = secrets.map(|(_, value)| value.clone()).collect();
+        // One may hold another.
+        secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
+        Self(secrets)
+    }
+
+    pub fn hide(&self, text: &mut String) {
+        for secret in &self.0 {
+            if text.contains(secret) {
+                *text = text.replace(secret, HIDDEN);
+            }
+            let Some(whole) = text.strip_suffix('…') else { continue };
+            let begins = |&length: &usize| secret.get(..length).is_some_and(|part| whole.ends_with(part));
+            if let Some(length) = (Self::PART..secret.len()).rev().find(begins) {
+                text.truncate(whole.len() - length);
+                text.push('…');
+            }
+        }
+    }
 }
 
 /// At most `longest` characters, on one line.
@@ -109,6 +150,30 @@ mod tests {
             ("jwt eyJhbGciOi.eyJzdWIi.c2ln x", "jwt *** x"),
         ] {
             assert_eq!(scrubbed(text), shown, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_an_agent_is_given_is_not_shown_whole_or_in_part() {
+        let given = [
+            ("LLM_KEY", "plain words"),
+            ("KEY2", "plain words, and more"),
+            ("HOST_NAME", "example"),
+            ("A_TOKEN", "x"),
+        ];
+        let secrets = Secrets::of(
+            &given.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        );
+        for (text, shown) in [
+            ("say plain words, and more to example x", "say *** to example x"),
+            ("say plain words", "say ***"),
+            ("say plain wo…", "say …"),
+            ("say plain wo", "say plain wo"),
+            ("say pla…", "say pla…"),
+        ] {
+            let mut text = text.to_owned();
+            secrets.hide(&mut text);
+            assert_eq!(text, shown);
         }
     }
 

@@ -32,6 +32,8 @@ use crate::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 /// Dispatches that are over and can still be asked for with their text and events.
 const MOST_ENDED: usize = 1000;
 const MOST_ENDED_BYTES: usize = 32 << 20;
+/// So many times of these are there where a full disk takes no record: of what is not durable an id would be new again.
+const MOST_UNSAFE: usize = 8;
 /// How often the journal is rid of what is durable, and it is looked whether a limit has gone.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
 /// How long the watcher of files may take to hear that a dispatch has ended.
@@ -294,7 +296,15 @@ impl Dispatcher {
         let started_at = clock::now_ms();
         one.begin(started_at);
         one.tell("running", &one.shown());
-        self.keep(vec![Kept { started_at: Some(started_at), ..one.kept.clone() }]).await;
+        if !self.keep(vec![Kept { started_at: Some(started_at), ..one.kept.clone() }]).await {
+            let (journal, kept) = (self.journal.clone(), one.kept.clone());
+            let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&kept)).await;
+            if !marked.unwrap_or_default() {
+                let message = "the disk has no room to note that its agent is started, so nothing ran: make room \
+                               first, for instance in the terminal";
+                return self.end(one, run::without_run(one, "NoRoom", message), None).await;
+            }
+        }
         let around = Surroundings {
             kernel: &self.kernel,
             socket: &self.socket,
@@ -319,6 +329,7 @@ impl Dispatcher {
         DISPATCHES.add_one(["limited"]);
         let refused = Some(reached.period.reached());
         one.end(End { phase: Phase::Refused, interaction: None, text: None, refused });
+        one.make_safe();
         self.journal.remove(&Of::One(one.id().to_owned()));
         self.remember(one);
     }
@@ -348,9 +359,15 @@ impl Dispatcher {
         }
         known.ended_bytes += one.bytes();
         known.ended.push_back(Arc::clone(one));
-        while known.ended.len() > MOST_ENDED || known.ended_bytes > MOST_ENDED_BYTES {
+        let is_more = |known: &Known, times: usize| {
+            known.ended.len() > MOST_ENDED * times || known.ended_bytes > MOST_ENDED_BYTES * times
+        };
+        while is_more(&known, 1) {
+            let is_far_more = is_more(&known, MOST_UNSAFE);
             // What a batch has come to is told until all of it is over.
-            let may_go = |one: &Arc<Dispatch>| one.batch.as_ref().is_none_or(|batch| batch.is_over());
+            let may_go = |one: &Arc<Dispatch>| {
+                one.batch.as_ref().is_none_or(|batch| batch.is_over()) && (one.is_safe() || is_far_more)
+            };
             let Some(at) = known.ended.iter().position(may_go) else { break };
             let Some(oldest) = known.ended.remove(at) else { break };
             known.ended_bytes = known.ended_bytes.saturating_sub(oldest.bytes());
@@ -364,12 +381,13 @@ impl Dispatcher {
     }
 
     /// A disk that is full is no reason to take no dispatch: one may be what makes room on it.
-    pub(super) async fn keep(&self, all: Vec<Kept>) {
+    pub(super) async fn keep(&self, all: Vec<Kept>) -> bool {
         let journal = self.journal.clone();
         let written = blocking(move || journal.write(&all)).await;
         if written.is_err() {
             tracing::warn!("a dispatch is not in the journal: after a crash it would be forgotten");
         }
+        written.is_ok()
     }
 
     /// Nothing is started any more; what runs is ended and recorded.

@@ -94,7 +94,13 @@ async fn follow(
         None => None,
     };
     let found = found(&gateway, &id).await?;
-    Ok(listen(&gateway.dispatcher, found, last.map_or(0, |last| last.saturating_add(1))))
+    let from = last.map_or(0, |last| last.saturating_add(1));
+    let read = found.log().read(from);
+    if last.is_some() && read.is_over && read.events.is_empty() {
+        // By which a browser's EventSource comes no more.
+        return Ok(StatusCode::NO_CONTENT.into_response());
+    }
+    Ok(listen(&gateway.dispatcher, found, from))
 }
 
 async fn cancel(
@@ -335,7 +341,10 @@ pub static FOLLOW: Endpoint = Endpoint {
             },
         ],
         body: None,
-        answers: &[EVENTS],
+        answers: &[
+            EVENTS,
+            Answer { status: 204, about: "That event was the last.", content: Content::Nothing },
+        ],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
     largest_body: OWN_BODY,

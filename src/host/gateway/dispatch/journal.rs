@@ -2,7 +2,7 @@
 //! recorded as cut off. Nothing that was accepted is forgotten.
 //!
 //! Each has a file of its own, `ID.json`. A batch is accepted whole or not at all, so that it has one, `ID.batch`, beside
-//! those of its entries that have begun.
+//! those of its entries that have begun. On a disk without room for that an `ID.begun` without content says that one has.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -91,15 +91,33 @@ impl Journal {
         fsx::write_atomic(&self.path(&of), &text.expect("plain fields are JSON"), 0o600)
     }
 
+    /// That its agent is started, by a name alone, which needs no room. False: not even that could be kept, and after a
+    /// crash it would be started again.
+    pub fn mark_begun(&self, one: &Kept) -> bool {
+        let mark = self.mark(&one.id);
+        let marked = std::fs::File::create(&mark).and_then(|file| file.sync_all());
+        let marked = marked.map_err(FileError::at("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
+        let Err(error) = marked else { return true };
+        tracing::warn!(error = %chain(&error), "it cannot be kept that a dispatch is started");
+        let of_batch = one.batch.as_ref().map(|batch| Of::Batch(batch.id.clone()));
+        let is_there = |of: &Of| self.path(of).exists();
+        !is_there(&Of::One(one.id.clone())) && !of_batch.as_ref().is_some_and(is_there)
+    }
+
+    fn mark(&self, id: &str) -> PathBuf {
+        self.0.join(format!("{id}.begun"))
+    }
+
     /// It is recorded, or was never accepted.
     pub fn remove(&self, of: &Of) {
-        if let Err(error) = fsx::remove_if_there(&self.path(of)) {
+        let mark = if let Of::One(id) = of { fsx::remove_if_there(&self.mark(id)) } else { Ok(()) };
+        if let Err(error) = fsx::remove_if_there(&self.path(of)).and(mark) {
             tracing::warn!(error = %chain(&error), "a dispatch that has ended is still in the journal");
         }
     }
 
-    /// All that is there, in the order in which it was accepted. A file that is none of ours is left and said. Before
-    /// anything is written.
+    /// All that is there, in the order in which it was accepted. A file that is none of ours, or cannot be read, is left
+    /// and said. Before anything is written.
     ///
     /// # Errors
     /// [`FileError`], where there is a journal and it cannot be read.
@@ -111,17 +129,27 @@ impl Journal {
         // Nobody writes here yet.
         fsx::remove_torn_in(&self.0, |_| true)?;
         let mut found: BTreeMap<String, Kept> = BTreeMap::new();
+        let mut begun = Vec::new();
         for entry in entries {
             let path = entry.map_err(FileError::at("read", &self.0))?.path();
             match path.extension().and_then(OsStr::to_str) {
                 // What it has come to is later than what its batch says of it.
-                Some("json") => found.extend(kept::<Kept>(&path)?.map(|kept| (kept.id.clone(), kept))),
+                Some("json") => found.extend(kept::<Kept>(&path).map(|kept| (kept.id.clone(), kept))),
                 Some("batch") => {
-                    for kept in kept::<Vec<Kept>>(&path)?.into_iter().flatten() {
+                    for kept in kept::<Vec<Kept>>(&path).into_iter().flatten() {
                         found.entry(kept.id.clone()).or_insert(kept);
                     }
                 }
+                Some("begun") => begun.push(path),
                 _ => {}
+            }
+        }
+        for mark in begun {
+            let id = mark.file_stem().and_then(OsStr::to_str).unwrap_or_default();
+            match found.get_mut(id) {
+                Some(kept) => kept.started_at = kept.started_at.or_else(|| Some(written_at(&mark))),
+                // What it was of was never accepted for certain, or is recorded.
+                None => fsx::remove_if_there(&mark)?,
             }
         }
         let mut all: Vec<Kept> = found.into_values().filter(|kept| kept.version == Kept::VERSION).collect();
@@ -134,15 +162,21 @@ fn index(kept: &Kept) -> usize {
     kept.batch.as_ref().map_or(0, |batch| batch.index)
 }
 
-fn kept<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, FileError> {
-    let Some(text) = fsx::read_if_there(path)? else { return Ok(None) };
-    match serde_json::from_slice(&text) {
-        Ok(kept) => Ok(Some(kept)),
-        Err(_) => {
-            tracing::warn!(path = %path.display(), "this is no dispatch that this release knows; it is left");
-            Ok(None)
-        }
+fn written_at(mark: &Path) -> Timestamp {
+    let written = std::fs::metadata(mark).and_then(|meta| meta.modified());
+    written.ok().and_then(|at| Timestamp::try_from(at).ok()).unwrap_or_else(clock::now_ms)
+}
+
+fn kept<T: DeserializeOwned>(path: &Path) -> Option<T> {
+    let text = fsx::read_if_there(path).unwrap_or_else(|error| {
+        tracing::error!(error = %chain(&error), "a dispatch of the journal cannot be read; it is left");
+        None
+    })?;
+    let kept = serde_json::from_slice(&text);
+    if kept.is_err() {
+        tracing::warn!(path = %path.display(), "this is no dispatch that this release knows; it is left");
     }
+    kept.ok()
 }
 
 #[cfg(test)]
@@ -186,6 +220,36 @@ mod tests {
             journal.remove(&Of::One("a".to_owned()));
         }
         assert_eq!(journal.read().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn one_that_began_without_room_to_say_so_has_begun_all_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::new(dir.path().join("dispatches"));
+        let entry = |index: usize| Kept {
+            batch: Some(Place { id: "b".to_owned(), index, of: 2 }),
+            ..dispatch(&format!("b.{index}"), "2026-11-22T10:00:00.000Z")
+        };
+        let one = dispatch("a", "2026-11-22T10:00:01.000Z");
+        journal.write(std::slice::from_ref(&one)).unwrap();
+        journal.write(&[entry(0), entry(1)]).unwrap();
+        assert!(journal.mark_begun(&one) && journal.mark_begun(&entry(1)));
+        assert!(journal.mark_begun(&dispatch("nobody", "2026-11-22T10:00:01.000Z")));
+        std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
+        let begun: Vec<bool> = journal.read().unwrap().iter().map(|kept| kept.started_at.is_some()).collect();
+        assert_eq!(begun, [false, true, true]);
+        journal.remove(&Of::One("a".to_owned()));
+        journal.remove(&Of::One("b.1".to_owned()));
+        assert_eq!(
+            std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
+            2,
+            "the batch, the other"
+        );
+        // Where there is no room for a name either, what would be started again is not started.
+        std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();
+        std::fs::create_dir(dir.path().join("dispatches/gone.begun")).unwrap();
+        assert!(!journal.mark_begun(&entry(0)));
+        assert!(journal.mark_begun(&dispatch("gone", "2026-11-22T10:00:01.000Z")));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! One dispatch and one batch, as they are known while they wait and run, and for a while after.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
@@ -73,6 +73,7 @@ pub struct Dispatch {
     /// Cancelled when the journal has it.
     pub is_kept: CancellationToken,
     state: Mutex<State>,
+    is_safe: AtomicBool,
 }
 
 /// Dispatches that were asked for together.
@@ -96,6 +97,7 @@ impl Dispatch {
             cancel: CancellationToken::new(),
             is_kept: CancellationToken::new(),
             state: Mutex::new(state),
+            is_safe: AtomicBool::new(false),
         });
         dispatch.tell("accepted", &dispatch.shown());
         dispatch
@@ -107,7 +109,17 @@ impl Dispatch {
         dispatch.is_kept.cancel();
         let phase = interaction.status.into();
         dispatch.end(End { phase, interaction: Some(interaction), text: None, refused: None });
+        dispatch.make_safe();
         dispatch
+    }
+
+    /// Its record is durable, or there is none to come.
+    pub fn make_safe(&self) {
+        self.is_safe.store(true, Ordering::Release);
+    }
+
+    pub fn is_safe(&self) -> bool {
+        self.is_safe.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

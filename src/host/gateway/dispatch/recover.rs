@@ -138,14 +138,24 @@ impl Dispatcher {
         }
         let (kernel, journal) = (Arc::clone(&self.kernel), self.journal.clone());
         let tidied = tokio::task::spawn_blocking(move || {
-            if !kernel.flush(DISK) {
-                return recorded;
+            let is_durable = kernel.flush(DISK);
+            if is_durable {
+                recorded.iter().for_each(|of| journal.remove(of));
             }
-            recorded.iter().for_each(|of| journal.remove(of));
-            Vec::new()
+            (is_durable, recorded)
         });
-        let left = tidied.await.unwrap_or_default();
-        self.lock().recorded.extend(left);
+        let Ok((is_durable, recorded)) = tidied.await else { return };
+        let mut known = self.lock();
+        if !is_durable {
+            return known.recorded.extend(recorded);
+        }
+        for of in recorded {
+            if let Of::One(id) = of
+                && let Some(Found::One(one)) = known.all.get(&id)
+            {
+                one.make_safe();
+            }
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::one::Dispatch;
 use crate::clock;
+use crate::host::agents::preview::Secrets;
 use crate::host::agents::settings::{Agent, AgentSettings};
 use crate::host::agents::{Adapter, Event, Exit, Outcome};
 use crate::host::gateway::kernel::Kernel;
@@ -132,12 +133,14 @@ struct Run<'a> {
     begun: Instant,
     deadline: Instant,
     why: Option<Why>,
+    secrets: Secrets,
 }
 
 impl<'a> Run<'a> {
     fn new(around: &'a Surroundings<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
         let deadline = begun + Duration::from_secs(dispatch.kept.entry.deadline_seconds);
-        Self { around, dispatch, adapter: agent.adapter.adapter(), begun, deadline, why: None }
+        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::of(&agent.environment));
+        Self { around, dispatch, adapter, begun, deadline, why: None, secrets }
     }
 
     fn order(&self, agent: &Agent) -> ToRunner {
@@ -185,13 +188,21 @@ impl<'a> Run<'a> {
         let ended = self.follow(from, to).await;
         let at = self.at();
         let mut outcome = match ended {
-            Ok(ended) => self.adapter.ended(at, ended.exit, &ended.said),
+            Ok(mut ended) => {
+                self.secrets.hide(&mut ended.said);
+                self.adapter.ended(at, ended.exit, &ended.said)
+            }
             Err(failed) => {
                 // What was told of it until then counts.
                 let told = self.adapter.ended(at, Exit::Signal(9), "");
                 Outcome { status: Status::Error, error: Some(failed), ..told }
             }
         };
+        outcome.tools.iter_mut().for_each(|tool| self.secrets.hide(&mut tool.input_preview));
+        if let Some(error) = &mut outcome.error {
+            self.secrets.hide(&mut error.message);
+            error.stack.iter_mut().for_each(|stack| self.secrets.hide(stack));
+        }
         if let (Some(why), Status::Error) = (self.why, outcome.status) {
             let told = outcome.error.take();
             let (tool, turn) = told.map(|told| (told.tool, told.turn)).unwrap_or_default();
@@ -296,7 +307,10 @@ impl<'a> Run<'a> {
             let (id, agent) = (self.dispatch.id(), &self.dispatch.kept.entry.agent_name);
             self.around.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
         }
-        let data = serde_json::to_value(event).expect("plain fields are JSON");
+        let mut data = serde_json::to_value(event).expect("plain fields are JSON");
+        if let Some(serde_json::Value::String(preview)) = data.get_mut("inputPreview") {
+            self.secrets.hide(preview);
+        }
         let kind = data["type"].as_str().unwrap_or_default().to_owned();
         self.dispatch.tell(&kind, &data);
     }
