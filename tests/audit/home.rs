@@ -31,6 +31,8 @@ pub struct Home {
     pub failpoints: String,
     /// Its hooks let go when they must.
     pub is_hasty: bool,
+    /// So many folders the kernel lets it watch, where that is not the system's word.
+    pub most_watches: Option<u32>,
     calls: AtomicU32,
     /// How many lines of the record were looked at.
     read: std::cell::Cell<usize>,
@@ -70,6 +72,7 @@ impl Home {
             watcher: None,
             failpoints: failpoints.to_owned(),
             is_hasty: false,
+            most_watches: None,
             calls: AtomicU32::new(0),
             read: std::cell::Cell::new(0),
         })
@@ -90,7 +93,7 @@ impl Home {
         let socket = UnixDatagram::bind(&notify)?;
         socket.set_read_timeout(Some(Duration::from_millis(50)))?;
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("watch.log"))?;
-        let mut command = self.command(&["svc-watch"]);
+        let mut command = self.watcher_command();
         command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
         let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
         child::end_with_us(watcher.id(), AtExit::Kill);
@@ -144,7 +147,21 @@ impl Home {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+        self.surrounded(env!("CARGO_BIN_EXE_svc"), args)
+    }
+
+    /// In a user namespace of its own, where the kernel's limits are.
+    fn watcher_command(&self) -> Command {
+        let Some(most) = self.most_watches else { return self.command(&["svc-watch"]) };
+        let script = format!(
+            "echo {most} >/proc/sys/user/max_inotify_watches && exec {} svc-watch",
+            env!("CARGO_BIN_EXE_svc")
+        );
+        self.surrounded("unshare", &["--user", "--map-root-user", "sh", "-c", &script])
+    }
+
+    fn surrounded(&self, program: &str, args: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command.args(args).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command.env("SVC_ROOT", self.root.path()).stdin(Stdio::null());
         command

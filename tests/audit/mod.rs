@@ -4,3 +4,4 @@ mod campaign;
 mod changes;
 mod home;
 mod life;
+mod shortage;

@@ -1,0 +1,85 @@
+//! What the kernel does not tell: more than its queue holds, and folders that it will not watch.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::home::{ADA, Home, differences, recorded};
+
+/// Events that the kernel queues for one who does not read them.
+const QUEUE: &str = "/proc/sys/fs/inotify/max_queued_events";
+
+#[test]
+fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
+    let home = Home::new()?;
+    home.shell("mkdir -p d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
+    let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
+    // Each is created, written, and closed.
+    let files = (most / 2).min(40_000);
+    home.entries()?;
+    let before = home.states()?;
+    let call = home.begin(ADA)?;
+    let watcher = Pid::from_raw(i32::try_from(home.pid())?);
+    kill(watcher, Signal::SIGSTOP)?;
+    let done = home.shell(&format!(
+        "mkdir many && cd many && seq {files} | split --lines=1 --suffix-length=5 --numeric-suffixes - f && cd .. && \
+         rm d/below/7 && mv d/below/8 moved && echo other > d/below/9 && mkdir late && echo x > late/x"
+    ));
+    kill(watcher, Signal::SIGCONT)?;
+    done?;
+    home.end(ADA, &call)?;
+    let found = home.entries()?;
+    ensure!(found.iter().all(|entry| entry["agentName"] == "ada"), "{:?}", found.first());
+    let expected = differences(&before, &home.states()?);
+    ensure!(expected.len() as u64 > files);
+    let found = recorded(&found)?;
+    ensure!(found.len() == expected.len(), "{} and {}", found.len(), expected.len());
+    for (path, op) in &expected {
+        ensure!(found.get(path).map(String::as_str) == Some(op), "{}", String::from_utf8_lossy(path));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_home_with_more_folders_than_may_be_watched_is_looked_through() -> Result<()> {
+    let is_possible = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
+    if !is_possible.is_ok_and(|output| output.status.success()) {
+        println!("SKIPPED: no user namespace can be made here");
+        return Ok(());
+    }
+    let mut home = Home::unwatched()?;
+    home.most_watches = Some(20);
+    home.shell("for d in $(seq 60); do mkdir -p deep/$d && echo $d > deep/$d/file; done")?;
+    home.watch()?;
+    let activity =
+        || std::fs::read_to_string(home.dir().join("system/logs/activity.log")).unwrap_or_default();
+    let told = |part: &str| -> Result<()> {
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while !activity().contains(part) {
+            ensure!(std::time::Instant::now() < end, "{part}: {}", activity());
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        Ok(())
+    };
+    told("cannot watch all folders")?;
+    for round in 0..3 {
+        let before = home.states()?;
+        let found = home.run(
+            ADA,
+            &format!("for d in 3 31 59; do echo {round} > deep/$d/new{round}; rm -f deep/$d/file; done; mkdir deep/m{round}"),
+        )?;
+        let expected = differences(&before, &home.states()?);
+        let found = recorded(&found)?;
+        let found: Vec<_> = found.iter().map(|(path, op)| (path.clone(), op.as_str())).collect();
+        ensure!(found == expected.into_iter().collect::<Vec<_>>(), "{found:?}");
+    }
+    // With fewer folders all of them are watched again.
+    home.run(ADA, "rm -r deep && mkdir -p again/x && echo x > again/x/y")?;
+    home.run(ADA, "echo z > again/x/z")?;
+    told("watches all folders again")?;
+    let line = home.lines()?.into_iter().rfind(|line| line["path"] == "again/x/z").context("the last")?;
+    ensure!(line["op"] == "write");
+    Ok(())
+}
