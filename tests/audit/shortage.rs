@@ -14,9 +14,9 @@ const QUEUE: &str = "/proc/sys/fs/inotify/max_queued_events";
 #[test]
 fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
     let home = Home::new()?;
-    home.shell("mkdir -p d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
+    home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
-    // Each is created, written, and closed.
+    // Each is created, written, and closed; the folder is watched.
     let files = (most / 2).min(40_000);
     home.entries()?;
     let before = home.states()?;
@@ -24,7 +24,7 @@ fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
     let watcher = Pid::from_raw(i32::try_from(home.pid())?);
     kill(watcher, Signal::SIGSTOP)?;
     let done = home.shell(&format!(
-        "mkdir many && cd many && seq {files} | split --lines=1 --suffix-length=5 --numeric-suffixes - f && cd .. && \
+        "cd many && seq {files} | split --lines=1 --suffix-length=5 --numeric-suffixes - f && cd .. && \
          rm d/below/7 && mv d/below/8 moved && echo other > d/below/9 && mkdir late && echo x > late/x"
     ));
     kill(watcher, Signal::SIGCONT)?;
