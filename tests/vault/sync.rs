@@ -49,6 +49,7 @@ async fn a_heartbeat_says_how_the_machine_is() -> Result<()> {
     let snapshot = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?;
     assert_eq!(first["lastBackup"]["key"], snapshot.key.as_str());
     assert_eq!(first["lastBackup"]["takenAt"], svc::clock::rfc3339_ms(snapshot.taken_at));
+    assert!(first["lastBackup"]["beganAt"].as_str().is_some_and(|began| began.ends_with('Z')), "{first}");
     assert!(first["disk"]["totalBytes"].as_u64() >= first["disk"]["freeBytes"].as_u64());
     assert_eq!(first["proofKids"], json!(["first"]));
     let second: Value = serde_json::from_str(&calls[1].body)?;

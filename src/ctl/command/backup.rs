@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use http::Method;
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::dump;
@@ -80,7 +81,13 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                     out.answer(&answer, |_| Ok(format!("asked the host for a backup\n{next}\n")))
                 }
                 Some(seconds) => {
-                    let asked = Asked { id, before, said: machine.last_backup.clone() };
+                    let told: Value = answer.read()?;
+                    let asked = Asked {
+                        id,
+                        before,
+                        said: machine.last_backup.clone(),
+                        at: time(&told["requestedAt"]),
+                    };
                     let within = Duration::from_secs(seconds);
                     let taken = until_there(api, &asked, within).await?;
                     print(&if out.json {
@@ -145,6 +152,20 @@ struct Asked<'a> {
     before: Option<String>,
     /// What the host said of its last backup before.
     said: Option<Value>,
+    /// When the host was asked, by its clock.
+    at: Option<Timestamp>,
+}
+
+impl Asked<'_> {
+    /// Whether that is what became of what was asked: an earlier run that failed may be told late.
+    fn has_failed(&self, said: &Value) -> bool {
+        let is_earlier = self.at.zip(time(&said["beganAt"])).is_some_and(|(asked, began)| began < asked);
+        said["status"] == "error" && self.said.as_ref() != Some(said) && !is_earlier
+    }
+}
+
+fn time(value: &Value) -> Option<Timestamp> {
+    value.as_str()?.parse().ok()
 }
 
 struct Taken {
@@ -169,11 +190,7 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
             }
         }
         if let Ok((_, machine)) = wait::look(api, asked.id).await? {
-            let said = machine
-                .last_backup
-                .as_ref()
-                .filter(|said| machine.last_backup != asked.said && said["status"] == "error");
-            if let Some(said) = said {
+            if let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said)) {
                 let error = anyhow!(
                     "the backup failed: {}\n  next: home/svc/home/system/logs/backup.jsonl on the host says more",
                     compact(said.get("error"))
@@ -200,4 +217,27 @@ async fn latest(api: &Api, id: &str) -> Result<Backups, Failure> {
 
 async fn first_page(api: &Api, id: &str) -> Result<Answer, Failure> {
     Ok(api.get(&["vps", id, "backups"], &[("limit", "5".to_owned())]).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_earlier_run_that_is_told_late_is_not_the_one_that_was_asked_for() {
+        let failed = |began: &str| json!({"status": "error", "beganAt": began, "error": "no space"});
+        let earlier = failed("2026-11-22T10:00:00.000Z");
+        let asked = Asked {
+            id: "m",
+            before: None,
+            said: Some(earlier.clone()),
+            at: time(&json!("2026-11-22T10:00:05.000Z")),
+        };
+        assert!(!asked.has_failed(&earlier), "it was known");
+        assert!(!asked.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
+        assert!(asked.has_failed(&failed("2026-11-22T10:00:05.000Z")));
+        assert!(!asked.has_failed(&json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})));
+        // A host of an earlier release says less.
+        assert!(asked.has_failed(&json!({"status": "error", "error": "no space"})));
+    }
 }

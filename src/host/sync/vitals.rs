@@ -56,6 +56,9 @@ pub struct Disk {
 #[serde(rename_all = "camelCase")]
 pub struct LastBackup {
     pub status: String,
+    /// When the run began, by this machine's clock.
+    #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
+    pub began_at: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
@@ -124,6 +127,8 @@ pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
     struct Record {
+        #[serde(default, with = "clock::wire_option")]
+        timestamp: Option<Timestamp>,
         status: String,
         key: Option<String>,
         size_bytes: Option<u64>,
@@ -134,6 +139,7 @@ pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
     Some(LastBackup {
         taken_at: record.key.as_deref().and_then(key::taken_at),
         status: record.status,
+        began_at: record.timestamp,
         key: record.key,
         size_bytes: record.size_bytes,
         error: record.error,

@@ -85,13 +85,13 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
         What::Backup => ask_host::backup(platform, &machine).await,
         What::Drill => ask_host::drill(platform, &machine).await,
     };
-    if let Err(error) = asked {
+    let requested_at = asked.map_err(|error| {
         let what = what.as_str();
         tracing::warn!(machine = %id, what, error = format!("{error:#}"), "the host cannot be asked");
-        return Err(Problem::new(Code::HostUnreachable, "The machine's host did not take the request."));
-    }
-    let reply =
-        Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "requestedAt": rfc3339_ms(now_ms())}));
+        Problem::new(Code::HostUnreachable, "The machine's host did not take the request.")
+    })?;
+    let requested_at = rfc3339_ms(requested_at.unwrap_or_else(now_ms));
+    let reply = Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "requestedAt": requested_at}));
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(first) = mutation.begin(&tx).await? {
@@ -134,7 +134,8 @@ pub static BACKUP: Endpoint = Endpoint {
         id: "backUp",
         method: Method::POST,
         path: "/vps/{id}/backup",
-        summary: "Asks the host of a running machine for a backup now.",
+        summary: "Asks the host of a running machine for a backup now. `requestedAt` is by the host's clock, as is \
+                  `lastBackup.beganAt` of the machine: what began before it is an earlier run.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),

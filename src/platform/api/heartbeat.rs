@@ -215,7 +215,7 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
         inner.wrong("status", "must be success or error");
     }
     let key: Option<String> = inner.optional("key");
-    let taken_at = inner.time("takenAt");
+    let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
     let size = inner.optional_number("sizeBytes");
     let error: Option<String> = inner.optional("error");
     fields.close(inner);
@@ -223,6 +223,7 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     let verified = taken_at.filter(|_| status == "success");
     let told = json!({
         "status": status,
+        "beganAt": began_at.map(crate::clock::rfc3339_ms),
         "key": key,
         "takenAt": taken_at.map(crate::clock::rfc3339_ms),
         "sizeBytes": size,

@@ -47,7 +47,13 @@ pub fn sha256() -> Value {
 pub fn last_backup_told() -> Value {
     fields(
         &[("status", one_of(&["success", "error"]))],
-        &[("key", any_text()), ("takenAt", time()), ("sizeBytes", count()), ("error", any_text())],
+        &[
+            ("beganAt", time()),
+            ("key", any_text()),
+            ("takenAt", time()),
+            ("sizeBytes", count()),
+            ("error", any_text()),
+        ],
     )
 }
 

@@ -81,11 +81,12 @@ async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
     Some(pointer.map_or(0, |pointer| pointer.value.seq))
 }
 
-/// Asks the host of a machine for a backup soon; whether it makes one shows later.
+/// Asks the host of a machine for a backup soon; whether it makes one shows later. When it was asked by its own clock, if
+/// it says so: a run that began before is another.
 ///
 /// # Errors
 /// When it has not taken the request.
-pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
+pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask { path: BACKUP, body: None }).await
 }
 
@@ -93,7 +94,7 @@ pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result
 ///
 /// # Errors
 /// When it has not taken the request.
-pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<()> {
+pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask { path: DRILL, body: None }).await
 }
 
@@ -103,14 +104,26 @@ pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<
 /// When it has not taken the request.
 pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
     let body = json!({"imageVersion": version});
-    ask_known(platform, machine, &Ask { path: UPDATE, body: Some(body) }).await
+    ask_known(platform, machine, &Ask { path: UPDATE, body: Some(body) }).await.map(drop)
 }
 
 /// Asks a machine that has registered.
-async fn ask_known(platform: &Platform, machine: &MachineRow, what: &Ask) -> anyhow::Result<()> {
+async fn ask_known(
+    platform: &Platform,
+    machine: &MachineRow,
+    what: &Ask,
+) -> anyhow::Result<Option<Timestamp>> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
     ask(platform, machine, address, pin, what).await
+}
+
+/// What the host says of it.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Taken {
+    #[serde(with = "crate::clock::wire_option")]
+    requested_at: Option<Timestamp>,
 }
 
 /// What is asked.
@@ -125,7 +138,7 @@ async fn ask(
     address: Ipv4Addr,
     pin: SpkiPin,
     what: &Ask,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<Timestamp>> {
     let url = format!("https://{address}:{}{}", machine.https_port, what.path);
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
@@ -154,5 +167,6 @@ async fn ask(
     }
     let answer = call.send().await.context("ask the host")?;
     anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());
-    Ok(())
+    let told: Taken = answer.json().await.unwrap_or_default();
+    Ok(told.requested_at)
 }
