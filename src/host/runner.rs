@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
+use super::agents::rollouts::Used;
 use super::agents::{Exit, Kind};
 
 /// The socket in [`super::layout::Layout::owner_sockets`].
@@ -50,6 +51,9 @@ pub struct Ended {
     pub exit: Exit,
     /// The end of what it wrote to standard error.
     pub said: String,
+    /// What the program's own record says that it has used, where it keeps one that is read.
+    #[serde(default)]
+    pub used: Option<Used>,
 }
 
 /// What the gateway says.
@@ -182,7 +186,11 @@ mod tests {
             FromRunner::Started { pid: 7 },
             FromRunner::Line(b"{\"type\": \"x\"}\xff".to_vec()),
             FromRunner::LongLine,
-            FromRunner::Ended(Ended { exit: Exit::Signal(9), said: "no".to_owned() }),
+            FromRunner::Ended(Ended {
+                exit: Exit::Signal(9),
+                said: "no".to_owned(),
+                used: Some(Used::default()),
+            }),
             FromRunner::Refused("why".to_owned()),
         ];
         let mut bytes = Vec::new();

@@ -74,7 +74,14 @@ fn to_codex(_: &Path) -> Value {
         json!({ "name": "apply_patch", "input": input, "custom": true })
     };
     let shell = |command: &str| json!({ "name": "exec_command", "input": { "cmd": command } });
-    json!({ "tracks": { "main": [
+    let spawn = json!({ "name": "spawn_agent", "namespace": "multi_agent_v1",
+        "input": { "message": "[[sub]] write a file" } });
+    json!({ "tracks": {
+    "again": [{ "text": "Again." }],
+    "parent": [{ "tools": [spawn] }, { "tools": [shell("sleep 4")] }, { "text": "All done." }],
+    "sub": [{ "tools": [patch("*** Add File: sub\n+s\n")] }, { "text": "Sub finished." }],
+    "slow": [{ "tools": [shell("sleep 100")] }, { "text": "Never." }],
+    "main": [
         { "text": "Writing.", "tools": [patch("*** Add File: x\n+one\n+two\n")] },
         { "tools": [shell("mkdir -p a/b && mv x a/b/y")] },
         { "tools": [shell("echo more > failed; exit 3")] },
@@ -206,11 +213,10 @@ fn short(line: &Value) -> (&str, &str, &str) {
     (text("tool"), text("op"), text("path"))
 }
 
-#[tokio::test]
-#[ignore = "long: fetches Codex from npm"]
-async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
+/// A machine whose agent is Codex.
+fn codex() -> Result<(Machine, Vec<Running>)> {
     let program = program("codex", "@openai/codex@0.169.0")?;
-    let (machine, _running) = machine(to_codex, |url, machine| {
+    machine(to_codex, |url, machine| {
         let config = format!(
             "model = \"gpt-5.5\"\nmodel_provider = \"stub\"\napproval_policy = \"never\"\n[model_providers.stub]\n\
              name = \"stub\"\nbase_url = \"{url}/v1\"\nenv_key = \"STUB_API_KEY\"\nwire_api = \"responses\"\n"
@@ -222,7 +228,13 @@ async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
             "model": "gpt-5.5",
             "environment": { "STUB_API_KEY": "of-a-test", "SVC_ROOT": machine.path("") },
         }))
-    })?;
+    })
+}
+
+#[tokio::test]
+#[ignore = "long: fetches Codex from npm"]
+async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
+    let (machine, _running) = codex()?;
     let _runner = runner(&machine.path(""))?;
     let host = machine.start()?;
     let told = dispatched(&host, "d1", "main").await?;
@@ -249,5 +261,57 @@ async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
             (patch, "write", "x"),
         ]
     );
+    Ok(())
+}
+
+/// Each call of the stub's model takes the same.
+const OF_A_CALL: (u64, u64) = (6000, 200);
+
+async fn codex_told(host: &Host, body: Value) -> Result<Value> {
+    let id = body["id"].as_str().context("an id")?.to_owned();
+    let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
+    ensure!(status.is_success(), "{text}");
+    until_recorded(host, &id).await
+}
+
+fn used(recorded: &Value) -> (u64, u64) {
+    let tokens = |name: &str| recorded[name].as_u64().unwrap_or_default();
+    (tokens("tokensIn"), tokens("tokensOut"))
+}
+
+fn calls(count: u64) -> (u64, u64) {
+    (OF_A_CALL.0 * count, OF_A_CALL.1 * count)
+}
+
+#[tokio::test]
+#[ignore = "long: fetches Codex from npm"]
+async fn long_what_codex_uses_counts_once_also_of_subagents_and_of_what_is_cut_off() -> Result<()> {
+    let (machine, _running) = codex()?;
+    let _runner = runner(&machine.path(""))?;
+    let host = machine.start()?;
+    let first = codex_told(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
+    assert_eq!((used(&first), &first["status"]), (calls(1), &json!("success")), "{first}");
+    // What its thread has used before is not this run's.
+    let thread = &first["conversationId"];
+    let more = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
+    let more = codex_told(&host, more).await?;
+    assert_eq!((used(&more), &more["conversationId"]), (calls(1), thread), "{more}");
+    let parent = codex_told(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
+    assert_eq!((used(&parent), &parent["status"]), (calls(3 + 2), &json!("success")), "{parent}");
+    // And one that is ended while it works.
+    let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
+    let asked = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    ensure!(answer(asked.json(&slow)).await?.0.is_success());
+    // Of four threads it is the last, and Codex writes of a call when that is over.
+    let sessions = host.machine.path("home/svc/.codex/sessions");
+    host.until("it has used something", async || {
+        let counted = Command::new("grep").args(["-rl", "total_token_usage"]).arg(&sessions).output()?;
+        Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
+    })
+    .await?;
+    answer(host.owner(Method::DELETE, "/api/dispatch/slow")).await?;
+    let slow = until_recorded(&host, "slow").await?;
+    assert_eq!((used(&slow), &slow["error"]["name"]), (calls(1), &json!("Cancelled")), "{slow}");
+    assert_eq!((&slow["model"], &slow["cost"]), (&json!("gpt-5.5"), &json!(0.014)));
     Ok(())
 }

@@ -189,14 +189,14 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
                 return Ok(Taken { backup, json: all["backups"][at].take() });
             }
         }
-        if let Ok((_, machine)) = wait::look(api, asked.id).await? {
-            if let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said)) {
-                let error = anyhow!(
-                    "the backup failed: {}\n  next: home/svc/home/system/logs/backup.jsonl on the host says more",
-                    compact(said.get("error"))
-                );
-                return Err(Failure::new(Exit::Unavailable, error));
-            }
+        if let Ok((_, machine)) = wait::look(api, asked.id).await?
+            && let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said))
+        {
+            let error = anyhow!(
+                "the backup failed: {}\n  next: home/svc/home/system/logs/backup.jsonl on the host says more",
+                compact(said.get("error"))
+            );
+            return Err(Failure::new(Exit::Unavailable, error));
         }
         if clock.is_over() {
             let error = anyhow!(

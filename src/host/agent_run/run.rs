@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use jiff::Timestamp;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::io::{AsyncWriteExt, BufReader};
@@ -21,8 +22,9 @@ use tokio_util::sync::CancellationToken;
 use super::output::{Line, Lines, Said};
 use super::tree;
 use crate::chain::chain;
-use crate::host::agents::Exit;
 use crate::host::agents::launch::Asked;
+use crate::host::agents::rollouts::{self, Used};
+use crate::host::agents::{Exit, codex};
 use crate::host::layout::Layout;
 use crate::host::runner::{Ended, FromRunner, GRACE, Order, ToRunner};
 
@@ -32,6 +34,8 @@ const ORDER: Duration = Duration::from_secs(10);
 const LEFT_OPEN: Duration = Duration::from_secs(1);
 /// How long the gateway may take to hear something: one that does not is as good as gone.
 const HEARING: Duration = Duration::from_secs(30);
+/// How long it may take to read what a program has written of its run.
+const READING: Duration = Duration::from_secs(5);
 /// How often processes that an agent has left behind are looked for that have ended.
 const REAP: Duration = Duration::from_secs(1);
 /// The search path of an agent, below the release's own.
@@ -62,13 +66,14 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
             return FromRunner::Refused(why).write(&mut to).await;
         }
     };
-    let run = Run { to, stop, cancelled: heard(from), is_told: false };
+    let record = order.adapter.sessions(&own_home(layout), &order.environment).map(Record::new);
+    let run = Run { to, stop, cancelled: heard(from), is_told: false, record };
     run.play(child).await;
     Ok(())
 }
 
 fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
-    let own_home = std::env::var_os("HOME").map_or_else(|| layout.home(), PathBuf::from);
+    let own_home = own_home(layout);
     let asked = Asked {
         agent_name: &order.agent_name,
         prompt: &order.prompt,
@@ -95,8 +100,15 @@ fn start(layout: &Layout, order: &Order) -> io::Result<Child> {
     Ok(child)
 }
 
-/// Whether the program has this conversation: one directory below that of its transcripts.
+fn own_home(layout: &Layout) -> PathBuf {
+    std::env::var_os("HOME").map_or_else(|| layout.home(), PathBuf::from)
+}
+
+/// Whether the program has this conversation: one directory below that of its transcripts, or as a thread.
 fn is_known(order: &Order, home: &Path, conversation_id: &str) -> bool {
+    if let Some(sessions) = order.adapter.sessions(home, &order.environment) {
+        return rollouts::has(&sessions, conversation_id);
+    }
     let Some((below, name)) = order.adapter.transcripts(home, conversation_id) else { return false };
     let projects = std::fs::read_dir(below).into_iter().flatten().flatten();
     projects.into_iter().any(|project| project.path().join(&name).exists())
@@ -107,7 +119,29 @@ async fn feed(mut stdin: ChildStdin, prompt: Vec<u8>) {
     let _ = stdin.write_all(&prompt).await;
 }
 
+/// What a program writes of its runs itself.
+struct Record {
+    sessions: PathBuf,
+    since: Timestamp,
+    /// Known once the program has said it.
+    thread: Option<String>,
+}
+
+impl Record {
+    fn new(sessions: PathBuf) -> Self {
+        Self { sessions, since: Timestamp::now(), thread: None }
+    }
+
+    async fn used(self) -> Option<Used> {
+        let Self { sessions, since, thread } = self;
+        let thread = thread?;
+        let read = tokio::task::spawn_blocking(move || rollouts::used(&sessions, &thread, since));
+        tokio::time::timeout(READING, read).await.ok()?.ok()?
+    }
+}
+
 struct Run {
+    record: Option<Record>,
     to: OwnedWriteHalf,
     stop: CancellationToken,
     /// The gateway wants no more of it, or is gone.
@@ -181,7 +215,11 @@ impl Run {
         };
         let said = said.map(Said::text).unwrap_or_default();
         let exit = status.map_or(Exit::Signal(Signal::SIGKILL as i32), exit);
-        self.say(&FromRunner::Ended(Ended { exit, said })).await;
+        let used = match self.record.take() {
+            Some(record) => record.used().await,
+            None => None,
+        };
+        self.say(&FromRunner::Ended(Ended { exit, said, used })).await;
     }
 
     /// What is printed already, or comes within this time.
@@ -202,6 +240,9 @@ impl Run {
     }
 
     async fn tell(&mut self, line: Line) {
+        if let (Some(record @ Record { thread: None, .. }), Line::Whole(line)) = (&mut self.record, &line) {
+            record.thread = codex::thread(line);
+        }
         let frame = match line {
             Line::Whole(line) => FromRunner::Line(line),
             Line::TooLong => FromRunner::LongLine,

@@ -1,12 +1,14 @@
 //! Codex, as `codex exec --json` tells of its run. What it tells, and when, is in `tests/agents/README.md`, with the
 //! recordings that this is tested by.
 //!
-//! It names no model and no price, and its usage is that of the whole thread, so that each run is a thread of its own: a
-//! conversation is not gone on with. What its subagents use it does not tell.
+//! It names no model and no price, its usage is that of the whole thread with all runs before, and what its subagents use,
+//! or a run that is cut off, it does not tell: [`super::rollouts`] has all that. A conversation that is a thread of its is
+//! gone on with; by any other name each run is a thread of its own.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::rollouts::Used;
 use super::run::Run;
 use super::{Adapter, Event, Exit, LONGEST_MESSAGE, Outcome, silent, told};
 use crate::host::records::entry::{Failed, Status};
@@ -111,6 +113,11 @@ impl Adapter for Codex {
         event.into_iter().collect()
     }
 
+    fn used(&mut self, used: Used) {
+        (self.run.tokens_in, self.run.tokens_out) = (used.tokens_in, used.tokens_out);
+        self.run.model = used.model;
+    }
+
     fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
         let cut_off = self.run.tools.close(at_ms);
         let error = match (self.failed.take(), exit) {
@@ -119,6 +126,14 @@ impl Adapter for Codex {
             _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
         };
         self.run.outcome(error)
+    }
+}
+
+/// The thread, where a line says that one has begun.
+pub fn thread(line: &[u8]) -> Option<String> {
+    match serde_json::from_slice(line) {
+        Ok(Line::Thread { thread_id }) => Some(thread_id),
+        _ => None,
     }
 }
 
@@ -186,6 +201,21 @@ mod tests {
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
         assert!(!format!("{events:?}{outcome:?}").contains("three"), "no answer of a tool is told");
+    }
+
+    #[test]
+    fn its_own_record_counts_more_than_its_output() {
+        let mut codex = Codex::default();
+        let line = r#"{"type":"thread.started","thread_id":"t-1"}"#;
+        codex.line(0, line);
+        assert_eq!((thread(line.as_bytes()).as_deref(), thread(b"{}")), (Some("t-1"), None));
+        codex.line(1, r#"{"type":"turn.completed","usage":{"input_tokens":54000,"output_tokens":1800}}"#);
+        codex.used(Used { model: Some("gpt-5.5".to_owned()), tokens_in: 6000, tokens_out: 200 });
+        let outcome = codex.ended(2, Exit::Code(0), "");
+        assert_eq!(
+            (outcome.tokens_in, outcome.tokens_out, outcome.model.as_deref()),
+            (6000, 200, Some("gpt-5.5"))
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! How an agent's program is started: its arguments, what it reads, and its environment. Pure.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
@@ -30,7 +31,7 @@ impl Kind {
     pub fn launch(self, asked: &Asked<'_>, is_known: bool) -> Launch {
         match self {
             Self::ClaudeCode => claude(asked, is_known),
-            Self::Codex => codex(asked),
+            Self::Codex => codex(asked, is_known),
             Self::JsonLines => Launch { stdin: plain(asked), ..Launch::default() },
         }
     }
@@ -44,6 +45,12 @@ impl Kind {
             }
             Self::Codex | Self::JsonLines => None,
         }
+    }
+
+    /// Where Codex keeps its threads (see [`super::rollouts`]).
+    pub fn sessions(self, home: &Path, environment: &BTreeMap<String, String>) -> Option<PathBuf> {
+        let own = || environment.get("CODEX_HOME").map_or_else(|| home.join(".codex"), PathBuf::from);
+        (self == Self::Codex).then(|| own().join("sessions"))
     }
 }
 
@@ -65,12 +72,15 @@ fn claude(asked: &Asked<'_>, is_known: bool) -> Launch {
     }
 }
 
-fn codex(asked: &Asked<'_>) -> Launch {
+fn codex(asked: &Asked<'_>, is_known: bool) -> Launch {
     // The hooks are ours, or the owner's own.
     let mut arguments: Vec<String> =
         ["--json", "--skip-git-repo-check", "--dangerously-bypass-hook-trust"].map(str::to_owned).into();
     if let Some(model) = asked.model {
         arguments.extend(["-m".to_owned(), model.to_owned()]);
+    }
+    if let Some(thread) = asked.conversation_id.filter(|_| is_known) {
+        arguments.extend(["resume".to_owned(), thread.to_owned()]);
     }
     arguments.push("-".to_owned());
     Launch { arguments, stdin: asked.prompt.as_bytes().to_vec(), ..Launch::default() }
@@ -126,6 +136,18 @@ mod tests {
         let named = "6ba7b810-9dad-41d1-80b4-00c04fd430c8";
         let given = Kind::ClaudeCode.launch(&Asked { conversation_id: Some(named), ..ASKED }, false);
         assert_eq!(given.arguments[7], named);
+    }
+
+    #[test]
+    fn a_thread_of_codex_is_gone_on_with() {
+        let (first, again) = (Kind::Codex.launch(&ASKED, false), Kind::Codex.launch(&ASKED, true));
+        assert_eq!(first.arguments[3..], ["-m", "m", "-"]);
+        assert_eq!(again.arguments[3..], ["-m", "m", "resume", "telegram:7", "-"]);
+        let environment = BTreeMap::from([("CODEX_HOME".to_owned(), "/x".to_owned())]);
+        let home = Path::new("/home/svc");
+        assert_eq!(Kind::Codex.sessions(home, &environment), Some("/x/sessions".into()));
+        assert_eq!(Kind::Codex.sessions(home, &BTreeMap::new()), Some("/home/svc/.codex/sessions".into()));
+        assert_eq!(Kind::ClaudeCode.sessions(home, &environment), None);
     }
 
     #[test]

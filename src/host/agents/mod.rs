@@ -5,10 +5,11 @@
 //! left out: programs say more with each release.
 
 mod claude;
-mod codex;
+pub mod codex;
 pub mod launch;
 mod plain;
 pub mod preview;
+pub mod rollouts;
 mod run;
 pub mod settings;
 mod tools;
@@ -19,6 +20,7 @@ pub use claude::Claude;
 pub use codex::Codex;
 pub use plain::Plain;
 
+use self::rollouts::Used;
 use super::records::entry::{Failed, Status, Tool};
 use super::records::money::Dollars;
 
@@ -83,6 +85,9 @@ pub struct Outcome {
 pub trait Adapter: Send {
     /// A line of standard output, `at_ms` after the start.
     fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
+
+    /// What its own record says that it has used, which counts more than what it printed. Before [`Adapter::ended`].
+    fn used(&mut self, _used: Used) {}
 
     /// The process has ended; `said` is the end of what it wrote to standard error.
     fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome;

@@ -190,6 +190,9 @@ impl<'a> Run<'a> {
         let mut outcome = match ended {
             Ok(mut ended) => {
                 self.secrets.hide(&mut ended.said);
+                if let Some(used) = ended.used {
+                    self.adapter.used(used);
+                }
                 self.adapter.ended(at, ended.exit, &ended.said)
             }
             Err(failed) => {

@@ -1,0 +1,223 @@
+//! What Codex keeps of its threads: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` below its home, as of 0.169
+//! (`tests/agents/README.md`).
+//!
+//! Its output says what a thread has used when a turn ends well, and nothing of its subagents' threads nor of its model.
+//! Here is what each call of the model used, also of a run that was cut off.
+
+use std::fs::{DirEntry, File};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+/// So many files are looked at, and so much of one.
+const MOST_FILES: usize = 100_000;
+const LARGEST: u64 = 256 << 20;
+
+/// What a run has used, subagents included.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Used {
+    pub model: Option<String>,
+    pub tokens_in: u64,
+    pub tokens_out: u64,
+}
+
+#[derive(Deserialize)]
+struct Line<T> {
+    #[serde(default)]
+    timestamp: Option<Timestamp>,
+    payload: T,
+}
+
+/// The first line of a thread.
+#[derive(Deserialize)]
+struct Meta {
+    id: String,
+    /// The thread that began it all: of a subagent's, its first parent.
+    session_id: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Context {
+    model: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Count {
+    info: Option<Info>,
+}
+
+#[derive(Deserialize)]
+struct Info {
+    total_token_usage: Tokens,
+}
+
+#[derive(Deserialize, Default, Clone, Copy)]
+struct Tokens {
+    input_tokens: u64,
+    output_tokens: u64,
+}
+
+/// What a thread and those below it have used since a time; `None` where it cannot be told.
+pub fn used(sessions: &Path, thread: &str, since: Timestamp) -> Option<Used> {
+    let mut found: Option<Used> = None;
+    let (mut below, mut model) = (Used::default(), None);
+    for file in rollouts(sessions) {
+        let is_its_own = is_of(&file, thread);
+        let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
+        if !is_its_own && modified().is_none_or(|modified| modified < since) {
+            continue;
+        }
+        let Some((meta, used)) = read(&file.path(), thread, since) else { continue };
+        if meta.id == thread {
+            model = used.model;
+            found = Some(Used::default());
+        }
+        below.tokens_in = below.tokens_in.saturating_add(used.tokens_in);
+        below.tokens_out = below.tokens_out.saturating_add(used.tokens_out);
+    }
+    found.map(|_| Used { model, ..below })
+}
+
+/// Whether there is such a thread, which can be gone on with.
+pub fn has(sessions: &Path, thread: &str) -> bool {
+    uuid::Uuid::try_parse(thread).is_ok() && rollouts(sessions).any(|file| is_of(&file, thread))
+}
+
+fn is_of(file: &DirEntry, thread: &str) -> bool {
+    file.file_name().to_str().is_some_and(|name| {
+        name.strip_suffix(".jsonl")
+            .and_then(|name| name.strip_suffix(thread))
+            .is_some_and(|name| name.ends_with('-'))
+    })
+}
+
+/// All threads: by years, months, and days.
+fn rollouts(sessions: &Path) -> impl Iterator<Item = DirEntry> {
+    let inner = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let years = inner(sessions.to_owned());
+    let months = years.flat_map(move |year| inner(year.path()));
+    let days = months.flat_map(move |month| inner(month.path()));
+    days.flat_map(move |day| inner(day.path())).take(MOST_FILES)
+}
+
+/// What one thread has used since a time, if it is one of this session.
+fn read(path: &Path, session: &str, since: Timestamp) -> Option<(Meta, Used)> {
+    let mut lines = BufReader::new(File::open(path).ok()?.take(LARGEST));
+    let mut line = Vec::new();
+    lines.read_until(b'\n', &mut line).ok()?;
+    let meta = serde_json::from_slice::<Line<Meta>>(&line).ok()?.payload;
+    if meta.id != session && meta.session_id.as_deref() != Some(session) {
+        return None;
+    }
+    let (mut before, mut now, mut model) = (Tokens::default(), Tokens::default(), None);
+    loop {
+        line.clear();
+        if lines.read_until(b'\n', &mut line).ok()? == 0 {
+            break;
+        }
+        // Most lines are long, and of something else.
+        match kind(&line) {
+            Some(Kind::Count) => {
+                let Ok(count) = serde_json::from_slice::<Line<Count>>(&line) else { continue };
+                let Some(info) = count.payload.info else { continue };
+                now = info.total_token_usage;
+                if count.timestamp.is_some_and(|at| at < since) {
+                    before = now;
+                }
+            }
+            Some(Kind::Context) => {
+                let context = serde_json::from_slice::<Line<Context>>(&line).ok();
+                model = context.and_then(|context| context.payload.model).or(model);
+            }
+            None => {}
+        }
+    }
+    let (tokens_in, tokens_out) = (
+        now.input_tokens.saturating_sub(before.input_tokens),
+        now.output_tokens.saturating_sub(before.output_tokens),
+    );
+    Some((meta, Used { model, tokens_in, tokens_out }))
+}
+
+enum Kind {
+    Count,
+    Context,
+}
+
+/// By the beginning of the line, where its type stands.
+fn kind(line: &[u8]) -> Option<Kind> {
+    let head = &line[..line.len().min(200)];
+    let holds = |word: &[u8]| head.windows(word.len()).any(|part| part == word);
+    if holds(b"\"token_count\"") {
+        Some(Kind::Count)
+    } else {
+        holds(b"\"turn_context\"").then_some(Kind::Context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const THREAD: &str = "01a20129-46c0-7e12-862a-5371ec4ee03f";
+
+    fn write(dir: &Path, name: &str, lines: &[String]) {
+        std::fs::create_dir_all(dir).unwrap();
+        std::fs::write(dir.join(name), lines.concat()).unwrap();
+    }
+
+    fn meta(id: &str, session: &str) -> String {
+        format!(
+            "{{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"session_meta\",\"payload\":{{\"session_id\":\"{session}\",\"id\":\"{id}\"}}}}\n"
+        )
+    }
+
+    fn count(at: &str, tokens_in: u64, tokens_out: u64) -> String {
+        format!(
+            "{{\"timestamp\":\"2026-11-22T{at}Z\",\"ordinal\":2,\"type\":\"event_msg\",\"payload\":{{\"type\":\"token_count\",\"info\":\
+             {{\"total_token_usage\":{{\"input_tokens\":{tokens_in},\"cached_input_tokens\":1,\"output_tokens\":{tokens_out}}}}}}}}}\n"
+        )
+    }
+
+    #[test]
+    fn a_run_has_used_what_its_threads_have_since_it_began() {
+        let dir = tempfile::tempdir().unwrap();
+        let sessions = dir.path().join("sessions");
+        let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
+        assert_eq!(used(&sessions, THREAD, since), None);
+        let context = "{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"turn_context\",\"payload\":{\"model\":\"gpt-5.5\"}}\n";
+        let unknown = "{\"timestamp\":\"2026-11-22T04:50:12.000Z\",\"type\":\"event_msg\",\"payload\":{\"type\":\"token_count\",\"info\":null}}\n";
+        // A thread that is gone on with, in the folder of its first day.
+        write(
+            &sessions.join("2026/11/21"),
+            &format!("rollout-2026-11-21T02-50-12-{THREAD}.jsonl"),
+            &[
+                meta(THREAD, THREAD),
+                context.to_owned(),
+                count("02:50:13.000", 1000, 100),
+                "not JSON: \"token_count\"\n".to_owned(),
+                count("03:00:01.000", 1500, 150),
+                count("03:00:02.000", 1700, 180),
+                unknown.to_owned(),
+                "{\"timestamp\": \"2026-11-22T0".to_owned(),
+            ],
+        );
+        let day = sessions.join("2026/11/22");
+        let sub = "01a20129-47df-7410-b5ee-defcf2221170";
+        write(&day, &format!("rollout-x-{sub}.jsonl"), &[meta(sub, THREAD), count("03:00:01.500", 30, 3)]);
+        let other = "01a20129-0000-7410-b5ee-defcf2221170";
+        write(&day, &format!("rollout-x-{other}.jsonl"), &[meta(other, other), count("03:00:01.500", 7, 7)]);
+        write(&day, "something else", &["x".to_owned()]);
+        let expected = Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83 };
+        assert_eq!(used(&sessions, THREAD, since), Some(expected));
+        assert!(has(&sessions, THREAD) && has(&sessions, other));
+        assert!(
+            !has(&sessions, "46c0-7e12-862a-5371ec4ee03f")
+                && !has(&sessions, "")
+                && !has(&sessions, "telegram:7")
+        );
+    }
+}
