@@ -65,8 +65,9 @@ enum Kind {
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct Usage {
-    /// Of which some were cached.
     input_tokens: u64,
+    /// Of the input.
+    cached_input_tokens: u64,
     output_tokens: u64,
 }
 
@@ -94,6 +95,7 @@ impl Adapter for Codex {
             Line::ItemCompleted { item } => return self.completed(at_ms, item),
             Line::TurnCompleted { usage } => {
                 self.run.count(usage.input_tokens, usage.output_tokens);
+                self.run.tokens_cached = usage.cached_input_tokens;
                 self.is_done = true;
                 None
             }
@@ -115,6 +117,7 @@ impl Adapter for Codex {
 
     fn used(&mut self, used: Used) {
         (self.run.tokens_in, self.run.tokens_out) = (used.tokens_in, used.tokens_out);
+        self.run.tokens_cached = used.tokens_cached;
         self.run.model = used.model;
     }
 
@@ -199,6 +202,7 @@ mod tests {
         );
         assert_eq!(outcome.tools[2].input_preview, "mkdir -p a/b && cp x z && mv x y && rm z");
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
+        assert_eq!(outcome.tokens_cached, 40_000);
         assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
         assert!(!format!("{events:?}{outcome:?}").contains("three"), "no answer of a tool is told");
     }
@@ -210,8 +214,14 @@ mod tests {
         codex.line(0, line);
         assert_eq!((thread(line.as_bytes()).as_deref(), thread(b"{}")), (Some("t-1"), None));
         codex.line(1, r#"{"type":"turn.completed","usage":{"input_tokens":54000,"output_tokens":1800}}"#);
-        codex.used(Used { model: Some("gpt-5.5".to_owned()), tokens_in: 6000, tokens_out: 200 });
+        codex.used(Used {
+            model: Some("gpt-5.5".to_owned()),
+            tokens_in: 6000,
+            tokens_out: 200,
+            tokens_cached: 5000,
+        });
         let outcome = codex.ended(2, Exit::Code(0), "");
+        assert_eq!(outcome.tokens_cached, 5000);
         assert_eq!(
             (outcome.tokens_in, outcome.tokens_out, outcome.model.as_deref()),
             (6000, 200, Some("gpt-5.5"))

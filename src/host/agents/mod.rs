@@ -72,6 +72,8 @@ pub struct Outcome {
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
+    /// Of the input: what the model's service had already.
+    pub tokens_cached: u64,
     /// `None` where the program names no price.
     pub cost: Option<Dollars>,
     pub tools: Vec<Tool>,

@@ -22,6 +22,8 @@ pub struct Used {
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
+    /// Of the input: what the model's service had already.
+    pub tokens_cached: u64,
 }
 
 #[derive(Deserialize)]
@@ -58,6 +60,8 @@ struct Info {
 struct Tokens {
     input_tokens: u64,
     output_tokens: u64,
+    #[serde(default)]
+    cached_input_tokens: u64,
 }
 
 /// What a thread and those below it have used since a time; `None` where it cannot be told.
@@ -77,6 +81,7 @@ pub fn used(sessions: &Path, thread: &str, since: Timestamp) -> Option<Used> {
         }
         below.tokens_in = below.tokens_in.saturating_add(used.tokens_in);
         below.tokens_out = below.tokens_out.saturating_add(used.tokens_out);
+        below.tokens_cached = below.tokens_cached.saturating_add(used.tokens_cached);
     }
     found.map(|_| Used { model, ..below })
 }
@@ -135,11 +140,14 @@ fn read(path: &Path, session: &str, since: Timestamp) -> Option<(Meta, Used)> {
             None => {}
         }
     }
-    let (tokens_in, tokens_out) = (
-        now.input_tokens.saturating_sub(before.input_tokens),
-        now.output_tokens.saturating_sub(before.output_tokens),
-    );
-    Some((meta, Used { model, tokens_in, tokens_out }))
+    let since = |of: fn(Tokens) -> u64| of(now).saturating_sub(of(before));
+    let used = Used {
+        model,
+        tokens_in: since(|tokens| tokens.input_tokens),
+        tokens_out: since(|tokens| tokens.output_tokens),
+        tokens_cached: since(|tokens| tokens.cached_input_tokens),
+    };
+    Some((meta, used))
 }
 
 enum Kind {
@@ -211,7 +219,8 @@ mod tests {
         let other = "01a20129-0000-7410-b5ee-defcf2221170";
         write(&day, &format!("rollout-x-{other}.jsonl"), &[meta(other, other), count("03:00:01.500", 7, 7)]);
         write(&day, "something else", &["x".to_owned()]);
-        let expected = Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83 };
+        let expected =
+            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83, tokens_cached: 1 };
         assert_eq!(used(&sessions, THREAD, since), Some(expected));
         assert!(has(&sessions, THREAD) && has(&sessions, other));
         assert!(

@@ -42,20 +42,29 @@ impl fmt::Debug for Agent {
 
 /// Of a million tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Price {
     pub input: Dollars,
     pub output: Dollars,
+    /// Of input that the model's service had already; as other input, where it has no price of its own.
+    #[serde(default)]
+    pub cached_input: Option<Dollars>,
 }
 
 impl Price {
     /// To the nearest billionth of a dollar.
-    fn of(self, tokens_in: u64, tokens_out: u64) -> Dollars {
+    fn of(self, outcome: &Outcome) -> Dollars {
         const MILLION: u64 = 1_000_000;
-        self.input.scaled(tokens_in, MILLION) + self.output.scaled(tokens_out, MILLION)
+        let cached = outcome.tokens_cached.min(outcome.tokens_in);
+        self.input.scaled(outcome.tokens_in - cached, MILLION)
+            + self.cached_input.unwrap_or(self.input).scaled(cached, MILLION)
+            + self.output.scaled(outcome.tokens_out, MILLION)
     }
 
     fn is_free(self) -> bool {
-        self.input == Dollars::ZERO && self.output == Dollars::ZERO
+        [self.input, self.output, self.cached_input.unwrap_or(self.input)]
+            .iter()
+            .all(|price| *price == Dollars::ZERO)
     }
 }
 
@@ -116,12 +125,12 @@ impl AgentSettings {
         model.and_then(|model| self.prices.get(model)).is_some_and(|price| price.is_free())
     }
 
-    /// What a run cost: what its program says, else its tokens by the table; `None` where neither is known.
-    pub fn cost(&self, outcome: &Outcome, model: Option<&str>) -> Option<Dollars> {
-        outcome.cost.or_else(|| {
-            let price = self.prices.get(outcome.model.as_deref().or(model)?)?;
-            Some(price.of(outcome.tokens_in, outcome.tokens_out))
-        })
+    /// What a run cost: what its program says, else its tokens by the table, where the model has the name that the program
+    /// gives it, or the one that was asked for; `None` where none is known.
+    pub fn cost(&self, outcome: &Outcome, asked: Option<&str>) -> Option<Dollars> {
+        let price = |model: Option<&str>| self.prices.get(model?);
+        let priced = || Some(price(outcome.model.as_deref()).or_else(|| price(asked))?.of(outcome));
+        outcome.cost.or_else(priced)
     }
 }
 
@@ -217,7 +226,8 @@ mod tests {
     #[test]
     fn tokens_have_their_price() {
         let settings = checked(
-            &json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0}}}),
+            &json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0},
+                "c": {"input": 1.25, "output": 10, "cachedInput": 0.125}}}),
         )
         .unwrap();
         let mut outcome = Outcome {
@@ -225,6 +235,7 @@ mod tests {
             model: None,
             tokens_in: 1_000_000,
             tokens_out: 250_000,
+            tokens_cached: 800_000,
             cost: None,
             tools: Vec::new(),
             status: crate::host::records::entry::Status::Success,
@@ -232,11 +243,19 @@ mod tests {
             text: None,
         };
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(3_750_000_000)));
+        assert_eq!(settings.cost(&outcome, Some("c")), Some(Dollars::from_nanos(2_850_000_000)));
         assert_eq!(settings.cost(&outcome, Some("other")), None);
+        outcome.model = Some("other".to_owned());
+        assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(3_750_000_000)));
         outcome.model = Some("free".to_owned());
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::ZERO));
         outcome.cost = Some(Dollars::from_nanos(1));
         assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(1)));
-        assert!(settings.is_free(Some("free")) && !settings.is_free(Some("m")) && !settings.is_free(None));
+        assert!(
+            settings.is_free(Some("free"))
+                && !settings.is_free(Some("m"))
+                && !settings.is_free(Some("c"))
+                && !settings.is_free(None)
+        );
     }
 }

@@ -60,7 +60,7 @@ pub async fn run(around: &Surroundings<'_>, dispatch: &Dispatch) -> (Interaction
     ));
     let entry = &dispatch.kept.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
-    let cost = around.settings.cost(&outcome, model.as_deref());
+    let cost = around.settings.cost(&outcome, entry.model.as_deref());
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
         let model = model.as_deref().unwrap_or(UNKNOWN);
         around.kernel.note(&format!(
@@ -85,6 +85,7 @@ fn nothing(name: &str, message: String) -> Outcome {
         model: None,
         tokens_in: 0,
         tokens_out: 0,
+        tokens_cached: 0,
         cost: None,
         tools: Vec::new(),
         status: Status::Error,
