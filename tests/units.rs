@@ -273,11 +273,11 @@ fn the_watcher_may_look_into_folders() {
 fn agents_are_bounded_together_too() {
     let units = units();
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
-    assert_eq!(unit("svc-agent@.service").values("Slice"), ["svc-agents.slice"]);
+    assert_eq!(unit("svc-agent@.service").values("Slice"), ["svcagents.slice"]);
     let percent =
         |name: &str, key: &str| -> u32 { unit(name).values(key)[0].trim_end_matches('%').parse().unwrap() };
     for key in ["MemoryHigh", "MemoryMax"] {
-        let (one, all) = (percent("svc-agent@.service", key), percent("svc-agents.slice", key));
+        let (one, all) = (percent("svc-agent@.service", key), percent("svcagents.slice", key));
         assert!(one < all && all < 100, "{key}: {one} {all}");
     }
 }

@@ -16,8 +16,12 @@ fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
+    if most > 100_000 {
+        println!("SKIPPED: the kernel queues {most} events, too many to make here");
+        return Ok(());
+    }
     // Each is created, written, and closed; the folder is watched.
-    let files = (most / 2).min(40_000);
+    let files = most / 2;
     home.entries()?;
     let before = home.states()?;
     let call = home.begin(ADA)?;

@@ -46,12 +46,17 @@ export async function visitor(chrome, { signedIn = true, ...options } = {}) {
   return { context, seen, page: await context.newPage() };
 }
 
-/** A test that fails or stands still is tried once more, and says so: a browser shares two processors with all that it looks at. */
+let tries = 2;
+
+/** A test that fails or stands still is tried once more, and says so: a browser shares two processors with all that it looks at.
+ *  More than two of a file are no accident. */
 export function test(name, look) {
   once(name, async (context) => {
     try {
       return await within(LONGEST, look(context));
     } catch (error) {
+      tries -= 1;
+      if (tries < 0) throw error;
       console.error(`FLAKY, or failing: ${name}\n${error.stack}`);
     }
     return within(LONGEST, look(context));

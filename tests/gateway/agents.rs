@@ -302,10 +302,10 @@ async fn long_what_codex_uses_counts_once_also_of_subagents_and_of_what_is_cut_o
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
     let asked = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
     ensure!(answer(asked.json(&slow)).await?.0.is_success());
-    // Of four threads it is the last, and Codex writes of a call when that is over.
+    // Of four threads it is the last: what it has used is written while its tool still works.
     let sessions = host.machine.path("home/svc/.codex/sessions");
     host.until("it has used something", async || {
-        let counted = Command::new("grep").args(["-rl", "total_token_usage"]).arg(&sessions).output()?;
+        let counted = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;
         Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
     })
     .await?;

@@ -78,8 +78,14 @@ impl Said {
         }
     }
 
+    /// Of a line that was cut in two nothing is left, where whole ones follow: it may have been a secret.
     pub fn text(mut self) -> String {
-        String::from_utf8_lossy(self.0.make_contiguous()).into_owned()
+        let is_cut = self.0.len() >= SAID;
+        let text = String::from_utf8_lossy(self.0.make_contiguous());
+        match text.split_once('\n') {
+            Some((_, rest)) if is_cut && !rest.is_empty() => rest.to_owned(),
+            _ => text.into_owned(),
+        }
     }
 }
 
@@ -115,5 +121,8 @@ mod tests {
         said.hear(&mut text.as_bytes()).await.unwrap();
         let kept = said.text();
         assert!(kept.len() == SAID && kept.ends_with("the end"));
+        let mut said = Said::default();
+        said.hear(&mut format!("{}\nthe end", "x".repeat(3 * SAID)).as_bytes()).await.unwrap();
+        assert_eq!(said.text(), "the end");
     }
 }

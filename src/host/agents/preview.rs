@@ -3,6 +3,7 @@
 //! What looks like a secret is taken out by its form and by the name before it, and those that an agent is given are
 //! known. That finds what is usual and cannot find all; so little is shown, and nothing of what a tool answered.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
@@ -55,40 +56,67 @@ pub fn scrubbed(text: &str) -> String {
 
 /// Names of variables that have a secret.
 static NAMES: LazyLock<Regex> = LazyLock::new(|| {
-    Regex::new("(?i)pass(word|wd|phrase)?$|secret|token|key|credential|auth|_dsn$|cookie")
-        .expect("a form of ours")
+    Regex::new(
+        "(?i)passw|passphrase|pwd|secret|token($|_)|key(s?$|_|[0-9])|credential|(^|_)auth($|_)|dsn$|cookie",
+    )
+    .expect("a form of ours")
 });
 
-/// The secrets that an agent is given in its environment, whatever form they have.
-#[derive(Debug, Default)]
+/// The secrets that an agent is given in its environment, by the names of their variables, whatever form they have.
+#[derive(Default)]
 pub struct Secrets(Vec<String>);
 
 impl Secrets {
     /// Shorter ones could be any word.
     const SHORTEST: usize = 6;
-    /// So much of the beginning of one is not shown at the end of what was cut off.
-    const PART: usize = 4;
 
     pub fn of(environment: &BTreeMap<String, String>) -> Self {
-        let secrets =
-            environment.iter().filter(|(name, value)| NAMES.is_match(name) && value.len() >= Self::SHORTEST);
-        let mut secrets: Vec<String> = secrets.map(|(_, value)| value.clone()).collect();
+        let is_secret =
+            |(name, value): &(&String, &String)| NAMES.is_match(name) && value.len() >= Self::SHORTEST;
+        let mut secrets: Vec<String> =
+            environment.iter().filter(is_secret).map(|(_, value)| value.clone()).collect();
         // One may hold another.
         secrets.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
         Self(secrets)
     }
 
+    /// Before anything is cut or flattened.
     pub fn hide(&self, text: &mut String) {
-        for secret in &self.0 {
+        for secret in self.0.iter().filter(|secret| !secret.is_empty()) {
             if text.contains(secret) {
                 *text = text.replace(secret, HIDDEN);
             }
-            let Some(whole) = text.strip_suffix('…') else { continue };
-            let begins = |&length: &usize| secret.get(..length).is_some_and(|part| whole.ends_with(part));
-            if let Some(length) = (Self::PART..secret.len()).rev().find(begins) {
-                text.truncate(whole.len() - length);
-                text.push('…');
+        }
+    }
+
+    /// A line of JSON, whose strings alone are looked at; any other is looked at as it is.
+    pub fn hide_in_line<'l>(&self, line: &'l str) -> Cow<'l, str> {
+        if self.0.is_empty() {
+            return Cow::Borrowed(line);
+        }
+        let Ok(mut value) = serde_json::from_str::<Value>(line) else {
+            let mut line = line.to_owned();
+            self.hide(&mut line);
+            return Cow::Owned(line);
+        };
+        if self.hide_in(&mut value) { Cow::Owned(value.to_string()) } else { Cow::Borrowed(line) }
+    }
+
+    /// Whether there was any.
+    fn hide_in(&self, value: &mut Value) -> bool {
+        match value {
+            Value::String(text) => {
+                let is_there = self.0.iter().any(|secret| text.contains(secret));
+                if is_there {
+                    self.hide(text);
+                }
+                is_there
             }
+            Value::Array(values) => values.iter_mut().fold(false, |any, value| self.hide_in(value) | any),
+            Value::Object(members) => {
+                members.values_mut().fold(false, |any, value| self.hide_in(value) | any)
+            }
+            Value::Null | Value::Bool(_) | Value::Number(_) => false,
         }
     }
 }
@@ -154,27 +182,32 @@ mod tests {
     }
 
     #[test]
-    fn what_an_agent_is_given_is_not_shown_whole_or_in_part() {
+    fn what_an_agent_is_given_is_shown_nowhere() {
         let given = [
             ("LLM_KEY", "plain words"),
-            ("KEY2", "plain words, and more"),
+            ("DB_PASSWORD_RO", "plain words, and \"more\"\nof it"),
             ("HOST_NAME", "example"),
+            ("MAX_TOKENS", "100000"),
+            ("GIT_AUTHOR_NAME", "Ada Lovelace"),
             ("A_TOKEN", "x"),
         ];
         let secrets = Secrets::of(
             &given.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
         );
+        assert_eq!(secrets.0.len(), 2, "{:?}", secrets.0);
         for (text, shown) in [
-            ("say plain words, and more to example x", "say *** to example x"),
-            ("say plain words", "say ***"),
-            ("say plain wo…", "say …"),
-            ("say plain wo", "say plain wo"),
-            ("say pla…", "say pla…"),
+            ("say plain words, and \"more\"\nof it to example x", "say *** to example x"),
+            ("say plain words as Ada Lovelace", "say *** as Ada Lovelace"),
         ] {
-            let mut text = text.to_owned();
-            secrets.hide(&mut text);
-            assert_eq!(text, shown);
+            let mut hidden = text.to_owned();
+            secrets.hide(&mut hidden);
+            assert_eq!(hidden, shown);
+            let line = json!({"input": [{"command": text}], "n": 100_000}).to_string();
+            let expected = json!({"input": [{"command": shown}], "n": 100_000}).to_string();
+            assert_eq!(secrets.hide_in_line(&line), expected);
         }
+        assert_eq!(secrets.hide_in_line("no JSON: plain words"), "no JSON: ***");
+        assert!(matches!(secrets.hide_in_line("{\"a\": 1}"), Cow::Borrowed(_)));
     }
 
     #[test]

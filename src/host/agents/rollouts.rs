@@ -46,17 +46,14 @@ struct Context {
     model: Option<String>,
 }
 
+/// One call of the model, written as soon as it is over.
 #[derive(Deserialize)]
-struct Count {
-    info: Option<Info>,
+struct Record {
+    thread_id: String,
+    usage: Tokens,
 }
 
 #[derive(Deserialize)]
-struct Info {
-    total_token_usage: Tokens,
-}
-
-#[derive(Deserialize, Default, Clone, Copy)]
 struct Tokens {
     input_tokens: u64,
     output_tokens: u64,
@@ -64,26 +61,25 @@ struct Tokens {
     cached_input_tokens: u64,
 }
 
-/// What a thread and those below it have used since a time; `None` where it cannot be told.
+impl Used {
+    fn add(&mut self, tokens: &Tokens) {
+        self.tokens_in = self.tokens_in.saturating_add(tokens.input_tokens);
+        self.tokens_out = self.tokens_out.saturating_add(tokens.output_tokens);
+        self.tokens_cached = self.tokens_cached.saturating_add(tokens.cached_input_tokens);
+    }
+}
+
+/// What a thread and those below it have used since a time; `None` where nothing tells.
 pub fn used(sessions: &Path, thread: &str, since: Timestamp) -> Option<Used> {
-    let mut found: Option<Used> = None;
-    let (mut below, mut model) = (Used::default(), None);
+    let (mut all, mut is_told) = (Used::default(), false);
     for file in rollouts(sessions) {
         let is_its_own = is_of(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
-        if !is_its_own && modified().is_none_or(|modified| modified < since) {
-            continue;
+        if is_its_own || modified().is_some_and(|modified| modified >= since) {
+            is_told |= read(&file.path(), thread, since, &mut all).is_some_and(|told| told);
         }
-        let Some((meta, used)) = read(&file.path(), thread, since) else { continue };
-        if meta.id == thread {
-            model = used.model;
-            found = Some(Used::default());
-        }
-        below.tokens_in = below.tokens_in.saturating_add(used.tokens_in);
-        below.tokens_out = below.tokens_out.saturating_add(used.tokens_out);
-        below.tokens_cached = below.tokens_cached.saturating_add(used.tokens_cached);
     }
-    found.map(|_| Used { model, ..below })
+    is_told.then_some(all)
 }
 
 /// Whether there is such a thread, which can be gone on with.
@@ -108,8 +104,8 @@ fn rollouts(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     days.flat_map(move |day| inner(day.path())).take(MOST_FILES)
 }
 
-/// What one thread has used since a time, if it is one of this session.
-fn read(path: &Path, session: &str, since: Timestamp) -> Option<(Meta, Used)> {
+/// Adds what one thread has used since a time, if it is one of this session; whether it tells of any.
+fn read(path: &Path, session: &str, since: Timestamp, all: &mut Used) -> Option<bool> {
     let mut lines = BufReader::new(File::open(path).ok()?.take(LARGEST));
     let mut line = Vec::new();
     lines.read_until(b'\n', &mut line).ok()?;
@@ -117,53 +113,32 @@ fn read(path: &Path, session: &str, since: Timestamp) -> Option<(Meta, Used)> {
     if meta.id != session && meta.session_id.as_deref() != Some(session) {
         return None;
     }
-    let (mut before, mut now, mut model) = (Tokens::default(), Tokens::default(), None);
+    let mut is_told = false;
     loop {
         line.clear();
         if lines.read_until(b'\n', &mut line).ok()? == 0 {
-            break;
+            return Some(is_told);
         }
         // Most lines are long, and of something else.
-        match kind(&line) {
-            Some(Kind::Count) => {
-                let Ok(count) = serde_json::from_slice::<Line<Count>>(&line) else { continue };
-                let Some(info) = count.payload.info else { continue };
-                now = info.total_token_usage;
-                if count.timestamp.is_some_and(|at| at < since) {
-                    before = now;
-                }
+        if begins_with(&line, b"\"token_usage_record\"") {
+            let Ok(Line { timestamp, payload }) = serde_json::from_slice::<Line<Record>>(&line) else {
+                continue;
+            };
+            // A thread that begins as a copy of another has the other's records, too.
+            if payload.thread_id == meta.id && timestamp.is_none_or(|at| at >= since) {
+                all.add(&payload.usage);
+                is_told = true;
             }
-            Some(Kind::Context) => {
-                let context = serde_json::from_slice::<Line<Context>>(&line).ok();
-                model = context.and_then(|context| context.payload.model).or(model);
-            }
-            None => {}
+        } else if meta.id == session && begins_with(&line, b"\"turn_context\"") {
+            let context = serde_json::from_slice::<Line<Context>>(&line).ok();
+            all.model = context.and_then(|context| context.payload.model).or(all.model.take());
         }
     }
-    let since = |of: fn(Tokens) -> u64| of(now).saturating_sub(of(before));
-    let used = Used {
-        model,
-        tokens_in: since(|tokens| tokens.input_tokens),
-        tokens_out: since(|tokens| tokens.output_tokens),
-        tokens_cached: since(|tokens| tokens.cached_input_tokens),
-    };
-    Some((meta, used))
 }
 
-enum Kind {
-    Count,
-    Context,
-}
-
-/// By the beginning of the line, where its type stands.
-fn kind(line: &[u8]) -> Option<Kind> {
-    let head = &line[..line.len().min(200)];
-    let holds = |word: &[u8]| head.windows(word.len()).any(|part| part == word);
-    if holds(b"\"token_count\"") {
-        Some(Kind::Count)
-    } else {
-        holds(b"\"turn_context\"").then_some(Kind::Context)
-    }
+/// Whether its type, which stands at its beginning, is this.
+fn begins_with(line: &[u8], kind: &[u8]) -> bool {
+    line[..line.len().min(200)].windows(kind.len()).any(|part| part == kind)
 }
 
 #[cfg(test)]
@@ -183,10 +158,10 @@ mod tests {
         )
     }
 
-    fn count(at: &str, tokens_in: u64, tokens_out: u64) -> String {
+    fn call(at: &str, thread: &str, tokens_in: u64, tokens_out: u64) -> String {
         format!(
-            "{{\"timestamp\":\"2026-11-22T{at}Z\",\"ordinal\":2,\"type\":\"event_msg\",\"payload\":{{\"type\":\"token_count\",\"info\":\
-             {{\"total_token_usage\":{{\"input_tokens\":{tokens_in},\"cached_input_tokens\":1,\"output_tokens\":{tokens_out}}}}}}}}}\n"
+            "{{\"timestamp\":\"2026-11-22T{at}Z\",\"ordinal\":2,\"type\":\"token_usage_record\",\"payload\":{{\"thread_id\":\"{thread}\",\
+             \"usage\":{{\"input_tokens\":{tokens_in},\"cached_input_tokens\":1,\"output_tokens\":{tokens_out}}}}}}}\n"
         )
     }
 
@@ -197,7 +172,6 @@ mod tests {
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
         assert_eq!(used(&sessions, THREAD, since), None);
         let context = "{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"turn_context\",\"payload\":{\"model\":\"gpt-5.5\"}}\n";
-        let unknown = "{\"timestamp\":\"2026-11-22T04:50:12.000Z\",\"type\":\"event_msg\",\"payload\":{\"type\":\"token_count\",\"info\":null}}\n";
         // A thread that is gone on with, in the folder of its first day.
         write(
             &sessions.join("2026/11/21"),
@@ -205,23 +179,31 @@ mod tests {
             &[
                 meta(THREAD, THREAD),
                 context.to_owned(),
-                count("02:50:13.000", 1000, 100),
-                "not JSON: \"token_count\"\n".to_owned(),
-                count("03:00:01.000", 1500, 150),
-                count("03:00:02.000", 1700, 180),
-                unknown.to_owned(),
+                call("02:50:13.000", THREAD, 1000, 100),
+                "not JSON: \"token_usage_record\"\n".to_owned(),
+                call("03:00:01.000", THREAD, 500, 50),
+                call("03:00:02.000", THREAD, 200, 30),
                 "{\"timestamp\": \"2026-11-22T0".to_owned(),
             ],
         );
         let day = sessions.join("2026/11/22");
         let sub = "01a20129-47df-7410-b5ee-defcf2221170";
-        write(&day, &format!("rollout-x-{sub}.jsonl"), &[meta(sub, THREAD), count("03:00:01.500", 30, 3)]);
+        write(
+            &day,
+            &format!("rollout-x-{sub}.jsonl"),
+            &[meta(sub, THREAD), call("03:00:01.400", THREAD, 9000, 900), call("03:00:01.500", sub, 30, 3)],
+        );
         let other = "01a20129-0000-7410-b5ee-defcf2221170";
-        write(&day, &format!("rollout-x-{other}.jsonl"), &[meta(other, other), count("03:00:01.500", 7, 7)]);
+        write(
+            &day,
+            &format!("rollout-x-{other}.jsonl"),
+            &[meta(other, other), call("03:00:01.500", other, 7, 7)],
+        );
         write(&day, "something else", &["x".to_owned()]);
         let expected =
-            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83, tokens_cached: 1 };
+            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83, tokens_cached: 3 };
         assert_eq!(used(&sessions, THREAD, since), Some(expected));
+        assert_eq!(used(&sessions, THREAD, "2026-11-22T03:10:00Z".parse().unwrap()), None, "nothing since");
         assert!(has(&sessions, THREAD) && has(&sessions, other));
         assert!(
             !has(&sessions, "46c0-7e12-862a-5371ec4ee03f")

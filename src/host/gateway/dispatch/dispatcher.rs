@@ -89,9 +89,8 @@ pub(super) struct Known {
     /// On their way to the journal, and then to the queue.
     pub(super) arriving: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// Conversations in which an agent works: one at a time.
-    talking: BTreeSet<(String, String)>,
-    running: usize,
+    /// Those that run: in a conversation one at a time, or two would each begin it, or go on with it.
+    running: Vec<Arc<Dispatch>>,
     /// Those that are over, the oldest first.
     ended: VecDeque<Arc<Dispatch>>,
     ended_bytes: usize,
@@ -234,33 +233,29 @@ impl Dispatcher {
                     dispatcher.end(&one, interaction, None).await;
                 }
                 let mut known = dispatcher.lock();
-                known.running -= 1;
-                if let Some(conversation) = conversation(&one) {
-                    known.talking.remove(&conversation);
-                }
+                known.running.retain(|other| !Arc::ptr_eq(other, &one));
                 drop(known);
                 dispatcher.go_on();
             });
         }
         let known = self.lock();
-        DISPATCHES_RUNNING.set([], known.running as f64);
+        DISPATCHES_RUNNING.set([], known.running.len() as f64);
         DISPATCHES_QUEUED.set([], known.queue.len() as f64);
     }
 
     fn next(self: &Arc<Self>) -> Option<Arc<Dispatch>> {
         let settings = self.kernel.settings();
         let mut known = self.lock();
-        if self.stop.is_cancelled() || known.running >= settings.agents.concurrency {
+        if self.stop.is_cancelled() || known.running.len() >= settings.agents.concurrency {
             return None;
         }
-        let Known { queue, talking, .. } = &mut *known;
-        let is_silent = |one: &Dispatch| conversation(one).is_none_or(|talk| !talking.contains(&talk));
+        let Known { queue, running, .. } = &mut *known;
+        let is_silent = |one: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(one));
         let turn = |one: &Arc<Dispatch>| {
             if is_silent(one) { self.turn(one, &settings) } else { Turn::Wait }
         };
         let one = queue.pop(turn, |one| one.has_reservation() && is_silent(one))?;
-        known.talking.extend(conversation(&one));
-        known.running += 1;
+        known.running.push(Arc::clone(&one));
         Some(one)
     }
 
@@ -400,10 +395,4 @@ impl Dispatcher {
         self.closed.cancel();
         self.tidy().await;
     }
-}
-
-/// In which conversation of which agent it is: two at once would each begin it.
-fn conversation(one: &Dispatch) -> Option<(String, String)> {
-    let entry = &one.kept.entry;
-    Some((entry.agent_name.clone(), entry.conversation_id.clone()?))
 }

@@ -99,9 +99,13 @@ impl Journal {
         let marked = marked.map_err(FileError::at("create", &mark)).and_then(|()| fsx::sync_dir(&self.0));
         let Err(error) = marked else { return true };
         tracing::warn!(error = %chain(&error), "it cannot be kept that a dispatch is started");
-        let of_batch = one.batch.as_ref().map(|batch| Of::Batch(batch.id.clone()));
-        let is_there = |of: &Of| self.path(of).exists();
-        !is_there(&Of::One(one.id.clone())) && !of_batch.as_ref().is_some_and(is_there)
+        !self.may_be_of(&one.id)
+    }
+
+    /// Whether there is a file that would say what the mark of this id is of, if it could be read.
+    fn may_be_of(&self, id: &str) -> bool {
+        let batch = id.rsplit_once('.').map(|(batch, _)| Of::Batch(batch.to_owned()));
+        [Some(Of::One(id.to_owned())), batch].iter().flatten().any(|of| self.path(of).exists())
     }
 
     fn mark(&self, id: &str) -> PathBuf {
@@ -148,8 +152,13 @@ impl Journal {
             let id = mark.file_stem().and_then(OsStr::to_str).unwrap_or_default();
             match found.get_mut(id) {
                 Some(kept) => kept.started_at = kept.started_at.or_else(|| Some(written_at(&mark))),
+                None if self.may_be_of(id) => {}
                 // What it was of was never accepted for certain, or is recorded.
-                None => fsx::remove_if_there(&mark)?,
+                None => {
+                    if let Err(error) = fsx::remove_if_there(&mark) {
+                        tracing::warn!(error = %chain(&error), "a mark of a dispatch stays in the journal");
+                    }
+                }
             }
         }
         let mut all: Vec<Kept> = found.into_values().filter(|kept| kept.version == Kept::VERSION).collect();
@@ -236,14 +245,15 @@ mod tests {
         assert!(journal.mark_begun(&one) && journal.mark_begun(&entry(1)));
         assert!(journal.mark_begun(&dispatch("nobody", "2026-11-22T10:00:01.000Z")));
         std::fs::create_dir(dir.path().join("dispatches/unreadable.json")).unwrap();
+        std::fs::write(dir.path().join("dispatches/unreadable.begun"), "").unwrap();
         let begun: Vec<bool> = journal.read().unwrap().iter().map(|kept| kept.started_at.is_some()).collect();
         assert_eq!(begun, [false, true, true]);
         journal.remove(&Of::One("a".to_owned()));
         journal.remove(&Of::One("b.1".to_owned()));
         assert_eq!(
             std::fs::read_dir(dir.path().join("dispatches")).unwrap().count(),
-            2,
-            "the batch, the other"
+            3,
+            "the batch, the unreadable"
         );
         // Where there is no room for a name either, what would be started again is not started.
         std::fs::create_dir(dir.path().join("dispatches/b.0.begun")).unwrap();

@@ -59,6 +59,8 @@ pub struct End {
 struct State {
     phase: Phase,
     started_at: Option<Timestamp>,
+    /// As its agent names it.
+    conversation: Option<String>,
     end: Option<End>,
     /// Kept until it is recorded.
     reservation: Option<Reservation>,
@@ -89,7 +91,8 @@ pub struct Batch {
 
 impl Dispatch {
     pub fn new(kept: Kept, batch: Option<Arc<Batch>>, reservation: Option<Reservation>) -> Arc<Self> {
-        let state = State { phase: Phase::Queued, started_at: None, end: None, reservation };
+        let state =
+            State { phase: Phase::Queued, started_at: None, conversation: None, end: None, reservation };
         let dispatch = Arc::new(Self {
             kept,
             log: Log::default(),
@@ -140,6 +143,18 @@ impl Dispatch {
 
     pub fn set_aside(&self, reservation: Reservation) {
         self.lock().reservation = Some(reservation);
+    }
+
+    /// Its agent has a conversation by this name.
+    pub fn converse(&self, conversation: &str) {
+        self.lock().conversation = Some(conversation.to_owned());
+    }
+
+    /// Whether it is in the conversation that another is to be in.
+    pub fn is_in_conversation_of(&self, other: &Self) -> bool {
+        let Some(wanted) = &other.kept.entry.conversation_id else { return false };
+        self.kept.entry.conversation_id.as_ref() == Some(wanted)
+            || self.lock().conversation.as_ref() == Some(wanted)
     }
 
     pub fn begin(&self, at: Timestamp) {

@@ -202,11 +202,6 @@ impl<'a> Run<'a> {
                 Outcome { status: Status::Error, error: Some(failed), ..told }
             }
         };
-        outcome.tools.iter_mut().for_each(|tool| self.secrets.hide(&mut tool.input_preview));
-        if let Some(error) = &mut outcome.error {
-            self.secrets.hide(&mut error.message);
-            error.stack.iter_mut().for_each(|stack| self.secrets.hide(stack));
-        }
         if let (Some(why), Status::Error) = (self.why, outcome.status) {
             let told = outcome.error.take();
             let (tool, turn) = told.map(|told| (told.tool, told.turn)).unwrap_or_default();
@@ -293,7 +288,11 @@ impl<'a> Run<'a> {
                 ));
             }
             FromRunner::Line(line) => {
-                for event in self.adapter.line(self.at(), &String::from_utf8_lossy(&line)) {
+                let line = String::from_utf8_lossy(&line);
+                for event in self.adapter.line(self.at(), &self.secrets.hide_in_line(&line)) {
+                    if let Event::Started { conversation_id: Some(conversation), .. } = &event {
+                        self.dispatch.converse(conversation);
+                    }
                     self.tell(&event);
                 }
             }
@@ -311,10 +310,7 @@ impl<'a> Run<'a> {
             let (id, agent) = (self.dispatch.id(), &self.dispatch.kept.entry.agent_name);
             self.around.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
         }
-        let mut data = serde_json::to_value(event).expect("plain fields are JSON");
-        if let Some(serde_json::Value::String(preview)) = data.get_mut("inputPreview") {
-            self.secrets.hide(preview);
-        }
+        let data = serde_json::to_value(event).expect("plain fields are JSON");
         let kind = data["type"].as_str().unwrap_or_default().to_owned();
         self.dispatch.tell(&kind, &data);
     }

@@ -48,7 +48,7 @@ for try in 1 2 3 4 5 6 7 8; do
   told=$(ask -d "{\"id\": \"$id\", \"prompt\": \"do it\"}" http://localhost/api/dispatch)
   echo "$told" | grep -q '"text":"it is done"' || broken "the dispatch came to: $told"
   [ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
-  grep -q '/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
+  grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
   grep -q '^read$\|^killed$' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
   for of in /proc/[0-9]*/cmdline; do
     [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
