@@ -54,13 +54,15 @@ for try in 1 2 3 4 5 6 7 8; do
     [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
   done
   for _ in 1 2 3 4 5 6 7 8 9 10; do
-    grep -q "\"id\":\"$id\"" $home/system/logs/interactions-*.jsonl 2>/dev/null && grep -q "$id\|gap" $audit 2>/dev/null && break
+    audited=$(grep -c "\"path\":\"lab.*\"dispatchId\":\"$id\"" $audit 2>/dev/null || true)
+    late=$(grep -c '"why":"late"' $audit 2>/dev/null || true)
+    recorded=$(grep -h "\"id\":\"$id\"" $home/system/logs/interactions-*.jsonl 2>/dev/null | grep -c '"cost":0.125' || true)
+    [ "$recorded" = 1 ] && { [ "${audited:-0}" -ge 4 ] || [ "${late:-0}" -ge "$try" ]; } && break
     sleep 1
   done
-  grep -h "\"id\":\"$id\"" $home/system/logs/interactions-*.jsonl | grep -q '"cost":0.125' || broken "no interaction"
-  audited=$(grep -c "\"path\":\"lab.*\"dispatchId\":\"$id\"" $audit || true)
-  [ "$audited" -ge 4 ] && break
-  [ "$(grep -c '"why":"late"' $audit)" -ge "$try" ] || broken "audit.jsonl has $(cat $audit)"
+  [ "$recorded" = 1 ] || broken "no interaction"
+  [ "${audited:-0}" -ge 4 ] && break
+  [ "${late:-0}" -ge "$try" ] || broken "audit.jsonl has $(cat $audit)"
 done
 [ "$audited" -ge 4 ] || broken "after $try dispatches, audit.jsonl has $(cat $audit)"
 as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && broken "svc may write the audit"
