@@ -4,6 +4,8 @@
 //! It names no model and no price, its usage is that of the whole thread with all runs before, and what its subagents use,
 //! or a run that is cut off, it does not tell: [`super::rollouts`] has all that. A conversation that is a thread of its is
 //! gone on with; by any other name each run is a thread of its own.
+//!
+//! Where that cannot be read, what was printed counts: of a thread that is gone on with rather too much than nothing.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
