@@ -16,8 +16,9 @@ const NGINX: Program = Program {
     path: "usr/sbin/nginx",
     debs: &[Deb {
         name: "nginx",
-        version: "1.22.1-9+deb12u10",
-        sha256: "cc7ae36d024f602861eeefe64656d14481b3bd224d81f8d69f789de49f16375a",
+        // Of the release itself: the archive of security updates keeps the last one alone.
+        version: "1.22.1-9+deb12u9",
+        sha256: "4e7b52f8b31f26d77ffb5c427c41e36223e81b047242ecfa8dc1d7f939734885",
     }],
 };
 
