@@ -80,13 +80,16 @@ impl Secrets {
         Self(secrets)
     }
 
-    /// Before anything is cut or flattened.
-    pub fn hide(&self, text: &mut String) {
-        for secret in self.0.iter().filter(|secret| !secret.is_empty()) {
+    /// Before anything is cut or flattened. Whether there was any.
+    pub fn hide(&self, text: &mut String) -> bool {
+        let mut is_there = false;
+        for secret in &self.0 {
             if text.contains(secret) {
                 *text = text.replace(secret, HIDDEN);
+                is_there = true;
             }
         }
+        is_there
     }
 
     /// A line of JSON, whose strings alone are looked at; any other is looked at as it is.
@@ -105,13 +108,7 @@ impl Secrets {
     /// Whether there was any.
     fn hide_in(&self, value: &mut Value) -> bool {
         match value {
-            Value::String(text) => {
-                let is_there = self.0.iter().any(|secret| text.contains(secret));
-                if is_there {
-                    self.hide(text);
-                }
-                is_there
-            }
+            Value::String(text) => self.hide(text),
             Value::Array(values) => values.iter_mut().fold(false, |any, value| self.hide_in(value) | any),
             Value::Object(members) => {
                 members.values_mut().fold(false, |any, value| self.hide_in(value) | any)

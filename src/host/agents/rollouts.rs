@@ -76,7 +76,7 @@ pub fn used(sessions: &Path, thread: &str, since: Timestamp) -> Option<Used> {
         let is_its_own = is_of(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
         if is_its_own || modified().is_some_and(|modified| modified >= since) {
-            is_told |= read(&file.path(), thread, since, &mut all).is_some_and(|told| told);
+            is_told |= read(&file.path(), thread, since, &mut all) == Some(true);
         }
     }
     is_told.then_some(all)

@@ -212,10 +212,21 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_is_kept_comes_back_in_its_order() {
+    /// An entry of the batch `b`.
+    fn entry(index: usize, of: usize) -> Kept {
+        let one = dispatch(&format!("b.{index}"), "2026-11-22T10:00:00.000Z");
+        Kept { batch: Some(Place { id: "b".to_owned(), index, of }), ..one }
+    }
+
+    fn journal() -> (tempfile::TempDir, Journal) {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::new(dir.path().join("dispatches"));
+        (dir, journal)
+    }
+
+    #[test]
+    fn what_is_kept_comes_back_in_its_order() {
+        let (dir, journal) = journal();
         assert_eq!(journal.read().unwrap(), []);
         let (late, early) =
             (dispatch("a", "2026-11-22T10:00:01.000Z"), dispatch("b", "2026-11-22T10:00:00.000Z"));
@@ -233,12 +244,8 @@ mod tests {
 
     #[test]
     fn one_that_began_without_room_to_say_so_has_begun_all_the_same() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::new(dir.path().join("dispatches"));
-        let entry = |index: usize| Kept {
-            batch: Some(Place { id: "b".to_owned(), index, of: 2 }),
-            ..dispatch(&format!("b.{index}"), "2026-11-22T10:00:00.000Z")
-        };
+        let (dir, journal) = journal();
+        let entry = |index| entry(index, 2);
         let one = dispatch("a", "2026-11-22T10:00:01.000Z");
         journal.write(std::slice::from_ref(&one)).unwrap();
         journal.write(&[entry(0), entry(1)]).unwrap();
@@ -264,12 +271,8 @@ mod tests {
 
     #[test]
     fn a_batch_is_one_file_and_what_its_entries_came_to_counts() {
-        let dir = tempfile::tempdir().unwrap();
-        let journal = Journal::new(dir.path().join("dispatches"));
-        let entry = |index: usize| Kept {
-            batch: Some(Place { id: "b".to_owned(), index, of: 12 }),
-            ..dispatch(&format!("b.{index}"), "2026-11-22T10:00:00.000Z")
-        };
+        let (_dir, journal) = journal();
+        let entry = |index| entry(index, 12);
         let all: Vec<Kept> = (0..12).map(entry).collect();
         journal.write(&all).unwrap();
         assert_eq!(journal.read().unwrap(), all, "in the order of their numbers");
