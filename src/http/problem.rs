@@ -45,6 +45,7 @@ codes! {
     InvalidState CONFLICT "invalid_state" "The machine's state does not allow this"
     HandleTaken CONFLICT "handle_taken" "The handle belongs to another user"
     DiskWouldShrink CONFLICT "disk_would_shrink" "The disk would shrink"
+    DiskTooSmall CONFLICT "disk_too_small" "The snapshot does not fit the server's disk"
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
     Conflict CONFLICT "conflict" "The request conflicts with what is stored"
     IdempotencyMismatch UNPROCESSABLE_ENTITY "idempotency_mismatch" "The idempotency key was used with another request"

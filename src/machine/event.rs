@@ -34,6 +34,14 @@ impl std::str::FromStr for RestoreMode {
     }
 }
 
+/// Whether a server that was to be replaced or deleted may have been switched off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ServerPower {
+    On,
+    /// A power off was ordered, whether or not it took place.
+    MaybeOff,
+}
+
 /// One thing that happened to a machine, or that somebody asks of it.
 ///
 /// The caller has checked what only the outside knows (entitlement, the snapshot, the token) before it makes the event.
@@ -69,6 +77,19 @@ pub enum Event {
     ResizeFailed,
     /// The operation under way goes on longer than any may.
     OperationHung,
+    /// The operator gave up the operation that makes this machine.
+    OperationAbandoned,
+    /// Its successor will not come, or its deletion is undone: the machine takes its slot back under a new epoch.
+    Reinstated {
+        epoch: Epoch,
+        power: ServerPower,
+    },
+    /// The machine that was to replace this one is deleted, and the slot with it.
+    SuccessorDeleted,
+    /// An operator takes a failed machine back into service; the provider reports this type, and its host is well.
+    ResumeRequested {
+        server_type: ServerType,
+    },
     /// The host says that it is well; the provider reports this type.
     HealthyHeartbeat {
         epoch: Epoch,
@@ -83,13 +104,20 @@ pub enum Event {
 pub enum Effect {
     /// Put a new machine of the slot in this one's place, `epoch` one higher, in this status.
     ///
-    /// The new machine's operation writes the fence, then deletes the servers of the slot's ended machines. When it
-    /// is cancelled before that, or a create lands late, reconciliation finds the server of an ended machine.
+    /// The new machine's operation takes a last backup, writes the fence and switches the predecessor off. Its server is
+    /// deleted by the reconciler, once the new machine has proven itself.
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
     /// End the operation under way, if any, as cancelled.
     CancelOperation,
-    /// Start the operation that deletes the server at the provider.
+    /// Start the operation that takes a last backup and switches the server off; the reconciler deletes it after a grace.
     DeleteServer,
+    /// Give the slot back to its last registered machine, if that still has a server, under a new epoch. This machine
+    /// then leaves the slot.
+    ReinstatePredecessor,
+    /// Delete the last registered machine of the slot along with this one, if it still has a server.
+    DeletePredecessor,
+    /// Take this epoch, and start the operation that fences with it, switches the server on and waits for its host.
+    Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
     /// End the operation under way as failed, with the cause.

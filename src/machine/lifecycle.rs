@@ -5,7 +5,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::epoch::Epoch;
-use super::event::{Effect, Event, RestoreMode};
+use super::event::{Effect, Event, RestoreMode, ServerPower};
 use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal, transition};
@@ -34,6 +34,14 @@ fn failed(cause: FailureCause) -> State {
     State::Failed { cause }
 }
 
+fn retired(was: State) -> State {
+    State::Retired { was: Box::new(was) }
+}
+
+fn deleted(was: State) -> State {
+    State::Deleted { was: Box::new(was) }
+}
+
 fn every_state() -> Vec<State> {
     let mut states = vec![
         State::Provisioning,
@@ -42,10 +50,11 @@ fn every_state() -> Vec<State> {
         State::Running { server_type: large() },
         resizing(),
         State::Resizing { from: large(), to: small() },
-        State::Retired,
-        State::Deleted,
     ];
     states.extend(FailureCause::ALL.map(failed));
+    let ended: Vec<State> =
+        states.iter().flat_map(|state| [retired(state.clone()), deleted(state.clone())]).collect();
+    states.extend(ended);
     states
 }
 
@@ -72,12 +81,17 @@ fn every_event() -> Vec<Event> {
         Event::HealthyHeartbeat { epoch: Epoch(8), server_type: small() },
         Event::OperatorFailed,
         Event::DeleteRequested,
+        Event::OperationAbandoned,
+        Event::Reinstated { epoch: Epoch(9), power: ServerPower::On },
+        Event::Reinstated { epoch: Epoch(9), power: ServerPower::MaybeOff },
+        Event::SuccessorDeleted,
+        Event::ResumeRequested { server_type: large() },
     ];
-    let mut kinds = [false; 15];
+    let mut kinds = [false; 19];
     for event in &events {
         kinds[kind(event)] = true;
     }
-    assert_eq!(kinds, [true; 15], "a kind of event is missing");
+    assert_eq!(kinds, [true; 19], "a kind of event is missing");
     events
 }
 
@@ -98,6 +112,10 @@ fn kind(event: &Event) -> usize {
         Event::OperatorFailed => 12,
         Event::DeleteRequested => 13,
         Event::OperationHung => 14,
+        Event::OperationAbandoned => 15,
+        Event::Reinstated { .. } => 16,
+        Event::SuccessorDeleted => 17,
+        Event::ResumeRequested { .. } => 18,
     }
 }
 
@@ -125,6 +143,10 @@ fn assert_refused(from: &State, event: &Event, status: Status, allowed: &'static
 
 fn fails_with(cause: FailureCause) -> Vec<Effect> {
     vec![Effect::FailOperation { cause }, Effect::CloseConnections]
+}
+
+fn boot_fails_with(cause: FailureCause) -> Vec<Effect> {
+    vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::ReinstatePredecessor]
 }
 
 fn replaced_by(status: Status, restore: RestoreMode) -> Vec<Effect> {
@@ -165,10 +187,10 @@ fn every_pair_has_an_answer() {
 #[test]
 fn a_pair_without_an_answer_is_noticed() {
     let found = panics(|machine, event| match (&machine.state, event) {
-        (State::Retired, Event::ServerGone) => panic!("no answer"),
+        (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("no answer"),
         _ => transition(machine, event),
     });
-    assert_eq!(found, vec![(State::Retired, Event::ServerGone)]);
+    assert_eq!(found, vec![(retired(running()), Event::ServerGone)]);
 }
 
 #[test]
@@ -189,7 +211,9 @@ fn registration_alone_makes_a_machine_run() {
                 (&state, &event),
                 (State::Provisioning | State::Recovering, Event::Registered { .. })
                     | (State::Resizing { .. }, Event::ResizeSucceeded | Event::ResizeReverted)
-                    | (State::Failed { cause: FailureCause::Resize }, Event::HealthyHeartbeat { .. })
+                    | (State::Failed { cause: FailureCause::Resize | FailureCause::Reinstating }, Event::HealthyHeartbeat { .. })
+                    | (State::Failed { .. }, Event::ResumeRequested { .. })
+                    | (State::Retired { .. } | State::Deleted { .. }, Event::Reinstated { power: ServerPower::On, .. })
             );
             assert!(allowed, "{state:?} runs after {event:?}");
         }
@@ -202,9 +226,10 @@ fn a_boot_that_does_not_end_in_a_registration_fails() {
         (Event::BootFailureReported, FailureCause::BootReported),
         (Event::RegistrationExpired, FailureCause::RegistrationExpired),
         (Event::ProviderRefused, FailureCause::ProviderRefused),
+        (Event::OperationAbandoned, FailureCause::Abandoned),
     ] {
-        assert_moves(&State::Provisioning, &event, &failed(cause), &fails_with(cause));
-        assert_moves(&State::Recovering, &event, &failed(cause), &fails_with(cause));
+        assert_moves(&State::Provisioning, &event, &failed(cause), &boot_fails_with(cause));
+        assert_moves(&State::Recovering, &event, &failed(cause), &boot_fails_with(cause));
         for state in every_active_state().filter(|state| !is_booting(state)) {
             if event == Event::BootFailureReported {
                 let status = state.status().expect("an active state");
@@ -221,7 +246,8 @@ fn recover_replaces_any_active_machine_and_is_idempotent() {
     for restore in [RestoreMode::Required, RestoreMode::Empty] {
         let event = Event::RecoverRequested { restore };
         for state in every_active_state().filter(|state| *state != State::Recovering) {
-            assert_moves(&state, &event, &State::Retired, &replaced_by(Status::Recovering, restore));
+            let next = retired(state.clone());
+            assert_moves(&state, &event, &next, &replaced_by(Status::Recovering, restore));
         }
         assert_unchanged(&State::Recovering, &event);
     }
@@ -257,7 +283,7 @@ fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
     let event = Event::OperationHung;
     let cause = FailureCause::OperationHung;
     for state in [State::Provisioning, State::Recovering] {
-        assert_moves(&state, &event, &failed(cause), &fails_with(cause));
+        assert_moves(&state, &event, &failed(cause), &boot_fails_with(cause));
     }
     let cause = FailureCause::Resize;
     assert_moves(&resizing(), &event, &failed(cause), &fails_with(cause));
@@ -270,7 +296,7 @@ fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
 #[test]
 fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
     let cause = FailureCause::ServerGone;
-    for state in [running(), resizing(), failed(FailureCause::Resize)] {
+    for state in [running(), resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
         assert_moves(&state, &Event::ServerGone, &failed(cause), &fails_with(cause));
     }
     for state in [State::Provisioning, State::Recovering, failed(cause), failed(FailureCause::Operator)] {
@@ -292,7 +318,10 @@ fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
 fn the_operators_fail_ends_the_operation_and_the_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
-        let effects = [Effect::CancelOperation, Effect::CloseConnections];
+        let mut effects = vec![Effect::CancelOperation, Effect::CloseConnections];
+        if is_booting(&state) {
+            effects.push(Effect::ReinstatePredecessor);
+        }
         assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);
     }
     assert_unchanged(&by_operator, &Event::OperatorFailed);
@@ -306,7 +335,7 @@ fn provision_replaces_a_failed_machine_alone() {
             assert_moves(
                 &failed(cause),
                 &event,
-                &State::Retired,
+                &retired(failed(cause)),
                 &replaced_by(Status::Provisioning, restore),
             );
         }
@@ -317,32 +346,83 @@ fn provision_replaces_a_failed_machine_alone() {
 }
 
 #[test]
-fn a_failed_resize_heals_by_a_heartbeat_of_its_epoch_alone() {
+fn failed_resize_and_reinstatement_heal_by_heartbeat_of_their_epoch_alone() {
     let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
     let healed = State::Running { server_type: large() };
-    assert_moves(&failed(FailureCause::Resize), &beat(EPOCH), &healed, &[]);
-    assert_unchanged(&failed(FailureCause::Resize), &beat(Epoch(6)));
-    for state in every_state().into_iter().filter(|state| *state != failed(FailureCause::Resize)) {
+    let heals = |state: &State| matches!(state, State::Failed { cause } if cause.heals());
+    for state in every_state().into_iter().filter(heals) {
+        assert_moves(&state, &beat(EPOCH), &healed, &[]);
+        assert_unchanged(&state, &beat(Epoch(6)));
+    }
+    for state in every_state().into_iter().filter(|state| !heals(state)) {
         assert_unchanged(&state, &beat(EPOCH));
     }
 }
 
 #[test]
 fn delete_ends_any_active_machine_and_is_idempotent() {
-    let effects = [Effect::CancelOperation, Effect::DeleteServer, Effect::CloseConnections];
+    let effects = [
+        Effect::CancelOperation,
+        Effect::DeleteServer,
+        Effect::DeletePredecessor,
+        Effect::CloseConnections,
+    ];
     for state in every_active_state() {
-        assert_moves(&state, &Event::DeleteRequested, &State::Deleted, &effects);
+        assert_moves(&state, &Event::DeleteRequested, &deleted(state.clone()), &effects);
     }
-    assert_unchanged(&State::Deleted, &Event::DeleteRequested);
-    assert_eq!(after(&State::Retired, &Event::DeleteRequested), Err(Refusal::Superseded));
+    assert_unchanged(&deleted(running()), &Event::DeleteRequested);
+    assert_eq!(after(&retired(running()), &Event::DeleteRequested), Err(Refusal::Superseded));
 }
 
 #[test]
-fn nothing_leads_out_of_an_end() {
-    for state in [State::Retired, State::Deleted] {
-        for event in every_event() {
-            let moved = matches!(after(&state, &event), Ok(Outcome::Moved { .. }));
-            assert!(!moved, "{state:?} moves on {event:?}");
+fn resume_takes_failed_machine_back_into_service() {
+    let event = Event::ResumeRequested { server_type: large() };
+    for cause in FailureCause::ALL {
+        assert_moves(&failed(cause), &event, &State::Running { server_type: large() }, &[]);
+    }
+    assert_unchanged(&running(), &event);
+    for state in [State::Provisioning, State::Recovering, resizing()] {
+        let status = state.status().expect("an active state");
+        assert_refused(&state, &event, status, &[Status::Failed]);
+    }
+}
+
+#[test]
+fn reinstated_machine_is_as_it_was_and_waits_for_its_host_where_it_may_be_off() {
+    let epoch = Epoch(9);
+    let effects = [Effect::CancelOperation, Effect::Reinstate { epoch }];
+    let reinstating = failed(FailureCause::Reinstating);
+    let cases = [
+        (running(), ServerPower::On, running()),
+        (running(), ServerPower::MaybeOff, reinstating.clone()),
+        (resizing(), ServerPower::On, reinstating.clone()),
+        (failed(FailureCause::Resize), ServerPower::On, reinstating.clone()),
+        (failed(FailureCause::Operator), ServerPower::On, failed(FailureCause::Operator)),
+        (failed(FailureCause::Operator), ServerPower::MaybeOff, failed(FailureCause::Operator)),
+    ];
+    for (was, power, next) in cases {
+        let event = Event::Reinstated { epoch, power };
+        assert_moves(&retired(was.clone()), &event, &next, &effects);
+        assert_moves(&deleted(was), &event, &next, &effects);
+    }
+    let event = Event::Reinstated { epoch, power: ServerPower::On };
+    for never_served in [State::Provisioning, State::Recovering] {
+        assert_eq!(after(&retired(never_served.clone()), &event), Err(Refusal::Superseded));
+        assert_eq!(after(&deleted(never_served), &event), Err(Refusal::Gone));
+    }
+    for state in every_active_state() {
+        assert_unchanged(&state, &event);
+    }
+}
+
+#[test]
+fn only_reinstatement_leads_back_into_a_slot() {
+    let leads_back = |event: &Event| matches!(event, Event::Reinstated { .. });
+    for state in every_state().into_iter().filter(|state| !state.is_active()) {
+        for event in every_event().into_iter().filter(|event| !leads_back(event)) {
+            if let Ok(Outcome::Moved { next, .. }) = after(&state, &event) {
+                assert!(!next.is_active(), "{state:?} holds its slot again after {event:?}");
+            }
         }
     }
 }

@@ -56,7 +56,7 @@ impl FromStr for Status {
     }
 }
 
-/// Why a machine is `failed`; only a resize's failure can heal by itself.
+/// Why a machine is `failed`; [`FailureCause::heals`] says which of them end with a healthy heartbeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCause {
@@ -68,10 +68,14 @@ pub enum FailureCause {
     /// Its operation did not end within any bound.
     OperationHung,
     Operator,
+    /// An operator gave up the operation that made it.
+    Abandoned,
+    /// It has its slot back and its server is being switched on: its first healthy heartbeat makes it run.
+    Reinstating,
 }
 
 impl FailureCause {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::BootReported,
         Self::RegistrationExpired,
         Self::ProviderRefused,
@@ -79,7 +83,14 @@ impl FailureCause {
         Self::Resize,
         Self::OperationHung,
         Self::Operator,
+        Self::Abandoned,
+        Self::Reinstating,
     ];
+
+    /// Whether a healthy heartbeat of the machine's epoch makes it run again.
+    pub fn heals(self) -> bool {
+        matches!(self, Self::Resize | Self::Reinstating)
+    }
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -90,6 +101,8 @@ impl FailureCause {
             Self::Resize => "resize",
             Self::OperationHung => "operation_hung",
             Self::Operator => "operator",
+            Self::Abandoned => "abandoned",
+            Self::Reinstating => "reinstating",
         }
     }
 }
@@ -105,7 +118,8 @@ impl FromStr for FailureCause {
     }
 }
 
-/// Where a machine stands. `Retired` and `Deleted` are ends: nothing leads out of them.
+/// Where a machine stands. Out of `Retired` and `Deleted` leads [`super::event::Event::Reinstated`] alone, so both keep
+/// the state that the machine had.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     Provisioning,
@@ -121,9 +135,13 @@ pub enum State {
         cause: FailureCause,
     },
     /// Replaced by a later machine of its slot.
-    Retired,
+    Retired {
+        was: Box<State>,
+    },
     /// Soft-deleted by the operator.
-    Deleted,
+    Deleted {
+        was: Box<State>,
+    },
 }
 
 impl State {
@@ -135,7 +153,7 @@ impl State {
             Self::Running { .. } => Some(Status::Running),
             Self::Resizing { .. } => Some(Status::Resizing),
             Self::Failed { .. } => Some(Status::Failed),
-            Self::Retired | Self::Deleted => None,
+            Self::Retired { .. } | Self::Deleted { .. } => None,
         }
     }
 

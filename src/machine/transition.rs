@@ -1,6 +1,7 @@
 //! The one function that says what follows from an event, for every pair of state and event.
 
-use super::event::{Effect, Event, RestoreMode};
+use super::epoch::Epoch;
+use super::event::{Effect, Event, RestoreMode, ServerPower};
 use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 
@@ -35,9 +36,9 @@ fn list(statuses: &[Status]) -> String {
 /// # Errors
 /// A [`Refusal`] where an operator or a host asks for what the state does not allow.
 pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
-    match machine.state {
-        State::Deleted => return after_the_end(event, Refusal::Gone),
-        State::Retired => return after_the_end(event, Refusal::Superseded),
+    match &machine.state {
+        State::Deleted { was } => return after_the_end(was, event, Refusal::Gone),
+        State::Retired { was } => return after_the_end(was, event, Refusal::Superseded),
         _ => {}
     }
     match event {
@@ -70,35 +71,56 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             moved(State::Running { server_type: from }, vec![Effect::FailOperation { cause }])
         }),
         Event::ResizeFailed => resize_ended(machine, |_, _| failed(FailureCause::Resize)),
+        Event::OperationAbandoned => boot_ended(machine, FailureCause::Abandoned),
+        // It holds its slot already.
+        Event::Reinstated { .. } | Event::SuccessorDeleted => Ok(Outcome::Unchanged),
+        Event::ResumeRequested { server_type } => match machine.state {
+            State::Failed { .. } => Ok(moved(State::Running { server_type: server_type.clone() }, vec![])),
+            State::Running { .. } => Ok(Outcome::Unchanged),
+            _ => refuse(machine, &[Status::Failed]),
+        },
         Event::OperationHung => Ok(match machine.state {
-            State::Provisioning | State::Recovering => failed(FailureCause::OperationHung),
+            State::Provisioning | State::Recovering => failed_boot(FailureCause::OperationHung),
             // The server has its disk and may come back by itself.
             State::Resizing { .. } => failed(FailureCause::Resize),
             _ => Outcome::Unchanged,
         }),
         Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
-            State::Failed { cause: FailureCause::Resize } if *epoch == machine.epoch => {
+            State::Failed { cause } if cause.heals() && *epoch == machine.epoch => {
                 moved(State::Running { server_type: server_type.clone() }, vec![])
             }
             _ => Outcome::Unchanged,
         }),
         Event::OperatorFailed => Ok(match machine.state {
             State::Failed { cause: FailureCause::Operator } => Outcome::Unchanged,
+            State::Provisioning | State::Recovering => moved(
+                State::Failed { cause: FailureCause::Operator },
+                vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
+            ),
             _ => moved(
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections],
             ),
         }),
         Event::DeleteRequested => Ok(moved(
-            State::Deleted,
-            vec![Effect::CancelOperation, Effect::DeleteServer, Effect::CloseConnections],
+            State::Deleted { was: Box::new(machine.state.clone()) },
+            vec![
+                Effect::CancelOperation,
+                Effect::DeleteServer,
+                Effect::DeletePredecessor,
+                Effect::CloseConnections,
+            ],
         )),
     }
 }
 
-/// News from the world comes too late; a request is refused.
-fn after_the_end(event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
+/// News from the world comes too late; a request is refused. Only a slot that needs its last machine back changes it.
+fn after_the_end(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
+        Event::Reinstated { epoch, power } => reinstated(was, *epoch, *power, refusal),
+        Event::SuccessorDeleted if refusal == Refusal::Superseded => {
+            Ok(moved(State::Deleted { was: Box::new(was.clone()) }, vec![Effect::DeleteServer]))
+        }
         Event::RegistrationExpired
         | Event::ProviderRefused
         | Event::ServerGone
@@ -106,11 +128,33 @@ fn after_the_end(event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
         | Event::ResizeReverted
         | Event::ResizeFailed
         | Event::OperationHung
+        | Event::OperationAbandoned
+        | Event::SuccessorDeleted
         | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
         // Asked again for a deleted machine, delete answers as it did.
         Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),
         _ => Err(refusal),
     }
+}
+
+/// The machine takes its slot back as it was, but for what was interrupted: a server that may be off, and a change of
+/// type that was cancelled, have their host's word to wait for.
+fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -> Result<Outcome, Refusal> {
+    let next = match was {
+        State::Running { server_type } if power == ServerPower::On => {
+            State::Running { server_type: server_type.clone() }
+        }
+        State::Running { .. } | State::Resizing { .. } => {
+            State::Failed { cause: FailureCause::Reinstating }
+        }
+        State::Failed { cause } if cause.heals() => State::Failed { cause: FailureCause::Reinstating },
+        State::Failed { cause } => State::Failed { cause: *cause },
+        // It never served: there is nothing to go back to.
+        State::Provisioning | State::Recovering | State::Retired { .. } | State::Deleted { .. } => {
+            return Err(refusal);
+        }
+    };
+    Ok(moved(next, vec![Effect::CancelOperation, Effect::Reinstate { epoch }]))
 }
 
 fn registered(machine: &Machine, server_type: ServerType) -> Result<Outcome, Refusal> {
@@ -123,7 +167,7 @@ fn registered(machine: &Machine, server_type: ServerType) -> Result<Outcome, Ref
 /// A boot that fails after the machine runs, or has failed, says nothing new.
 fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
-        State::Provisioning | State::Recovering => Ok(failed(cause)),
+        State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
         _ if cause == FailureCause::BootReported => {
             refuse(machine, &[Status::Provisioning, Status::Recovering])
         }
@@ -133,10 +177,9 @@ fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal
 
 fn server_gone(machine: &Machine) -> Outcome {
     match machine.state {
-        // A failed resize heals by a heartbeat, but no longer once its server is gone.
-        State::Running { .. } | State::Resizing { .. } | State::Failed { cause: FailureCause::Resize } => {
-            failed(FailureCause::ServerGone)
-        }
+        State::Running { .. } | State::Resizing { .. } => failed(FailureCause::ServerGone),
+        // What heals by a heartbeat does so no longer once its server is gone.
+        State::Failed { cause } if cause.heals() => failed(FailureCause::ServerGone),
         _ => Outcome::Unchanged,
     }
 }
@@ -155,9 +198,17 @@ fn failed(cause: FailureCause) -> Outcome {
     moved(State::Failed { cause }, vec![Effect::FailOperation { cause }, Effect::CloseConnections])
 }
 
+/// A machine that never served gives its slot back.
+fn failed_boot(cause: FailureCause) -> Outcome {
+    moved(
+        State::Failed { cause },
+        vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::ReinstatePredecessor],
+    )
+}
+
 fn replace(machine: &Machine, status: Status, restore: RestoreMode) -> Outcome {
     moved(
-        State::Retired,
+        State::Retired { was: Box::new(machine.state.clone()) },
         vec![
             Effect::CancelOperation,
             Effect::Replace { status, restore, epoch: machine.epoch.next() },

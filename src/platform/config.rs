@@ -71,7 +71,14 @@ pub struct ProviderConfig {
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
     pub registration_ttl: Duration,
+    /// How long a host may be unreachable before its last backup is passed over.
     pub last_backup_deadline: Duration,
+    /// How long a last backup may make no progress before an operator is asked.
+    pub last_backup_stall: Duration,
+    /// How long a replaced server is kept after its successor's first healthy heartbeat.
+    pub predecessor_keep: Duration,
+    /// How long a deleted machine's server is kept.
+    pub delete_grace: Duration,
     /// How often the runner looks for due operations without a nudge.
     pub poll: Duration,
     /// How long a step stays with a process that has gone silent.
@@ -83,8 +90,10 @@ pub struct Timing {
     pub resize_change: Duration,
     /// How long a resized host may take to be switched on, and again to say that it is well.
     pub resize_health: Duration,
-    /// No operation but a deletion goes on for longer.
+    /// An operation that makes no progress for this long ends as failed.
     pub operation_deadline: Duration,
+    /// So does one that takes this long in all, and a boot that has not led to a registration by then.
+    pub operation_limit: Duration,
     /// How long a server of ours that belongs to no known machine is left alone.
     pub orphan_grace: Duration,
     /// How long a host may say nothing of an update that it was asked for.
@@ -129,6 +138,9 @@ impl PlatformConfig {
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
+            last_backup_stall: seconds(env, "LAST_BACKUP_STALL_SECONDS", 300),
+            predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
+            delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
             poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
             lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
             reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
@@ -136,6 +148,7 @@ impl PlatformConfig {
             resize_change: seconds(env, "RESIZE_CHANGE_SECONDS", 600),
             resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
             operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
+            operation_limit: seconds(env, "OPERATION_LIMIT_SECONDS", 86_400),
             orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
             rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),
             keys: KeyTiming {

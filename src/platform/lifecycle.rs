@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use deadpool_postgres::Transaction;
 
-use super::db::machine_changes::{self, End, NewMachine, NextState};
+use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
 use super::db::machine_row::{Failure, Kind, MachineRow};
 use super::db::{self, DbError};
-use super::operations::OperationKind;
+use super::operations::{OperationKind, OperationOptions};
 use super::tokens::{Purpose, TokenMint};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{Effect, Event, RestoreMode};
@@ -48,12 +48,16 @@ pub struct Wanted {
 }
 
 /// What goes with an event besides what the transition looks at.
-#[derive(Default)]
+#[derive(Default, Clone)]
 pub struct Circumstances<'a> {
     /// Where and why it failed, for people.
     pub failed_at: Option<(&'a str, &'a str)>,
     /// The machine that takes this one's place, where the event replaces it.
     pub successor: Option<&'a Wanted>,
+    /// What the operator decided for the operation that is filed.
+    pub options: OperationOptions,
+    /// An epoch that the object store knows of: the new machine's is above it.
+    pub epoch_floor: Epoch,
 }
 
 /// A machine with the operation that was filed for it.
@@ -86,7 +90,11 @@ pub async fn apply(
         Outcome::Moved { next, effects } => (next, effects),
     };
     let successor = MachineId::new();
-    write_state(tx, was, &next, successor, &with).await?;
+    let raised = effects.iter().find_map(|effect| match effect {
+        Effect::Reinstate { epoch } => Some(*epoch),
+        _ => None,
+    });
+    write_state(tx, was, &next, Ends { successor, raised }, &with).await?;
     let mut filed = None;
     for effect in effects {
         filed = effect_of(tx, mint, was, effect, successor, &with).await?.or(filed);
@@ -94,11 +102,18 @@ pub async fn apply(
     Ok(Change::Moved { filed })
 }
 
+/// What a change of place needs besides the state.
+struct Ends {
+    successor: MachineId,
+    /// The epoch under which it holds its slot again.
+    raised: Option<Epoch>,
+}
+
 async fn write_state(
     tx: &Transaction<'_>,
     was: &MachineRow,
     next: &State,
-    successor: MachineId,
+    ends: Ends,
     with: &Circumstances<'_>,
 ) -> Result<(), DbError> {
     let mut written = NextState {
@@ -106,7 +121,7 @@ async fn write_state(
         failure: None,
         server_type: &was.server_type,
         resize_to: None,
-        end: End::Stays,
+        place: ends.raised.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
     };
     let failure;
     match next {
@@ -125,13 +140,13 @@ async fn write_state(
             };
             written.failure = Some(&failure);
         }
-        State::Retired => {
+        State::Retired { .. } => {
             written.failure = was.failure.as_ref();
-            written.end = End::Retired { by: successor };
+            written.place = SlotPlace::Retired { by: ends.successor };
         }
-        State::Deleted => {
+        State::Deleted { .. } => {
             written.failure = was.failure.as_ref();
-            written.end = End::Deleted;
+            written.place = SlotPlace::Deleted;
         }
     }
     machine_changes::compare_and_set(tx, was, &written).await
@@ -152,21 +167,76 @@ async fn effect_of(
         }
         Effect::Replace { status, restore, epoch } => {
             let wanted = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
-            return insert(tx, mint, successor, wanted, status, restore, epoch).await.map(Some);
+            let epoch = epoch.max(with.epoch_floor.next());
+            let plan = Plan { id: successor, status, restore, epoch, options: with.options };
+            return insert(tx, mint, wanted, plan).await.map(Some);
         }
         Effect::DeleteServer => {
-            return Ok(Some(file(tx, was.id, OperationKind::Delete).await?));
+            return Ok(Some(file(tx, was.id, OperationKind::Delete, with.options).await?));
         }
         // The type is in the row.
-        Effect::ChangeType { .. } => return Ok(Some(file(tx, was.id, OperationKind::Resize).await?)),
+        Effect::ChangeType { .. } => {
+            return Ok(Some(file(tx, was.id, OperationKind::Resize, with.options).await?));
+        }
+        Effect::Reinstate { .. } => {
+            return Ok(Some(file(tx, was.id, OperationKind::Reinstate, with.options).await?));
+        }
+        Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, was, with).await?,
+        Effect::DeletePredecessor => delete_predecessor(tx, mint, was, with).await?,
         // Routers see the row's change sequence, which the database's trigger moves.
         Effect::CloseConnections => {}
     }
     Ok(None)
 }
 
-async fn file(tx: &Transaction<'_>, machine: MachineId, kind: OperationKind) -> Result<Filed, DbError> {
-    let operation = db::operations::file(tx, machine, kind.as_str(), kind.first_step().as_str()).await?;
+/// Gives the slot back to its last registered machine, if that still has a server. Without one the failed machine keeps
+/// the slot, as the place where its failure is shown.
+async fn reinstate_predecessor(
+    tx: &Transaction<'_>,
+    mint: &TokenMint,
+    was: &MachineRow,
+    with: &Circumstances<'_>,
+) -> Result<(), LifecycleError> {
+    let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
+    if !last.has_server() || last.deleted_at.is_some() {
+        return Ok(());
+    }
+    machine_changes::leave_slot(tx, was.id, last.id).await?;
+    let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
+    let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
+    // Where it keeps a failure of its own, that stays told as it was.
+    let failed_at = last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let reason = "the machine that was to replace it did not register";
+    let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
+    Box::pin(apply(tx, mint, &last, &event, with)).await?;
+    tracing::warn!(machine = %was.id, reinstated = %last.id, "a slot goes back to its last machine");
+    Ok(())
+}
+
+/// Deletes the machine that was to be replaced along with the one that was to replace it.
+async fn delete_predecessor(
+    tx: &Transaction<'_>,
+    mint: &TokenMint,
+    was: &MachineRow,
+    with: &Circumstances<'_>,
+) -> Result<(), LifecycleError> {
+    if was.registered_at.is_some() {
+        return Ok(());
+    }
+    let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
+    if last.has_server() {
+        Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with.clone())).await?;
+    }
+    Ok(())
+}
+
+async fn file(
+    tx: &Transaction<'_>,
+    machine: MachineId,
+    kind: OperationKind,
+    options: OperationOptions,
+) -> Result<Filed, DbError> {
+    let operation = db::operations::file(tx, machine, kind, options).await?;
     Ok(Filed { machine, operation })
 }
 
@@ -179,20 +249,30 @@ pub async fn begin(
     mint: &TokenMint,
     wanted: &Wanted,
     restore: RestoreMode,
+    with: &Circumstances<'_>,
 ) -> Result<Filed, LifecycleError> {
-    let epoch = db::machines::highest_epoch(tx, &wanted.user, &wanted.slot).await?.next();
-    insert(tx, mint, MachineId::new(), wanted, Status::Provisioning, restore, epoch).await
+    let highest = db::machines::highest_epoch(tx, &wanted.user, &wanted.slot).await?;
+    let epoch = highest.max(with.epoch_floor).next();
+    let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
+    insert(tx, mint, wanted, Plan { id, status, restore, epoch, options }).await
+}
+
+/// How a new machine starts.
+struct Plan {
+    id: MachineId,
+    status: Status,
+    restore: RestoreMode,
+    epoch: Epoch,
+    options: OperationOptions,
 }
 
 async fn insert(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    id: MachineId,
     wanted: &Wanted,
-    status: Status,
-    restore: RestoreMode,
-    epoch: Epoch,
+    plan: Plan,
 ) -> Result<Filed, LifecycleError> {
+    let Plan { id, status, restore, epoch, options } = plan;
     let kind = match status {
         Status::Recovering => OperationKind::Recover,
         Status::Provisioning | Status::Running | Status::Resizing | Status::Failed => {
@@ -219,5 +299,5 @@ async fn insert(
         restore_snapshot: wanted.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;
-    Ok(file(tx, id, kind).await?)
+    Ok(file(tx, id, kind, options).await?)
 }

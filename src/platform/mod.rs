@@ -5,6 +5,7 @@
 pub mod api;
 pub mod config;
 pub mod context;
+pub mod copies;
 pub mod db;
 pub mod doctor;
 pub mod fleet;

@@ -43,7 +43,7 @@ pub async fn handle(
     let message = fields.text("message", LONGEST_MESSAGE);
     let (stage, message) = fields.finish(stage.zip(message))?;
 
-    let with = Circumstances { failed_at: Some((&stage, &message)), successor: None };
+    let with = Circumstances { failed_at: Some((&stage, &message)), ..Circumstances::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
         .await
         .map_err(|error| fault::lifecycle(error, &machine))?;

@@ -1,23 +1,27 @@
-//! POST `/vps/:id/boot-stage`: a booting host says which stage it is at. It changes no state; people look at it.
+//! POST `/vps/:id/boot-stage`: a booting host says which stage it is at, and how far. It changes no state; progress
+//! extends the time that the host has to register.
 
 use std::str::FromStr;
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Answer, Content, Operation, fields, one_of};
+use crate::http::fields::Fields;
+use crate::http::openapi::{Answer, Content, Operation, count, fields, one_of};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::db::{self, machine_changes};
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, DbError, machine_changes};
 use axum::routing::post;
 
 /// A host that starts again and again says the same again and again: only the last ones are kept.
@@ -52,7 +56,13 @@ pub async fn handle(
         return Err(registration_rejected());
     }
     let stage = fields.required("stage");
+    let progress = progress(&mut fields);
     let Stage(stage) = fields.finish(stage)?;
+    if let Some(progress) = progress.map(|progress| progress.of(&stage)) {
+        note_progress(&platform, &tx, &machine, &progress).await?;
+        db::commit(tx).await?;
+        return Ok(StatusCode::NO_CONTENT.into_response());
+    }
 
     let mut stages = machine.boot_stages.as_array().cloned().unwrap_or_default();
     stages.push(json!({"stage": stage, "at": rfc3339_ms(now_ms())}));
@@ -62,6 +72,55 @@ pub async fn handle(
     db::commit(tx).await?;
     tracing::info!(machine = %id, stage, "the host boots");
     Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+/// How far a stage has got; each figure only grows while the stage makes progress.
+struct StageProgress {
+    bytes: Option<u64>,
+    total_bytes: Option<u64>,
+    rows: Option<u64>,
+    total_rows: Option<u64>,
+}
+
+impl StageProgress {
+    fn of(&self, stage: &str) -> Value {
+        json!({
+            "stage": stage,
+            "bytes": self.bytes,
+            "totalBytes": self.total_bytes,
+            "rows": self.rows,
+            "totalRows": self.total_rows,
+        })
+    }
+}
+
+fn progress(fields: &mut Fields) -> Option<StageProgress> {
+    let mut inner = fields.optional_nested("progress")?;
+    let mut figure = |name: &str| inner.optional_number(name);
+    let progress = StageProgress {
+        bytes: figure("bytes"),
+        total_bytes: figure("totalBytes"),
+        rows: figure("rows"),
+        total_rows: figure("totalRows"),
+    };
+    fields.close(inner);
+    Some(progress)
+}
+
+/// A boot that gets further has more time to register, and its operation to end; one that says the same again has not.
+async fn note_progress(
+    platform: &Platform,
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+    progress: &Value,
+) -> Result<(), DbError> {
+    if machine.boot_progress.as_ref() == Some(progress) {
+        return Ok(());
+    }
+    let timing = &platform.config.timing;
+    let (ttl, limit) = (timing.registration_ttl, timing.operation_limit);
+    machine_changes::boot_progress(tx, machine.id, progress, ttl, limit).await?;
+    db::operations::progressed(tx, machine.id).await
 }
 
 /// The route and its description.
@@ -74,7 +133,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            fields(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
+            let figures = ["bytes", "totalBytes", "rows", "totalRows"].map(|name| (name, count()));
+            fields(
+                &[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))],
+                &[("progress", fields(&[], &figures))],
+            )
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],

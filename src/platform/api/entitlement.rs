@@ -3,10 +3,13 @@
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
 
+use crate::config::Flag;
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::machine::plan::Plan;
+use crate::platform::context::Platform;
 use crate::platform::db;
+use crate::platform::db::machine_row::{Kind, MachineRow};
 
 /// Passes a type that the slot's active subscription pays for.
 ///
@@ -25,6 +28,25 @@ pub async fn entitled(
             Code::SubscriptionRequired,
             format!("The slot {slot} has no active subscription."),
         )),
+    }
+}
+
+/// Passes a type that this machine may have: what its slot's plan contains, or what a preview may have.
+///
+/// # Errors
+/// As [`entitled`] and [`contained`].
+pub async fn of_machine(
+    platform: &Platform,
+    client: &impl GenericClient,
+    machine: &MachineRow,
+    server_type: &ServerType,
+) -> Result<(), Problem> {
+    match machine.kind {
+        Kind::Preview => contained(Plan::Max, server_type),
+        Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
+            entitled(client, &machine.user, &machine.slot, server_type).await
+        }
+        Kind::Customer => Ok(()),
     }
 }
 

@@ -55,7 +55,7 @@ async fn fail(
         return Ok(reply);
     }
     let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
-    let with = Circumstances { failed_at: Some((STAGE, reason)), successor: None };
+    let with = Circumstances { failed_at: Some((STAGE, reason)), ..Circumstances::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &Event::OperatorFailed, with).await;
     let change = change.map_err(|error| fault::lifecycle(error, &machine))?;
     let failed = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;

@@ -15,14 +15,16 @@ use super::endpoint::{
 };
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
-use crate::http::openapi::{Operation, any_text, array, boolean, count, fields, object, one_of, text};
+use crate::http::openapi::{
+    Operation, any_text, array, boolean, count, fields, nullable, object, one_of, text, uuid,
+};
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
-use crate::machine::state::{FailureCause, Status};
+use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
@@ -60,10 +62,15 @@ pub async fn handle(
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
     }
     let beat = beat(&call)?;
-    let superseded = !machine.is_active() && !still_needed(&platform, &machine).await?;
+    // A machine that may still get its slot back is not sent away: its writers stay stopped.
+    let stopped_for = {
+        let session = platform.db.session().await?;
+        db::machines::stopped_for(&session, &machine).await?
+    };
+    let superseded = !machine.is_active() && stopped_for.is_none();
     let epoch = beat.epoch;
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
-    if machine.is_active() {
+    if !superseded {
         let session = platform.db.session().await?;
         let beat = Heartbeat {
             image_version: &beat.image_version,
@@ -76,6 +83,9 @@ pub async fn handle(
             proof_kids: &beat.proof_kids,
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
+        if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
+            machine_changes::proven(&session, id).await?;
+        }
     }
     if is_well {
         heal(&platform, &machine, epoch).await;
@@ -91,6 +101,7 @@ pub async fn handle(
         "epoch": machine.epoch,
         "superseded": superseded,
         "proofKeys": keys,
+        "quiesce": stopped_for,
     });
     if let Some(desired) = desired {
         answer["desiredImageVersion"] = desired.image_version.into();
@@ -99,15 +110,15 @@ pub async fn handle(
     Ok(Json(answer).into_response())
 }
 
-/// A machine whose resize failed, and whose host is well all the same, runs again with the type that the provider
+/// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
 /// reports. What is in the way now may not be at the next heartbeat, so a failure costs nothing but the time.
 async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Resize);
+    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
     if !machine.is_active() || machine.status != Status::Failed || !failed {
         return;
     }
     match healed(platform, machine, epoch).await {
-        Ok(true) => tracing::info!(machine = %machine.id, "healed after a failed resize"),
+        Ok(true) => tracing::info!(machine = %machine.id, "runs again with a healthy heartbeat"),
         Ok(false) => {}
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "a machine could not be healed yet");
@@ -142,13 +153,11 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     Ok(true)
 }
 
-/// A replaced host that is being asked for its last backup is not sent away before it could make it.
+/// A host that is asked for its last backup may write it before it is sent away.
 pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
-    let Some(successor) = machine.replaced_by.filter(|_| machine.deleted_at.is_none()) else {
-        return Ok(false);
-    };
     let session = platform.db.session().await?;
-    let operation = db::operations::newest(&session, successor, "recover").await?;
+    let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
+    let operation = db::operations::get(&session, operation).await?;
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
 }
 
@@ -323,6 +332,7 @@ fn known() -> Value {
             ("epoch", count()),
             ("superseded", boolean()),
             ("proofKeys", object(&[("keys", array(key))], &[])),
+            ("quiesce", nullable(uuid())),
         ],
         &[("desiredRequestId", text())],
     )

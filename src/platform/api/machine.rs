@@ -13,6 +13,7 @@ use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::platform::context::Platform;
+use crate::platform::copies;
 use crate::platform::db::{self};
 use axum::routing::get;
 use http::Method;
@@ -35,6 +36,7 @@ pub async fn handle(
         operations.push(operation::record(&session, &one).await?);
     }
     record["operations"] = operations.into();
+    record["copies"] = copies::of_slot(&session, &machine, &platform.config.timing).await?;
     Ok(Json(record).into_response())
 }
 

@@ -9,6 +9,7 @@ pub mod bundle;
 pub mod call;
 pub mod delete;
 pub mod deploy;
+pub mod discard;
 pub mod endpoint;
 pub mod entitlement;
 pub mod fail;
@@ -22,13 +23,17 @@ pub mod metrics;
 pub mod mutation;
 pub mod object;
 pub mod operation;
+pub mod operation_decision;
 pub mod provision;
 pub mod recover;
 pub mod register;
 pub mod resize;
+pub mod restorable;
+pub mod resume;
 pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
+pub mod undelete;
 
 use std::sync::Arc;
 
@@ -47,7 +52,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 31] = [
+pub static ENDPOINTS: [&Endpoint; 36] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -57,6 +62,9 @@ pub static ENDPOINTS: [&Endpoint; 31] = [
     &delete::ENDPOINT,
     &resize::ENDPOINT,
     &fail::ENDPOINT,
+    &resume::ENDPOINT,
+    &undelete::ENDPOINT,
+    &discard::ENDPOINT,
     &backup::BACKUP,
     &backup::DRILL,
     &backups::ENDPOINT,
@@ -66,6 +74,8 @@ pub static ENDPOINTS: [&Endpoint; 31] = [
     &boot_stage::ENDPOINT,
     &boot_failure::ENDPOINT,
     &operation::ENDPOINT,
+    &operation_decision::CONTINUE,
+    &operation_decision::ABANDON,
     &deploy::START,
     &deploy::LIST,
     &deploy::LOOK,

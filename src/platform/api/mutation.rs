@@ -67,7 +67,9 @@ impl Mutation {
                 _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 printable characters")),
             },
         };
-        let route = format!("{} {}", call.method, call.uri.path());
+        // Options in the query are part of what is asked.
+        let asked = call.uri.path_and_query().map_or_else(|| call.uri.path(), |whole| whole.as_str());
+        let route = format!("{} {asked}", call.method);
         Ok(Self { key, route, body_hash: call.body_hash() })
     }
 

@@ -10,13 +10,13 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::endpoint::{
-    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, handle_name, idp_user_id, image_version, location,
+    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, handle_name, idp_user_id, image_version, kind, location,
     server_type, slot_name, status, told,
 };
 use super::mutation::{self, Changed, Mutation, Reply};
-use super::{entitlement, fault};
+use super::{entitlement, fault, restorable};
 use crate::config::Flag;
-use crate::http::openapi::{Operation, count, fields, nullable, object, one_of, uuid};
+use crate::http::openapi::{Operation, boolean, count, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::OperationId;
@@ -27,6 +27,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
+use crate::platform::operations::OperationOptions;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, Unusable};
 use crate::store::{Bucket, bundle};
@@ -38,8 +39,10 @@ struct Asked {
     handle: Handle,
     server_type: ServerType,
     location: Location,
-    image_version: ImageVersion,
+    /// `None`: the one that the slot runs, or the platform's for a new slot.
+    image_version: Option<ImageVersion>,
     kind: Kind,
+    options: OperationOptions,
 }
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
@@ -60,8 +63,10 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
     let handle = fields.required("handle");
     let server_type = fields.optional("serverType").unwrap_or_else(|| defaults.server_type.clone());
     let location = fields.optional("location").unwrap_or_else(|| defaults.location.clone());
-    let image_version = fields.optional("imageVersion").unwrap_or_else(|| defaults.image_version.clone());
+    let image_version = fields.optional("imageVersion");
     let kind = fields.optional("kind").unwrap_or(Kind::Customer);
+    let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
+    let options = OperationOptions { accept_loss, ..OperationOptions::default() };
     let asked = user.zip(handle).map(|(user, handle)| Asked {
         user,
         slot,
@@ -70,6 +75,7 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
         location,
         image_version,
         kind,
+        options,
     });
     fields.finish(asked)
 }
@@ -82,7 +88,7 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     let existing = admissible(platform, &session, asked).await?;
     // Looked up before the transaction, so that no row is held while the store is asked.
     let prepared = if existing.as_ref().is_none_or(has_failed) {
-        Some((digest(&platform.bucket, &asked.image_version).await?, restore_mode(platform, asked).await?))
+        Some(prepare(platform, &session, asked).await?)
     } else {
         None
     };
@@ -100,14 +106,14 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
         db::commit(tx).await?;
         return Ok(reply);
     }
-    let Some((bundle_sha256, restore)) = prepared else {
+    let Some(prepared) = prepared else {
         return Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1));
     };
     let owner = db::slots::claim_handle(&tx, &asked.handle, &asked.user).await?;
     if owner != asked.user.as_str() {
         return Err(handle_taken(&asked.handle));
     }
-    let filed = make(platform, &tx, asked, bundle_sha256, restore, existing.as_ref()).await?;
+    let filed = make(platform, &tx, asked, prepared, existing.as_ref()).await?;
     let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
     let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
     let (before, after) = (existing.as_ref().map(MachineRow::record), machine.record());
@@ -119,12 +125,43 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     Ok(reply)
 }
 
+/// What the new machine is made of, looked up before anything changes.
+struct Prepared {
+    image_version: ImageVersion,
+    bundle_sha256: String,
+    restore: RestoreMode,
+}
+
+async fn prepare(
+    platform: &Platform,
+    client: &impl GenericClient,
+    asked: &Asked,
+) -> Result<Prepared, Problem> {
+    let image_version = match &asked.image_version {
+        Some(version) => version.clone(),
+        None => release(platform, client, &asked.user, &asked.slot).await?,
+    };
+    let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
+    let restore = restore_mode(platform, client, asked).await?;
+    Ok(Prepared { image_version, bundle_sha256, restore })
+}
+
+/// The release that the next machine of a slot starts with.
+pub async fn release(
+    platform: &Platform,
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<ImageVersion, Problem> {
+    let known = db::slots::release(client, user, slot).await?;
+    Ok(known.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
+}
+
 async fn make(
     platform: &Platform,
     tx: &deadpool_postgres::Transaction<'_>,
     asked: &Asked,
-    bundle_sha256: String,
-    restore: RestoreMode,
+    prepared: Prepared,
     failed: Option<&MachineRow>,
 ) -> Result<Filed, Problem> {
     let config = &platform.config;
@@ -135,21 +172,23 @@ async fn make(
         kind: asked.kind,
         server_type: asked.server_type.clone(),
         location: asked.location.clone(),
-        image_version: asked.image_version.clone(),
-        bundle_sha256,
+        image_version: prepared.image_version,
+        bundle_sha256: prepared.bundle_sha256,
         https_port: config.hosts.https_port,
         lives_for: (asked.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
+    let restore = prepared.restore;
+    let with =
+        Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
     let Some(failed) = failed else {
-        let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore).await;
+        let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
         return begun.map_err(|error| match error {
             lifecycle::LifecycleError::Db(error) => error.into(),
             error => Problem::internal(&error),
         });
     };
     let event = Event::ProvisionRequested { restore };
-    let with = Circumstances { failed_at: None, successor: Some(&wanted) };
     let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
     match change.map_err(|error| fault::lifecycle(error, failed))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
@@ -170,6 +209,13 @@ async fn admissible(
         return Err(Problem::new(Code::Disabled, "Provisioning is switched off (CUSTOMER_VPS_ENABLED)."));
     }
     let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
+    if let Some(other) = existing.as_ref().filter(|machine| machine.kind != asked.kind) {
+        let (held, asked) = (other.kind.as_str(), asked.kind.as_str());
+        let detail = format!("The slot holds a {held} machine, and a {asked} machine is asked for; delete the first.");
+        return Err(Problem::new(Code::InvalidState, detail)
+            .with("machineStatus", json!(other.status))
+            .with("kind", json!(held)));
+    }
     match asked.kind {
         Kind::Customer if config.billing_enforcement == Flag::On => {
             entitlement::entitled(client, &asked.user, &asked.slot, &asked.server_type).await?;
@@ -200,12 +246,23 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, P
 }
 
 /// A slot with a snapshot, or with what should be one, never starts empty.
-async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
+async fn restore_mode(
+    platform: &Platform,
+    client: &impl GenericClient,
+    asked: &Asked,
+) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
-        Ok(_) | Err(Unusable::Damaged { .. }) => Ok(RestoreMode::Required),
-        Err(Unusable::Absent) => Ok(RestoreMode::Empty),
-        Err(Unusable::Store(error)) => Err(error.into()),
+        Ok(named) => {
+            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            restorable::fits(platform, &side, &asked.server_type).await?;
+            Ok(RestoreMode::Required)
+        }
+        Err(Unusable::Absent) => {
+            restorable::never_backed_up(client, &asked.user, &asked.slot).await?;
+            Ok(RestoreMode::Empty)
+        }
+        Err(error) => Err(fault::unusable(error)),
     }
 }
 
@@ -227,6 +284,7 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
         "idpUserId": machine.user,
         "slot": machine.slot,
         "handle": machine.handle,
+        "kind": machine.kind.as_str(),
         "status": machine.status,
         "epoch": machine.epoch,
         "operationId": operation,
@@ -250,7 +308,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("serverType", server_type()),
                     ("location", location()),
                     ("imageVersion", image_version()),
-                    ("kind", one_of(&["customer", "preview"])),
+                    ("kind", kind()),
+                    ("acceptLoss", boolean()),
                 ],
             )
         }),
@@ -261,6 +320,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::ServerTypeNotAllowed,
             Code::BundleNotFound,
             Code::HandleTaken,
+            Code::InvalidState,
+            Code::SnapshotUnusable,
+            Code::DiskTooSmall,
             Code::PreviewLimitReached,
             Code::StoreUnavailable,
             Code::Unavailable,
@@ -278,6 +340,7 @@ fn made() -> Value {
             ("idpUserId", idp_user_id()),
             ("slot", slot_name()),
             ("handle", handle_name()),
+            ("kind", kind()),
             ("status", status()),
             ("epoch", count()),
             ("operationId", nullable(uuid())),

@@ -11,21 +11,25 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, slot_name, status, told};
+use super::endpoint::{
+    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, image_version, kind, location, server_type,
+    slot_name, status, told,
+};
 use super::mutation::{self, Changed, Mutation, Reply};
-use super::{fault, provision};
+use super::{entitlement, fault, provision, restorable};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, Slot};
+use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
+use crate::platform::operations::OperationOptions;
 use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::snapshot::{self, Unusable};
+use crate::store::snapshot::{self, SideRecord, Unusable};
 use axum::routing::post;
 
 struct Asked {
@@ -34,6 +38,12 @@ struct Asked {
     empty: EmptyStart,
     /// The snapshot that the operator expects to be restored.
     snapshot_key: Option<SnapshotKey>,
+    options: OperationOptions,
+    /// Another than the slot's machine has.
+    server_type: Option<ServerType>,
+    location: Option<Location>,
+    /// Another than the slot runs.
+    image_version: Option<ImageVersion>,
 }
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -60,7 +70,56 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
     let empty =
         if fields.boolean("allowEmpty") == Some(true) { EmptyStart::Allowed } else { EmptyStart::Refused };
     let snapshot_key = fields.optional("snapshotKey");
-    fields.finish(user.map(|user| Asked { user, slot, empty, snapshot_key }))
+    let options = OperationOptions {
+        accept_loss: fields.boolean("acceptLoss").unwrap_or(false),
+        replace_first: fields.boolean("replaceFirst").unwrap_or(false),
+        now: false,
+    };
+    let (server_type, location) = (fields.optional("serverType"), fields.optional("location"));
+    let image_version = fields.optional("imageVersion");
+    let asked = user.map(|user| Asked {
+        user,
+        slot,
+        empty,
+        snapshot_key,
+        options,
+        server_type,
+        location,
+        image_version,
+    });
+    fields.finish(asked)
+}
+
+/// What the new machine is made of, looked up before anything changes.
+struct Prepared {
+    restore: RestoreMode,
+    snapshot: Option<String>,
+    image_version: ImageVersion,
+    bundle_sha256: String,
+    server_type: ServerType,
+}
+
+async fn prepare(
+    platform: &Platform,
+    client: &impl GenericClient,
+    asked: &Asked,
+    machine: &MachineRow,
+) -> Result<Prepared, Problem> {
+    let server_type = asked.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
+    if server_type != machine.server_type {
+        entitlement::of_machine(platform, client, machine, &server_type).await?;
+    }
+    let starts = starts_with(platform, client, asked).await?;
+    if let Some(side) = &starts.side {
+        restorable::fits(platform, side, &server_type).await?;
+    }
+    let image_version = match &asked.image_version {
+        Some(version) => version.clone(),
+        None => provision::release(platform, client, &asked.user, &asked.slot).await?,
+    };
+    let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
+    let (restore, snapshot) = (starts.restore, starts.key);
+    Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type })
 }
 
 async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
@@ -69,15 +128,11 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         return Ok(reply);
     }
     let machine = of_slot(db::machines::of_slot(&session, &asked.user, &asked.slot).await?, asked)?;
-    let image_version = platform.config.provisioning.image_version.clone();
     // Under way, it needs nothing of the store.
     let prepared = if machine.status == Status::Recovering {
         None
     } else {
-        Some((
-            begins_with(platform, asked).await?,
-            provision::digest(&platform.bucket, &image_version).await?,
-        ))
+        Some(prepare(platform, &session, asked, &machine).await?)
     };
 
     let tx = db::begin(&mut session).await?;
@@ -93,7 +148,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         db::commit(tx).await?;
         return Ok(reply);
     }
-    let Some(((restore, restore_snapshot), bundle_sha256)) = prepared else {
+    let Some(prepared) = prepared else {
         return Err(changed_meanwhile());
     };
     let wanted = Wanted {
@@ -101,16 +156,17 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         slot: machine.slot.clone(),
         handle: machine.handle.clone(),
         kind: machine.kind,
-        server_type: machine.server_type.clone(),
-        location: machine.location.clone(),
-        image_version,
-        bundle_sha256,
+        server_type: prepared.server_type,
+        location: asked.location.clone().unwrap_or_else(|| machine.location.clone()),
+        image_version: prepared.image_version,
+        bundle_sha256: prepared.bundle_sha256,
         https_port: platform.config.hosts.https_port,
         lives_for: preview_life(platform, &machine),
-        restore_snapshot,
+        restore_snapshot: prepared.snapshot,
     };
-    let event = Event::RecoverRequested { restore };
-    let with = Circumstances { failed_at: None, successor: Some(&wanted) };
+    let event = Event::RecoverRequested { restore: prepared.restore };
+    let with =
+        Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
@@ -139,17 +195,39 @@ fn of_slot(found: Option<MachineRow>, asked: &Asked) -> Result<MachineRow, Probl
     found.ok_or_else(|| fault::machine_not_found(&format!("in slot {} of {}", asked.slot, asked.user)))
 }
 
-/// What the new machine begins with: the latest snapshot, or the one that is asked for, which must be there whole.
-async fn begins_with(platform: &Platform, asked: &Asked) -> Result<(RestoreMode, Option<String>), Problem> {
+/// The data that the new machine starts with.
+struct StartsWith {
+    restore: RestoreMode,
+    /// `None`: the snapshot that the pointer names.
+    key: Option<String>,
+    side: Option<SideRecord>,
+}
+
+/// The latest snapshot, or the one that is asked for, which must be there whole. The pointer must be readable in any
+/// case: the fence is written into it.
+async fn starts_with(
+    platform: &Platform,
+    client: &impl GenericClient,
+    asked: &Asked,
+) -> Result<StartsWith, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     if let Some(key) = &asked.snapshot_key {
-        let chosen =
-            snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
-        return Ok((RestoreMode::Required, Some(chosen.key)));
+        restorable::readable_pointer(&platform.bucket, &slot).await?;
+        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
+        return Ok(StartsWith { restore: RestoreMode::Required, key: Some(side.key.clone()), side: Some(side) });
     }
     match snapshot::latest(&platform.bucket, &slot).await {
-        Ok(_) => Ok((RestoreMode::Required, None)),
-        Err(Unusable::Absent) if asked.empty == EmptyStart::Allowed => Ok((RestoreMode::Empty, None)),
+        Ok(named) => {
+            let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
+            Ok(StartsWith { restore: RestoreMode::Required, key: None, side: Some(side) })
+        }
+        Err(Unusable::Absent) => {
+            restorable::never_backed_up(client, &asked.user, &asked.slot).await?;
+            if asked.empty == EmptyStart::Refused {
+                return Err(fault::unusable(Unusable::Absent));
+            }
+            Ok(StartsWith { restore: RestoreMode::Empty, key: None, side: None })
+        }
         Err(error) => Err(fault::unusable(error)),
     }
 }
@@ -169,6 +247,7 @@ fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
         "oldMachineId": old,
         "machineId": new.id,
         "slot": new.slot,
+        "kind": new.kind.as_str(),
         "status": new.status,
         "epoch": new.epoch,
         "operationId": operation,
@@ -191,6 +270,11 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("slot", slot_name()),
                     ("allowEmpty", boolean()),
                     ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                    ("acceptLoss", boolean()),
+                    ("replaceFirst", boolean()),
+                    ("serverType", server_type()),
+                    ("location", location()),
+                    ("imageVersion", image_version()),
                 ],
             )
         }),
@@ -200,6 +284,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("oldMachineId", uuid()),
                     ("machineId", uuid()),
                     ("slot", slot_name()),
+                    ("kind", kind()),
                     ("status", status()),
                     ("epoch", count()),
                     ("operationId", uuid()),
@@ -210,6 +295,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         problems: &[
             Code::MachineNotFound,
             Code::SnapshotUnusable,
+            Code::DiskTooSmall,
+            Code::SubscriptionRequired,
+            Code::ServerTypeNotAllowed,
             Code::BundleNotFound,
             Code::StoreUnavailable,
             Code::Unavailable,

@@ -132,6 +132,7 @@ async fn register(
         body_hash: &body_hash,
     };
     machine_changes::registered(tx, machine.id, &registration).await?;
+    db::slots::set_release(tx, &machine.user, &machine.slot, &asked.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
     let id = machine.id.to_string();
     let actor = format!("machine:{id}");

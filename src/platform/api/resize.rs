@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
-use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -15,17 +14,15 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, server_type, status, told};
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
-use crate::config::Flag;
 use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::ServerType;
-use crate::machine::plan::Plan;
 use crate::machine::transition::{Outcome, transition};
 use crate::platform::context::Platform;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
 use crate::provider::{ServerId, ServerTypeInfo};
@@ -60,7 +57,7 @@ async fn resize(
     }
     let seen = found(db::machines::get(&session, id).await?, id)?;
     if changes(&seen, to)? {
-        allowed(platform, &session, &seen, to).await?;
+        entitlement::of_machine(platform, &session, &seen, to).await?;
         let info = offered(platform, to).await?;
         fits(platform, &seen, &info).await?;
     }
@@ -76,7 +73,7 @@ async fn resize(
         );
     }
     if changes(&machine, to)? {
-        allowed(platform, &tx, &machine, to).await?;
+        entitlement::of_machine(platform, &tx, &machine, to).await?;
     }
     let event = Event::ResizeRequested { to: to.clone() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
@@ -121,21 +118,6 @@ fn changes(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
 async fn offered(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
     let info = platform.provider.server_type(to).await.map_err(|error| fault::provider(&error))?;
     info.ok_or_else(|| Problem::field("/serverType", format!("{to} is no server type of the provider")))
-}
-
-async fn allowed(
-    platform: &Platform,
-    client: &impl GenericClient,
-    machine: &MachineRow,
-    to: &ServerType,
-) -> Result<(), Problem> {
-    match machine.kind {
-        Kind::Preview => entitlement::contained(Plan::Max, to),
-        Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
-            entitlement::entitled(client, &machine.user, &machine.slot, to).await
-        }
-        Kind::Customer => Ok(()),
-    }
 }
 
 /// A disk never shrinks; what counts is the one that the server really has.

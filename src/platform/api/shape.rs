@@ -15,6 +15,10 @@ pub fn status() -> Value {
     one_of(&Status::ALL.map(Status::as_str))
 }
 
+pub fn kind() -> Value {
+    one_of(&["customer", "preview"])
+}
+
 pub fn idp_user_id() -> Value {
     matching(IdpUserId::PATTERN)
 }
@@ -148,6 +152,17 @@ fn machine_members() -> Vec<(&'static str, Value)> {
     );
     let stage = object(&[("stage", text()), ("at", time())], &[]);
     let boot = object(&[("stage", text()), ("at", time()), ("stages", array(stage))], &[]);
+    let figure = || nullable(count());
+    let boot_progress = object(
+        &[
+            ("stage", text()),
+            ("bytes", figure()),
+            ("totalBytes", figure()),
+            ("rows", figure()),
+            ("totalRows", figure()),
+        ],
+        &[],
+    );
     vec![
         ("machineId", uuid()),
         ("idpUserId", idp_user_id()),
@@ -172,12 +187,40 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("lastUpdate", nullable(last_update_told())),
         ("checks", nullable(checks_told())),
         ("boot", nullable(boot)),
+        ("bootProgress", nullable(boot_progress)),
+        ("provenAt", nullable(time())),
+        ("finalBackupAt", nullable(time())),
+        ("unsavedSince", nullable(time())),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),
         ("deletedAt", nullable(time())),
         ("createdAt", time()),
         ("updatedAt", time()),
     ]
+}
+
+/// Which copies of the slot's data exist.
+fn copies() -> Value {
+    let live = object(&[("machineId", uuid()), ("providerServerId", nullable(text()))], &[]);
+    let kept = object(
+        &[
+            ("machineId", uuid()),
+            ("providerServerId", nullable(text())),
+            ("reason", one_of(&["replaced", "deleted"])),
+            ("until", nullable(time())),
+            ("unsavedSince", nullable(time())),
+        ],
+        &[],
+    );
+    object(
+        &[
+            ("live", nullable(live)),
+            ("kept", array(kept)),
+            ("newestSnapshotAt", nullable(time())),
+            ("exposedSeconds", nullable(count())),
+        ],
+        &[],
+    )
 }
 
 /// A machine's record.
@@ -189,6 +232,7 @@ pub fn machine() -> Value {
 pub fn machine_with_operations() -> Value {
     let mut members = machine_members();
     members.push(("operations", array(named("Operation"))));
+    members.push(("copies", copies()));
     object(&members, &[])
 }
 
@@ -203,7 +247,8 @@ pub fn operation() -> Value {
             ("operationId", uuid()),
             ("machineId", uuid()),
             ("kind", text()),
-            ("state", one_of(&["running", "succeeded", "failed", "cancelled"])),
+            ("state", one_of(&["running", "waiting", "succeeded", "failed", "cancelled"])),
+            ("question", nullable(object(&[("code", text()), ("detail", text())], &[]))),
             ("step", text()),
             ("attempts", count()),
             ("errorCode", nullable(text())),

@@ -29,9 +29,6 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     let machine = call.host(&platform).await?;
-    if machine.deleted_at.is_some() {
-        return Err(unauthorized());
-    }
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
@@ -41,6 +38,8 @@ pub async fn handle(
         Life::Whole
     } else if heartbeat::still_needed(&platform, &machine).await? {
         Life::Shortest
+    } else if machine.deleted_at.is_some() {
+        return Err(unauthorized());
     } else {
         return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
     };

@@ -47,8 +47,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
                registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
                now() + make_interval(secs => $16), $17)";
-    let epoch = i32::try_from(new.epoch.0)
-        .map_err(|_| DbError::Unreadable { what: "epoch", why: new.epoch.to_string() })?;
+    let epoch = stored_epoch(new.epoch)?;
     let lives_for = new.lives_for.map(|time| time.as_secs_f64());
     execute(
         tx,
@@ -77,21 +76,27 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
     .map(drop)
 }
 
+fn stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
+    i32::try_from(epoch.0).map_err(|_| DbError::Unreadable { what: "epoch", why: epoch.to_string() })
+}
+
 /// What a change of state writes.
 pub struct NextState<'a> {
     pub status: Status,
     pub failure: Option<&'a Failure>,
     pub server_type: &'a ServerType,
     pub resize_to: Option<&'a ServerType>,
-    pub end: End,
+    pub place: SlotPlace,
 }
 
-/// Whether the machine leaves its slot with the change.
+/// What the change means for the machine's place in its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    Stays,
+pub enum SlotPlace {
+    Unchanged,
     Retired { by: MachineId },
     Deleted,
+    /// It holds the slot again, under this epoch.
+    Reinstated { epoch: Epoch },
 }
 
 /// Writes the next state if the machine still is what it was read as.
@@ -104,15 +109,22 @@ pub async fn compare_and_set(
     next: &NextState<'_>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET status = $5, failure_cause = $6, failure_stage = $7, \
-               failure_message = $8, server_type = $9, resize_to = $10, replaced_by = coalesce($11, replaced_by), \
-               retired_at = CASE WHEN $11::uuid IS NULL THEN retired_at ELSE now() END, \
-               deleted_at = CASE WHEN $12 THEN now() ELSE deleted_at END \
-               WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
+               failure_message = $8, server_type = $9, resize_to = $10, \
+               replaced_by = CASE WHEN $13::int4 IS NULL THEN coalesce($11, replaced_by) END, \
+               retired_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $11::uuid IS NULL THEN retired_at ELSE now() END, \
+               deleted_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $12 THEN now() ELSE deleted_at END, \
+               unsaved_since = CASE WHEN $13 IS NULL THEN unsaved_since END, \
+               final_backup_at = CASE WHEN $13 IS NULL THEN final_backup_at END, \
+               epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
     let epoch = i32::try_from(was.epoch.0).unwrap_or(i32::MAX);
-    let by = match next.end {
-        End::Retired { by } => Some(by.0),
-        End::Stays | End::Deleted => None,
+    let by = match next.place {
+        SlotPlace::Retired { by } => Some(by.0),
+        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Reinstated { .. } => None,
+    };
+    let raised = match next.place {
+        SlotPlace::Reinstated { epoch } => Some(stored_epoch(epoch)?),
+        SlotPlace::Unchanged | SlotPlace::Deleted | SlotPlace::Retired { .. } => None,
     };
     let changed = execute(
         tx,
@@ -129,7 +141,8 @@ pub async fn compare_and_set(
             &next.server_type.as_str(),
             &next.resize_to.map(ServerType::as_str),
             &by,
-            &(next.end == End::Deleted),
+            &(next.place == SlotPlace::Deleted),
+            &raised,
         ],
     )
     .await?;
@@ -161,6 +174,118 @@ pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
 pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Takes a machine that never served out of its slot, in favour of the machine that gets it back.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET retired_at = now(), replaced_by = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
+}
+
+/// Raises the epoch of a machine whose fence is not written yet.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
+}
+
+/// Notes that the server of a machine that left its slot is ordered off.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
+               WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the server of a reinstated machine is on.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn switched_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes the snapshot that a machine made after its writers had stopped.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn saved(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
+}
+
+/// Notes that no snapshot holds what was written since; `None`: an operator has accepted the loss.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestamp>) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET unsaved_since = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &since]).await.map(drop)
+}
+
+/// Notes that an operator wants the kept server gone before its time, whatever is on it.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn discard_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL \
+               WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the server of a deleted machine is not kept, unless it holds what no snapshot does.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn released(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp() \
+               WHERE machine_id = $1 AND deleted_at IS NOT NULL AND unsaved_since IS NULL";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that an operator gave up the removal of a server.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET removal_abandoned_at = clock_timestamp() WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes the first healthy heartbeat after the registration.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET proven_at = clock_timestamp() \
+               WHERE machine_id = $1 AND proven_at IS NULL AND registered_at IS NOT NULL";
+    execute(client, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes what a booting host says of its restore, and gives it `ttl` more to register, at most until `limit` after its
+/// server was accepted.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn boot_progress(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    progress: &Value,
+    ttl: Duration,
+    limit: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET boot_progress = $2, registration_expires_at = greatest(\
+               registration_expires_at, least(clock_timestamp() + make_interval(secs => $3), \
+               created_at + make_interval(secs => $4))) WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &progress, &ttl.as_secs_f64(), &limit.as_secs_f64()]).await.map(drop)
 }
 
 /// Notes what a booting host has said of its progress.

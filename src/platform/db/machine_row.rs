@@ -12,7 +12,7 @@ use super::DbError;
 use crate::clock::rfc3339_ms;
 use crate::http::tls::SpkiPin;
 use crate::machine::epoch::Epoch;
-use crate::machine::event::RestoreMode;
+use crate::machine::event::{RestoreMode, ServerPower};
 use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::{self, FailureCause, State, Status};
@@ -22,8 +22,9 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     failure_message, epoch, restore_mode, restore_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
-    last_backup, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
-    power_ordered_at, boot_stages, created_at, updated_at";
+    last_backup, backup_taken_at, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
+    power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
+    boot_stages, boot_progress, preview_expires_at, created_at, updated_at";
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +92,8 @@ pub struct MachineRow {
     pub heartbeat_at: Option<Timestamp>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
+    /// When the newest verified snapshot was taken that its host told of.
+    pub backup_taken_at: Option<Timestamp>,
     pub last_update: Option<Value>,
     /// What its host says of its last looks at snapshots, by kind.
     pub checks: Option<Value>,
@@ -101,8 +104,20 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
+    /// When the server was ordered off, because the machine was replaced or deleted.
+    pub power_off_ordered_at: Option<Timestamp>,
+    /// The first healthy heartbeat after the registration.
+    pub proven_at: Option<Timestamp>,
+    /// When its last snapshot was taken, after its writers had stopped.
+    pub final_backup_at: Option<Timestamp>,
+    /// It left its slot without such a snapshot: what was written since is on its server alone.
+    pub unsaved_since: Option<Timestamp>,
+    pub discard_ordered_at: Option<Timestamp>,
     /// `[{stage, at}]`, the oldest first.
     pub boot_stages: Value,
+    /// `{stage, bytes, totalBytes, rows, totalRows}`.
+    pub boot_progress: Option<Value>,
+    pub preview_expires_at: Option<Timestamp>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
 }
@@ -161,6 +176,7 @@ impl MachineRow {
             heartbeat_at: row.get("heartbeat_at"),
             health: row.get("health"),
             last_backup: row.get("last_backup"),
+            backup_taken_at: row.get("backup_taken_at"),
             last_update: row.get("last_update"),
             checks: row.get("checks"),
             proof_kids: row.get("proof_kids"),
@@ -170,7 +186,14 @@ impl MachineRow {
             create_ordered_at: row.get("create_ordered_at"),
             server_deleted_at: row.get("server_deleted_at"),
             power_ordered_at: row.get("power_ordered_at"),
+            power_off_ordered_at: row.get("power_off_ordered_at"),
+            proven_at: row.get("proven_at"),
+            final_backup_at: row.get("final_backup_at"),
+            unsaved_since: row.get("unsaved_since"),
+            discard_ordered_at: row.get("discard_ordered_at"),
             boot_stages: row.get("boot_stages"),
+            boot_progress: row.get("boot_progress"),
+            preview_expires_at: row.get("preview_expires_at"),
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
         })
@@ -182,12 +205,18 @@ impl MachineRow {
     }
 
     fn state(&self) -> State {
+        let held = self.state_in_slot();
         if self.deleted_at.is_some() {
-            return State::Deleted;
+            State::Deleted { was: Box::new(held) }
+        } else if self.retired_at.is_some() {
+            State::Retired { was: Box::new(held) }
+        } else {
+            held
         }
-        if self.retired_at.is_some() {
-            return State::Retired;
-        }
+    }
+
+    /// The state that the machine has in its slot, or had when it left it.
+    fn state_in_slot(&self) -> State {
         match self.status {
             Status::Provisioning => State::Provisioning,
             Status::Recovering => State::Recovering,
@@ -201,6 +230,20 @@ impl MachineRow {
                 cause: self.failure.as_ref().map_or(FailureCause::Operator, |failure| failure.cause),
             },
         }
+    }
+
+    /// Whether there is a server of this machine at the provider, as far as is known, that may go on serving.
+    pub fn has_server(&self) -> bool {
+        let gone = self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
+        self.provider_server_id.is_some()
+            && self.server_deleted_at.is_none()
+            && self.discard_ordered_at.is_none()
+            && !gone
+    }
+
+    /// What a power off that was ordered says of the server.
+    pub fn server_power(&self) -> ServerPower {
+        if self.power_off_ordered_at.is_some() { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
     pub fn is_active(&self) -> bool {
@@ -248,6 +291,10 @@ impl MachineRow {
             "lastUpdate": self.last_update,
             "checks": self.checks,
             "boot": self.boot(),
+            "bootProgress": self.boot_progress,
+            "provenAt": time(self.proven_at),
+            "finalBackupAt": time(self.final_backup_at),
+            "unsavedSince": time(self.unsaved_since),
             "replacedBy": self.replaced_by,
             "retiredAt": time(self.retired_at),
             "deletedAt": time(self.deleted_at),

@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
 
 use super::machine_row::{COLUMNS, MachineRow};
 use super::{DbError, Params, row, rows};
 use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{Handle, IdpUserId, Slot};
 use crate::machine::state::Status;
 
@@ -69,6 +70,36 @@ pub async fn of_slot_locked(
     one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
+/// The newest machine of the slot before this one whose host has registered, held against other writers: the only one
+/// whose data can be newer than every snapshot.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn last_registered_locked(
+    tx: &Transaction<'_>,
+    before: &MachineRow,
+) -> Result<Option<MachineRow>, DbError> {
+    let found = last_registered(tx, before).await?;
+    match found {
+        Some(found) => locked(tx, found.id).await,
+        None => Ok(None),
+    }
+}
+
+/// [`last_registered_locked`], not held.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn last_registered(
+    client: &impl GenericClient,
+    before: &MachineRow,
+) -> Result<Option<MachineRow>, DbError> {
+    let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
+                ORDER BY epoch DESC LIMIT 1";
+    let epoch = i32::try_from(before.epoch.0).unwrap_or(i32::MAX);
+    one(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch]).await
+}
+
 /// The machine that was replaced by this one.
 ///
 /// # Errors
@@ -92,6 +123,59 @@ pub async fn highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
+/// When the newest verified snapshot was taken that any host of the slot told of.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn newest_backup(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<Timestamp>, DbError> {
+    let sql = "SELECT max(backup_taken_at) FROM user_machines WHERE idp_user_id = $1 AND slot = $2";
+    Ok(row(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
+}
+
+/// The newest machines of a slot, the newest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn newest_of_slot(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Vec<MachineRow>, DbError> {
+    let rest = "idp_user_id = $1 AND slot = $2 ORDER BY epoch DESC LIMIT 50";
+    many(client, rest, &[&user.as_str(), &slot.as_str()]).await
+}
+
+/// Whether a later machine of the slot has registered.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow) -> Result<bool, DbError> {
+    later(client, machine, "registered_at IS NOT NULL").await
+}
+
+/// Whether no later machine of the slot has shown that it serves.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn is_successor_unproven(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<bool, DbError> {
+    Ok(machine.retired_at.is_some() && machine.registered_at.is_some() && !later(client, machine, "proven_at IS NOT NULL").await?)
+}
+
+async fn later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
+    let sql = format!(
+        "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
+    );
+    let epoch = i32::try_from(than.epoch.0).unwrap_or(i32::MAX);
+    Ok(row(client, &sql, &[&than.user.as_str(), &than.slot.as_str(), &epoch]).await?.is_some())
+}
+
 /// Active previews of one user.
 ///
 /// # Errors
@@ -101,21 +185,6 @@ pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> R
                AND deleted_at IS NULL AND retired_at IS NULL";
     let found = rows(client, sql, &[&user.as_str()]).await?;
     Ok(found.first().map_or(0, |row| row.get(0)))
-}
-
-/// Machines of the slot up to an epoch whose servers are not known to be gone, the oldest first.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn with_servers(
-    client: &impl GenericClient,
-    user: &IdpUserId,
-    slot: &Slot,
-    up_to: Epoch,
-) -> Result<Vec<MachineRow>, DbError> {
-    let rest = "idp_user_id = $1 AND slot = $2 AND epoch <= $3 AND server_deleted_at IS NULL ORDER BY epoch";
-    let up_to = i32::try_from(up_to.0).unwrap_or(i32::MAX);
-    many(client, rest, &[&user.as_str(), &slot.as_str(), &up_to]).await
 }
 
 /// Machines that boot and whose registration has run out.
@@ -138,19 +207,55 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Retired or deleted machines whose servers nobody is deleting: an operation of their own slot that will do it is
-/// not under way.
+/// Machines that left their slots and whose servers are no longer kept, where no operation on them is under way.
+///
+/// A server is kept while it may hold what no snapshot holds, until `predecessor_keep` after a later machine of the slot
+/// has shown that it serves, and until `delete_grace` after its own deletion. A machine that never served is not kept.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn leftovers(client: &impl GenericClient) -> Result<Vec<MachineRow>, DbError> {
-    let rest = "server_deleted_at IS NULL AND (deleted_at IS NOT NULL OR retired_at IS NOT NULL) \
-                AND NOT EXISTS (SELECT 1 FROM operations o JOIN user_machines later USING (machine_id) \
-                    WHERE o.state = 'running' AND later.idp_user_id = user_machines.idp_user_id \
-                    AND later.slot = user_machines.slot AND later.epoch >= user_machines.epoch \
-                    AND o.step IN ('last_backup', 'fence', 'delete_predecessor', 'delete_server')) \
-                ORDER BY machine_id LIMIT 100";
-    many(client, rest, &[]).await
+pub async fn removable(
+    client: &impl GenericClient,
+    predecessor_keep: Duration,
+    delete_grace: Duration,
+) -> Result<Vec<MachineId>, DbError> {
+    let sql = "SELECT m.machine_id FROM user_machines m \
+         WHERE m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \
+         AND m.removal_abandoned_at IS NULL \
+         AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
+         AND (m.registered_at IS NULL OR m.discard_ordered_at IS NOT NULL OR m.unsaved_since IS NULL AND ( \
+           m.deleted_at <= clock_timestamp() - make_interval(secs => $2) \
+           OR m.deleted_at IS NULL AND EXISTS (SELECT 1 FROM user_machines later \
+             WHERE later.idp_user_id = m.idp_user_id AND later.slot = m.slot AND later.epoch > m.epoch \
+             AND later.registered_at IS NOT NULL \
+             AND (later.proven_at <= clock_timestamp() - make_interval(secs => $1) \
+                  OR later.server_deleted_at IS NOT NULL)))) \
+         ORDER BY m.machine_id LIMIT 100";
+    let params: Params<'_> = &[&predecessor_keep.as_secs_f64(), &delete_grace.as_secs_f64()];
+    Ok(rows(client, sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// The operation for which the host of a machine that left its slot stays stopped, while the machine may still get its
+/// slot back: until its successor registers, or its deletion is final.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn stopped_for(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<Option<OperationId>, DbError> {
+    if machine.is_active() || !machine.has_server() || machine.registered_at.is_none() {
+        return Ok(None);
+    }
+    let sql = "SELECT 1 FROM user_machines later WHERE later.idp_user_id = $1 AND later.slot = $2 \
+               AND later.epoch > $3 AND later.registered_at IS NOT NULL \
+               UNION ALL SELECT 1 FROM operations WHERE machine_id = $4 AND kind = 'remove_server' LIMIT 1";
+    let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
+    let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch, &machine.id.0];
+    if row(client, sql, params).await?.is_some() {
+        return Ok(None);
+    }
+    super::operations::took_out_of_service(client, machine.id).await
 }
 
 /// How long a booting host still has to register, by the database's clock.

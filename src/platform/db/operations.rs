@@ -15,6 +15,7 @@ use crate::clock::rfc3339_ms;
 use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::measure;
+use crate::platform::operations::{OperationKind, OperationOptions};
 
 #[derive(Debug, Clone)]
 pub struct OperationRow {
@@ -24,6 +25,9 @@ pub struct OperationRow {
     pub state: String,
     pub step: String,
     pub facts: Value,
+    pub options: OperationOptions,
+    /// `{code, detail}`, while it waits for an operator's decision.
+    pub question: Option<Value>,
     pub attempts: i32,
     pub error_code: Option<String>,
     pub created_at: Timestamp,
@@ -33,7 +37,7 @@ pub struct OperationRow {
     pub request_id: String,
 }
 
-const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, attempts, error_code, created_at, \
+const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, options, question, attempts, error_code, created_at, \
                        updated_at, ended_at, request_id";
 
 impl OperationRow {
@@ -45,6 +49,8 @@ impl OperationRow {
             state: row.get("state"),
             step: row.get("step"),
             facts: row.get("facts"),
+            options: serde_json::from_value(row.get("options")).unwrap_or_default(),
+            question: row.get("question"),
             attempts: row.get("attempts"),
             error_code: row.get("error_code"),
             created_at: row.get("created_at"),
@@ -63,7 +69,8 @@ impl OperationRow {
             "operationId": self.id,
             "machineId": self.machine,
             "kind": self.kind,
-            "state": self.state,
+            "state": if self.question.is_some() && !self.has_ended() { "waiting" } else { &self.state },
+            "question": self.question.as_ref().filter(|_| !self.has_ended()),
             "step": self.step,
             "attempts": self.attempts,
             "errorCode": self.error_code,
@@ -83,13 +90,16 @@ impl OperationRow {
 pub async fn file(
     tx: &Transaction<'_>,
     machine: MachineId,
-    kind: &str,
-    first_step: &str,
+    kind: OperationKind,
+    options: OperationOptions,
 ) -> Result<OperationId, DbError> {
     let id = OperationId::new();
-    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, request_id) \
-               VALUES ($1, $2, $3, 'running', $4, $5)";
-    execute(tx, sql, &[&id.0, &machine.0, &kind, &first_step, &request_id::current()]).await?;
+    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, request_id, options) \
+               VALUES ($1, $2, $3, 'running', $4, $5, $6)";
+    let options = serde_json::to_value(options).unwrap_or_default();
+    let first_step = kind.first_step().as_str();
+    execute(tx, sql, &[&id.0, &machine.0, &kind.as_str(), &first_step, &request_id::current(), &options])
+        .await?;
     log(tx, id, first_step, "filed", None).await?;
     Ok(id)
 }
@@ -162,11 +172,31 @@ pub async fn end_running(
     state: &str,
     error_code: Option<&str>,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now() \
+    let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
+               question = NULL \
                WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
     for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
         measure::ended(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
+    }
+    Ok(())
+}
+
+/// Ends one operation, if nothing else has.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn end_one(
+    tx: &Transaction<'_>,
+    id: OperationId,
+    state: &str,
+    error_code: Option<&str>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
+               question = NULL WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
+    if let Some(ended) = row(tx, sql, &[&id.0, &state, &error_code]).await? {
+        measure::ended(ended.get(1), state, ended.get(2));
+        log(tx, id, ended.get(0), state, error_code).await?;
     }
     Ok(())
 }
@@ -180,30 +210,127 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that were filed longer ago than `deadline`, deletions apart.
+/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`. Those that
+/// wait for an operator are left alone, and so are removals of servers: they are repeated until an operator gives them
+/// up.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn hanging(client: &impl GenericClient, deadline: Duration) -> Result<Vec<OperationRow>, DbError> {
+pub async fn hanging(
+    client: &impl GenericClient,
+    deadline: Duration,
+    limit: Duration,
+) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
-        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind <> 'delete' \
-         AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
+        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
+         AND question IS NULL \
+         AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
+              OR created_at <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
     );
-    Ok(rows(client, &sql, &[&deadline.as_secs_f64()]).await?.iter().map(OperationRow::parse).collect())
+    let params: super::Params<'_> = &[&deadline.as_secs_f64(), &limit.as_secs_f64()];
+    Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// Ends an operation that hangs, if nothing else has.
+/// Sets a held operation aside until an operator decides; says whether `owner` still held it.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn end_as_hung(tx: &Transaction<'_>, id: OperationId) -> Result<(), DbError> {
-    let sql = "UPDATE operations SET state = 'failed', error_code = 'operation_hung', ended_at = now(), \
-               updated_at = now() WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
-    if let Some(ended) = row(tx, sql, &[&id.0]).await? {
-        measure::ended(ended.get(1), "failed", ended.get(2));
-        log(tx, id, ended.get(0), "failed", Some("operation_hung")).await?;
-    }
-    Ok(())
+pub async fn ask(
+    client: &impl GenericClient,
+    id: OperationId,
+    owner: Uuid,
+    question: &Value,
+    facts: &Value,
+) -> Result<bool, DbError> {
+    let sql = "UPDATE operations SET question = $3, facts = $4, due_at = 'infinity', lease_owner = NULL, \
+               lease_until = NULL, updated_at = clock_timestamp() \
+               WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
+               AND state = 'running'";
+    Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
+}
+
+/// Lets an operation that waits for a decision run again, with what was decided.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn decide(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
+    let options = serde_json::to_value(options).unwrap_or_default();
+    let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
+               progress_at = clock_timestamp(), updated_at = clock_timestamp() WHERE operation_id = $1 \
+               AND state = 'running'";
+    execute(tx, sql, &[&id.0, &options]).await.map(drop)
+}
+
+/// The row, held against other writers until the transaction ends.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn locked(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1 FOR UPDATE");
+    Ok(row(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
+}
+
+/// Moves a resize straight to switching the server on, whoever holds it.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET step = $2, facts = '{}', attempts = 0, due_at = clock_timestamp(), \
+               lease_owner = NULL, lease_until = NULL, updated_at = clock_timestamp() \
+               WHERE operation_id = $1 AND state = 'running'";
+    execute(tx, sql, &[&id.0, &step]).await.map(drop)
+}
+
+/// Notes that the machine's operation is making progress.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn progressed(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
+    execute(client, sql, &[&machine.0]).await.map(drop)
+}
+
+/// Whether an operation of any machine of the slot is at work in some process, besides this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn slot_lease_lingers(
+    client: &impl GenericClient,
+    of: MachineId,
+    besides: OperationId,
+) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
+               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
+               AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
+    Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
+}
+
+/// The newest operation that took this machine out of service: its own deletion, or the making of its successor.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn took_out_of_service(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Option<OperationId>, DbError> {
+    let sql = "SELECT o.operation_id FROM operations o JOIN user_machines m USING (machine_id) \
+               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
+               AND mine.slot = m.slot \
+               WHERE (m.machine_id = $1 AND o.kind = 'delete') \
+                  OR ((mine.replaced_by = m.machine_id OR m.replaced_by = $1) AND o.kind IN ('provision', 'recover')) \
+               ORDER BY o.operation_id DESC LIMIT 1";
+    Ok(row(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
+}
+
+/// The deletion of a machine that is still taking its last backup or switching its server off.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn deleting(client: &impl GenericClient, machine: MachineId) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
+    );
+    Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// How long ago it was filed, by the database's clock.
@@ -254,7 +381,7 @@ pub async fn claim(
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
          WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
-           AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
+           AND question IS NULL AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
            ORDER BY due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
     Ok(row(client, &sql, &[&owner, &lease.as_secs_f64()]).await?.as_ref().map(OperationRow::parse))
@@ -281,7 +408,8 @@ pub async fn advance(
     owner: Uuid,
     to: &Advance<'_>,
 ) -> Result<bool, DbError> {
-    let sql = "UPDATE operations SET state = $3, step = $4, facts = $5, attempts = $6, error_code = $7, \
+    let sql = "UPDATE operations SET state = $3, step = $4, \
+               progress_at = CASE WHEN facts = $5 THEN progress_at ELSE clock_timestamp() END, facts = $5, attempts = $6, error_code = $7, \
                due_at = clock_timestamp() + make_interval(secs => $8), \
                lease_owner = CASE WHEN $9::float8 IS NULL THEN NULL ELSE lease_owner END, \
                lease_until = clock_timestamp() + make_interval(secs => $9), updated_at = clock_timestamp(), \

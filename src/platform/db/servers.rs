@@ -42,7 +42,7 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
 pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
     let sql = "SELECT machine_id, provider_server_id FROM user_machines WHERE deleted_at IS NULL \
                AND retired_at IS NULL AND provider_server_id IS NOT NULL \
-               AND (status IN ('running', 'resizing') OR status = 'failed' AND failure_cause = 'resize')";
+               AND (status IN ('running', 'resizing') OR status = 'failed' AND failure_cause IN ('resize', 'reinstating'))";
     let found = rows(client, sql, &[]).await?;
     Ok(found.iter().map(|row| Live { machine: MachineId(row.get(0)), server: row.get(1) }).collect())
 }

@@ -9,7 +9,8 @@ use tokio_postgres::Row;
 
 use super::{DbError, execute, row, rows};
 use crate::clock::rfc3339_ms;
-use crate::machine::name::{Handle, IdpUserId, Slot};
+use crate::machine::id::MachineId;
+use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::machine::plan::Plan;
 
 /// How long after its period's end a subscription still counts.
@@ -161,4 +162,51 @@ mod tests {
         assert!(!slot(Subscription::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
         assert!(!slot(Subscription::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
     }
+}
+
+/// The release that the next machine of a slot starts with; `None` where no machine of it ever registered.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn release(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<ImageVersion>, DbError> {
+    let sql = "SELECT image_version FROM slot_releases WHERE idp_user_id = $1 AND slot = $2";
+    let Some(found) = row(client, sql, &[&user.as_str(), &slot.as_str()]).await? else { return Ok(None) };
+    let version: &str = found.get(0);
+    let parsed = version.parse();
+    parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
+}
+
+/// Notes the release that a machine of the slot has shown to run.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn set_release(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+    version: &ImageVersion,
+) -> Result<(), DbError> {
+    let sql = "INSERT INTO slot_releases (idp_user_id, slot, image_version) VALUES ($1, $2, $3) \
+               ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $3, set_at = clock_timestamp() \
+               WHERE slot_releases.image_version <> $3";
+    execute(client, sql, &[&user.as_str(), &slot.as_str(), &version.as_str()]).await.map(drop)
+}
+
+/// [`set_release`] for the slot of a machine.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn set_release_of(
+    client: &impl GenericClient,
+    machine: MachineId,
+    version: &ImageVersion,
+) -> Result<(), DbError> {
+    let sql = "INSERT INTO slot_releases (idp_user_id, slot, image_version) \
+               SELECT idp_user_id, slot, $2 FROM user_machines WHERE machine_id = $1 \
+               ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp()";
+    execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }

@@ -1,88 +1,37 @@
-//! Asks a host for an update, and for a drill; and for a backup: now, for an operator; and as the step `last_backup` of its replacement, within a
-//! deadline, best effort.
+//! Calls to the internal routes of a host: updates, drills, backups, and the stop of its writers.
 //!
-//! Nothing depends on the answer: the pointer alone says whether there is a newer snapshot.
+//! Each call carries a proof for exactly this machine, method and path, and has a deadline. Whether a snapshot exists is
+//! never taken from an answer: the pointer alone says so.
 
-use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use anyhow::Context;
-use jiff::{SignedDuration, Timestamp};
+use http::{Method, StatusCode};
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::held::Held;
-use super::step::{Answer, StepError};
 use crate::config::Flag;
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::{self, Claims, Route};
 use crate::http::request_id;
-use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
+use crate::http::tls::{ChainCheck, pinned_client_config};
+use crate::machine::id::OperationId;
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
-use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
-use crate::store::key::SlotPrefix;
-use crate::store::pointer_io;
 
 const BACKUP: &str = "/_svc/internal/backup";
 const DRILL: &str = "/_svc/internal/drill";
 const UPDATE: &str = "/_svc/internal/update";
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+const QUIESCE: &str = "/_svc/internal/quiesce";
+const RESUME: &str = "/_svc/internal/resume";
 const ASK: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     whole: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
 };
 
-/// A host says little.
-const LARGEST_ANSWER: usize = 64 << 10;
-
-pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
-    let platform = held.platform;
-    let session = platform.db.session().await?;
-    let old = db::machines::replaced_by(&session, held.operation.machine).await?;
-    drop(session);
-    let Some(old) = old else { return Ok(Answer::done_noting("nothing was replaced")) };
-    let facts = held.facts();
-    let asked = facts.get("seqBefore").and_then(serde_json::Value::as_u64);
-    let deadline = facts.get("deadline").and_then(|at| at.as_str()).and_then(|at| at.parse().ok());
-    if let (Some(before), Some(deadline)) = (asked, deadline) {
-        return Ok(look(platform, &old, before, deadline).await);
-    }
-    let (Some(address), Some(pin)) = (old.public_ipv4, old.tls_pin) else {
-        return Ok(Answer::done_noting("the old host never registered"));
-    };
-    let Some(before) = seq(platform, &old).await else {
-        return Ok(Answer::done_noting("the pointer could not be read"));
-    };
-    let call = Ask { path: BACKUP, body: None };
-    if let Err(error) = ask(platform, &old, address, pin, &call).await {
-        tracing::info!(machine = %old.id, error = format!("{error:#}"), "no last backup");
-        return Ok(Answer::done_noting("the old host could not be asked"));
-    }
-    let wait = platform.config.timing.last_backup_deadline;
-    let wait = SignedDuration::try_from(wait).unwrap_or(SignedDuration::from_mins(1));
-    let deadline = Timestamp::now().saturating_add(wait).unwrap_or(Timestamp::MAX);
-    let mut facts = held.facts();
-    facts.insert("seqBefore".to_owned(), json!(before));
-    facts.insert("deadline".to_owned(), json!(deadline.to_string()));
-    Ok(Answer::Wait { again_in: LOOK_AGAIN, facts: Some(facts) })
-}
-
-async fn look(platform: &Platform, old: &MachineRow, before: u64, deadline: Timestamp) -> Answer {
-    match seq(platform, old).await {
-        Some(now) if now > before => Answer::done_noting("the old host made a last backup"),
-        _ if Timestamp::now() >= deadline => Answer::done_noting("no last backup in time"),
-        _ => Answer::wait(LOOK_AGAIN),
-    }
-}
-
-/// `None` where the store does not tell; no pointer counts as before the first.
-async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
-    let slot = SlotPrefix::new(&old.user, &old.slot);
-    let pointer = pointer_io::read(&platform.bucket, &slot).await.ok()?;
-    Some(pointer.map_or(0, |pointer| pointer.value.seq))
-}
+const MAX_ANSWER_BYTES: usize = 64 << 10;
 
 /// Asks the host of a machine for a backup soon; whether it makes one shows later. When it was asked by its own clock, if
 /// it says so: a run that began before is another.
@@ -90,7 +39,7 @@ async fn seq(platform: &Platform, old: &MachineRow) -> Option<u64> {
 /// # Errors
 /// When it has not taken the request.
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    ask_known(platform, machine, &Ask { path: BACKUP, body: None }).await
+    ask_known(platform, machine, &Ask::post(BACKUP, None)).await
 }
 
 /// Asks the host of a machine to restore the latest snapshot on trial; what comes of it, its heartbeats tell.
@@ -98,7 +47,7 @@ pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result
 /// # Errors
 /// When it has not taken the request.
 pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    ask_known(platform, machine, &Ask { path: DRILL, body: None }).await
+    ask_known(platform, machine, &Ask::post(DRILL, None)).await
 }
 
 /// Asks the host of a machine for a release; what became of it, its heartbeats tell.
@@ -107,21 +56,112 @@ pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<
 /// When it has not taken the request.
 pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
     let body = json!({"imageVersion": version});
-    ask_known(platform, machine, &Ask { path: UPDATE, body: Some(body) }).await.map(drop)
+    ask_known(platform, machine, &Ask::post(UPDATE, Some(body))).await.map(drop)
 }
 
-/// Asks a machine that has registered.
+/// Why a host did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum HostCallError {
+    /// No answer came from it.
+    #[error("the host cannot be reached")]
+    Unreachable(#[source] anyhow::Error),
+    /// It answered, with this status.
+    #[error("the host answered {0}")]
+    Refused(StatusCode),
+}
+
+/// How far a host has got with stopping its writers.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Quiesced {
+    /// Since when no writer is left.
+    #[serde(with = "crate::clock::wire_option")]
+    pub quiesced_at: Option<Timestamp>,
+    pub running_dispatches: u64,
+}
+
+/// Stops the writers of a host for an operation, or asks how far that has got.
+///
+/// # Errors
+/// [`HostCallError`]; 404 or 405 from a release that cannot do it.
+pub async fn quiesce(
+    platform: &Platform,
+    machine: &MachineRow,
+    operation: OperationId,
+) -> Result<Quiesced, HostCallError> {
+    let body = Some(json!({"operationId": operation}));
+    let answer = call(platform, machine, &Ask::post(QUIESCE, body)).await?;
+    Ok(serde_json::from_slice(&answer).unwrap_or_default())
+}
+
+/// Opens the writers of a host that were stopped for an operation.
+///
+/// # Errors
+/// [`HostCallError`].
+pub async fn resume(
+    platform: &Platform,
+    machine: &MachineRow,
+    operation: OperationId,
+) -> Result<(), HostCallError> {
+    let body = Some(json!({"operationId": operation}));
+    call(platform, machine, &Ask::post(RESUME, body)).await.map(drop)
+}
+
+/// A backup under way on a host, and how its last one ended.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BackupProgress {
+    pub running: bool,
+    pub stage: Option<String>,
+    pub dumped_bytes: Option<u64>,
+    pub uploaded_bytes: Option<u64>,
+    pub last: Option<BackupEnd>,
+}
+
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct BackupEnd {
+    pub status: String,
+    #[serde(with = "crate::clock::wire_option")]
+    pub began_at: Option<Timestamp>,
+    pub error: Option<String>,
+}
+
+/// How far the backup of a host has got.
+///
+/// # Errors
+/// [`HostCallError`]; 404 or 405 from a release that does not say.
+pub async fn backup_progress(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<BackupProgress, HostCallError> {
+    let ask = Ask { method: Method::GET, path: BACKUP, body: None };
+    let answer = call(platform, machine, &ask).await?;
+    Ok(serde_json::from_slice(&answer).unwrap_or_default())
+}
+
+/// Asks the host of a machine for a backup now: when it took the request, by its own clock.
+///
+/// # Errors
+/// [`HostCallError`].
+pub async fn request_backup(
+    platform: &Platform,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, HostCallError> {
+    let answer = call(platform, machine, &Ask::post(BACKUP, None)).await?;
+    Ok(serde_json::from_slice::<Taken>(&answer).unwrap_or_default().requested_at)
+}
+
 async fn ask_known(
     platform: &Platform,
     machine: &MachineRow,
     what: &Ask,
 ) -> anyhow::Result<Option<Timestamp>> {
-    let address = machine.public_ipv4.context("the machine has no address")?;
-    let pin = machine.tls_pin.context("the machine never registered")?;
-    ask(platform, machine, address, pin, what).await
+    let answer = call(platform, machine, what).await?;
+    Ok(serde_json::from_slice::<Taken>(&answer).unwrap_or_default().requested_at)
 }
 
-/// What the host says of it.
+/// What the host says of a request that it took.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Taken {
@@ -129,26 +169,56 @@ struct Taken {
     requested_at: Option<Timestamp>,
 }
 
-/// What is asked.
+/// One internal request.
 struct Ask {
+    method: Method,
     path: &'static str,
     body: Option<Value>,
 }
 
-async fn ask(
-    platform: &Platform,
-    machine: &MachineRow,
-    address: Ipv4Addr,
-    pin: SpkiPin,
-    what: &Ask,
-) -> anyhow::Result<Option<Timestamp>> {
-    let url = format!("https://{address}:{}{}", machine.https_port, what.path);
+impl Ask {
+    fn post(path: &'static str, body: Option<Value>) -> Self {
+        Self { method: Method::POST, path, body }
+    }
+}
+
+/// The body of the answer, which a host that has taken the request may cut off.
+async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Vec<u8>, HostCallError> {
+    let mut answer = send(platform, machine, ask).await.map_err(HostCallError::Unreachable)?;
+    if !answer.status().is_success() {
+        return Err(HostCallError::Refused(answer.status()));
+    }
+    let mut body = Vec::new();
+    while let Ok(Some(piece)) = answer.chunk().await {
+        if body.len() + piece.len() > MAX_ANSWER_BYTES {
+            break;
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
+}
+
+async fn send(platform: &Platform, machine: &MachineRow, ask: &Ask) -> anyhow::Result<reqwest::Response> {
+    let address = machine.public_ipv4.context("the machine has no address")?;
+    let pin = machine.tls_pin.context("the machine never registered")?;
+    let url = format!("https://{address}:{}{}", machine.https_port, ask.path);
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
         Flag::Off => ChainCheck::PinOnly,
     };
+    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, ask));
+    let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
+    let call = client.request(ask.method.clone(), url).header(proof::HEADER, signed);
+    let mut call = request_id::onward(call);
+    if let Some(body) = &ask.body {
+        call = call.json(body);
+    }
+    call.send().await.context("call the host")
+}
+
+fn claims(machine: &MachineRow, ask: &Ask) -> Claims {
     let now = Timestamp::now().as_second();
-    let claims = Claims {
+    Claims {
         iss: proof::ISSUER.to_owned(),
         aud: machine.id,
         sub: machine.user.clone(),
@@ -156,27 +226,10 @@ async fn ask(
         slot: machine.slot.clone(),
         route: Route::Internal,
         app: None,
-        method: Some("POST".to_owned()),
-        path: Some(what.path.to_owned()),
+        method: Some(ask.method.to_string()),
+        path: Some(ask.path.to_owned()),
         jti: Some(uuid::Uuid::new_v4().simple().to_string()),
         iat: now,
         exp: now + 30,
-    };
-    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims);
-    let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
-    let mut call = request_id::onward(client.post(url).header(proof::HEADER, signed));
-    if let Some(body) = &what.body {
-        call = call.json(body);
     }
-    let mut answer = call.send().await.context("ask the host")?;
-    anyhow::ensure!(answer.status().is_success(), "the host answered {}", answer.status());
-    let mut told = Vec::new();
-    // It was taken, whatever else it says.
-    while let Ok(Some(piece)) = answer.chunk().await {
-        told.extend_from_slice(&piece);
-        if told.len() > LARGEST_ANSWER {
-            return Ok(None);
-        }
-    }
-    Ok(serde_json::from_slice::<Taken>(&told).unwrap_or_default().requested_at)
 }

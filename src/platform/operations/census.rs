@@ -91,7 +91,7 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     }
     let with = Circumstances {
         failed_at: Some(("provider", "the provider no longer has the server")),
-        successor: None,
+        ..Circumstances::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
         Ok(Change::Moved { .. }) => {}

@@ -84,7 +84,7 @@ fn adopted(server: &Server) -> Answer {
 
 fn accepted(note: &'static str, server: &Server) -> Answer {
     let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4 };
-    Answer::Done { note: Some(note), record }
+    Answer::Done { note: Some(note.into()), record }
 }
 
 /// The machine's server by its name, else by its label.

@@ -1,4 +1,4 @@
-//! Deleting servers: those of earlier machines of a slot before a new one is made, and those of a deleted machine.
+//! Deleting the server of one machine that has left its slot.
 //!
 //! The invariant: a machine counts as without a server only when the provider said so after nobody could still be
 //! creating one.
@@ -8,38 +8,20 @@ use std::time::Duration;
 use super::create;
 use super::held::Held;
 use super::step::{Answer, StepError};
-use crate::machine::epoch::Epoch;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::ServerId;
 
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+const POLL: Duration = Duration::from_millis(500);
 
-/// The servers of all machines of the slot before this one.
-pub async fn predecessors(held: &Held<'_>) -> Result<Answer, StepError> {
-    let machine = held.machine().await?;
-    up_to(held, &machine, Epoch(machine.epoch.0.saturating_sub(1))).await
-}
-
-/// The servers of this machine and of those before it.
+/// The server of this machine.
 pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
-    up_to(held, &machine, machine.epoch).await
-}
-
-async fn up_to(held: &Held<'_>, machine: &MachineRow, epoch: Epoch) -> Result<Answer, StepError> {
-    let session = held.platform.db.session().await?;
-    let left = db::machines::with_servers(&session, &machine.user, &machine.slot, epoch).await?;
-    drop(session);
-    let mut waiting = false;
-    for one in left {
-        waiting |= !is_gone(held, &one).await?;
-    }
-    Ok(if waiting { Answer::wait(LOOK_AGAIN) } else { Answer::done() })
+    Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
 }
 
 /// Deletes the server of one machine; `false` while one may still appear.
-async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
     if db::operations::lease_lingers(&session, machine.id, held.operation.id).await? {

@@ -2,14 +2,16 @@
 
 use std::time::Duration;
 
+use jiff::Timestamp;
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::step::StepError;
 use super::{OperationKind, Place, Step, point};
 use crate::failpoint;
+use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
@@ -54,6 +56,28 @@ impl Held<'_> {
         self.under_lease(Note::PowerOrdered).await
     }
 
+    /// Notes, under the lease, that the server of a machine that left its slot is switched off now.
+    pub async fn power_off_ordered(&self, machine: MachineId) -> Result<(), StepError> {
+        self.under_lease(Note::PowerOffOrdered(machine)).await
+    }
+
+    /// Raises the epoch of a machine whose fence is not written yet.
+    pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
+        self.under_lease(Note::EpochRaised(epoch)).await
+    }
+
+    /// The operation that stopped the writers of this machine, which it has outlived.
+    pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
+        let session = self.platform.db.session().await?;
+        db::operations::took_out_of_service(&session, self.operation.machine).await
+    }
+
+    /// The database's clock.
+    pub async fn now(&self) -> Result<Timestamp, DbError> {
+        let session = self.platform.db.session().await?;
+        db::servers::now(&session).await
+    }
+
     async fn under_lease(&self, note: Note) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -66,6 +90,8 @@ impl Held<'_> {
             Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
             Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
+            Note::PowerOffOrdered(leaving) => db::machine_changes::power_off_ordered(&tx, leaving).await?,
+            Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
     }
@@ -105,7 +131,7 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with = Circumstances { failed_at: Some((&self.operation.step, note)), successor: None };
+        let with = Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
             // Refused: the machine has left its slot, and nothing is to be said of it any more.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
@@ -115,12 +141,27 @@ impl Held<'_> {
         db::operations::end_running(&tx, machine, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
+
+    /// Ends the operation as failed; the machine stays as it is.
+    pub async fn end_as_failed(&self, code: &str, note: &str) -> Result<(), StepError> {
+        let mut session = self.platform.db.session().await?;
+        let tx = db::begin(&mut session).await?;
+        let lease = self.platform.config.timing.lease;
+        if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
+            return Err(StepError::Lost);
+        }
+        db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
+        db::operations::end_running(&tx, self.operation.machine, "failed", Some(code)).await?;
+        Ok(db::commit(tx).await?)
+    }
 }
 
 enum Note {
     OrderSent,
     OrderRefused,
     PowerOrdered,
+    PowerOffOrdered(MachineId),
+    EpochRaised(Epoch),
 }
 
 /// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.
@@ -141,7 +182,7 @@ async fn fail(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
-    let with = Circumstances { failed_at: Some(failed_at), successor: None };
+    let with = Circumstances { failed_at: Some(failed_at), ..Circumstances::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),

@@ -8,34 +8,47 @@ pub mod census;
 pub mod create;
 pub mod delete;
 pub mod held;
+pub mod last_backup;
+pub mod options;
+pub mod predecessor;
 pub mod reconcile;
+pub mod reinstate;
 pub mod resize;
 pub mod runner;
 pub mod step;
 
 use std::str::FromStr;
 
+pub use options::OperationOptions;
+
 /// What an operation does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OperationKind {
     Provision,
     Recover,
+    /// Takes a last backup of a deleted machine and switches its server off.
     Delete,
     Resize,
+    /// Brings a machine back that has its slot again.
+    Reinstate,
+    /// Deletes the server of a machine that left its slot.
+    RemoveServer,
 }
 
 /// One step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Asks the replaced host for one last backup; best effort.
+    /// Stops the writers of the host that is replaced or deleted, and waits for a snapshot taken after that.
     LastBackup,
     /// Puts the fence at the new machine's epoch.
     Fence,
-    /// Deletes the servers of all earlier machines of the slot.
+    /// Switches off the server of the host that is replaced or deleted.
+    PowerOffServer,
+    /// Deletes the predecessor's server where the operator chose that; else it is kept.
     DeletePredecessor,
     CreateServer,
     AwaitRegistration,
-    /// Deletes the servers of this machine and of all earlier ones of its slot.
+    /// Deletes the server of this machine.
     DeleteServer,
     /// Asks the operating system to shut down, within a deadline; best effort.
     ShutDown,
@@ -45,10 +58,15 @@ pub enum Step {
     PowerOn,
     /// Waits for the host's word that it is well, and says which type the server has.
     AwaitHealth,
+    /// Switches on the server of a machine that has its slot again.
+    SwitchOn,
+    /// Opens its writers, and waits until its host is well under the new epoch.
+    AwaitHost,
 }
 
 impl OperationKind {
-    pub const ALL: [Self; 4] = [Self::Provision, Self::Recover, Self::Delete, Self::Resize];
+    pub const ALL: [Self; 6] =
+        [Self::Provision, Self::Recover, Self::Delete, Self::Resize, Self::Reinstate, Self::RemoveServer];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -56,26 +74,28 @@ impl OperationKind {
             Self::Recover => "recover",
             Self::Delete => "delete",
             Self::Resize => "resize",
+            Self::Reinstate => "reinstate",
+            Self::RemoveServer => "remove_server",
         }
     }
 
     /// Its steps in order. A new machine's fence stands before anything else of it exists.
     pub fn steps(self) -> &'static [Step] {
         match self {
-            Self::Provision => {
-                &[Step::Fence, Step::DeletePredecessor, Step::CreateServer, Step::AwaitRegistration]
-            }
-            Self::Recover => &[
+            Self::Provision | Self::Recover => &[
                 Step::LastBackup,
                 Step::Fence,
+                Step::PowerOffServer,
                 Step::DeletePredecessor,
                 Step::CreateServer,
                 Step::AwaitRegistration,
             ],
-            Self::Delete => &[Step::DeleteServer],
+            Self::Delete => &[Step::LastBackup, Step::PowerOffServer],
             Self::Resize => {
                 &[Step::ShutDown, Step::PowerOff, Step::ChangeType, Step::PowerOn, Step::AwaitHealth]
             }
+            Self::Reinstate => &[Step::Fence, Step::SwitchOn, Step::AwaitHost],
+            Self::RemoveServer => &[Step::DeleteServer],
         }
     }
 
@@ -101,13 +121,16 @@ impl FromStr for OperationKind {
 }
 
 impl Step {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 14] = [
         Self::LastBackup,
         Self::Fence,
+        Self::PowerOffServer,
         Self::DeletePredecessor,
         Self::CreateServer,
         Self::AwaitRegistration,
         Self::DeleteServer,
+        Self::SwitchOn,
+        Self::AwaitHost,
         Self::ShutDown,
         Self::PowerOff,
         Self::ChangeType,
@@ -119,6 +142,9 @@ impl Step {
         match self {
             Self::LastBackup => "last_backup",
             Self::Fence => "fence",
+            Self::PowerOffServer => "power_off_server",
+            Self::SwitchOn => "switch_on",
+            Self::AwaitHost => "await_host",
             Self::DeletePredecessor => "delete_predecessor",
             Self::CreateServer => "create_server",
             Self::AwaitRegistration => "await_registration",
@@ -188,10 +214,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_way_of_making_a_machine_fences_before_it_deletes_or_creates() {
+    fn new_machine_backs_up_fences_and_switches_off_before_it_deletes_or_creates() {
         for kind in [OperationKind::Provision, OperationKind::Recover] {
             let at = |step| kind.steps().iter().position(|known| *known == step).unwrap();
-            assert!(at(Step::Fence) < at(Step::DeletePredecessor));
+            assert!(at(Step::LastBackup) < at(Step::Fence));
+            assert!(at(Step::Fence) < at(Step::PowerOffServer));
+            assert!(at(Step::PowerOffServer) < at(Step::DeletePredecessor));
             assert!(at(Step::DeletePredecessor) < at(Step::CreateServer));
         }
     }

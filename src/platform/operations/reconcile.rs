@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::OperationKind;
+use super::{OperationKind, OperationOptions};
 use super::{census, held};
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -96,11 +96,11 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ends operations that go on beyond every bound of their own, such as one whose step ends each process that runs it.
-/// A deletion is not among them: it goes on until the server is gone.
+/// Ends operations that exceed every bound of their own, such as one whose step ends each process that runs it.
 async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let found = db::operations::hanging(&session, platform.config.timing.operation_deadline).await?;
+    let timing = &platform.config.timing;
+    let found = db::operations::hanging(&session, timing.operation_deadline, timing.operation_limit).await?;
     drop(session);
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
@@ -115,14 +115,14 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
     let Some(row) = db::machines::locked(&tx, operation.machine).await? else { return Ok(()) };
     let with = Circumstances {
         failed_at: Some((&operation.step, "the operation did not end in time")),
-        successor: None,
+        ..Circumstances::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
         Ok(_) | Err(LifecycleError::Refused(_)) => {}
         Err(error) => return Err(error.into()),
     }
     // Where the machine does not wait for it, the operation ends all the same.
-    db::operations::end_as_hung(&tx, operation.id).await?;
+    db::operations::end_one(&tx, operation.id, "failed", Some("operation_hung")).await?;
     Ok(db::commit(tx).await?)
 }
 
@@ -138,11 +138,11 @@ async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;
-    let kind = OperationKind::Delete;
-    let found = db::machines::leftovers(&tx).await?;
+    let timing = &platform.config.timing;
+    let found = db::machines::removable(&tx, timing.predecessor_keep, timing.delete_grace).await?;
     for machine in &found {
-        db::operations::file(&tx, machine.id, kind.as_str(), kind.first_step().as_str()).await?;
-        tracing::info!(machine = %machine.id, "its server is deleted");
+        db::operations::file(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default()).await?;
+        tracing::info!(%machine, "its server is no longer kept");
     }
     db::commit(tx).await?;
     if !found.is_empty() {

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use deadpool_postgres::Transaction;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tracing::Instrument;
@@ -12,14 +13,14 @@ use uuid::Uuid;
 
 use super::held::Held;
 use super::resize::{self, Verdict};
-use super::step::{self, Answer, Record, StepError};
+use super::step::{self, Answer, Question, Record, StepError};
 use super::{OperationKind, Place, Step};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
-use crate::platform::db::{self, DbError};
+use crate::platform::db::{self, DbError, machine_changes};
 use crate::platform::measure;
 
 /// Operations that one process drives at a time.
@@ -128,9 +129,11 @@ async fn one_step(
     };
     measure::step(kind, step, &answer, start.elapsed());
     match answer {
-        Ok(Answer::Done { note, record }) => done(&held, step, note, record).await,
+        Ok(Answer::Done { note, record }) => done(&held, step, note.as_deref(), record).await,
         Ok(Answer::Abandon { why }) => abandon(&held, why).await.map(Some),
         Ok(Answer::End { event, note }) => held.end(&event, note).await.map(|()| None),
+        Ok(Answer::Fail { code, note }) => held.end_as_failed(code, note).await.map(|()| None),
+        Ok(Answer::Ask(question)) => ask(&held, step, question).await.map(|()| None),
         Ok(Answer::Wait { again_in, facts }) => {
             if kind == OperationKind::Resize
                 && let Some(end) = late(&held, step, None).await?
@@ -146,7 +149,7 @@ async fn one_step(
             Some(end) => Ok(end),
             None => retry(&held, step, &error).await.map(|()| None),
         },
-        Err(StepError::Permanent { what, source }) if kind != OperationKind::Delete => {
+        Err(StepError::Permanent { what, source }) if makes_a_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), what,
                 error = %chain(source.as_ref()), "an operation failed");
             held.refuse(step.as_str(), what).await?;
@@ -189,7 +192,7 @@ async fn done(
     let operation = held.operation;
     let lease = Some(held.platform.config.timing.lease);
     let Some(next) = held.kind.after(step) else {
-        end(held, step, note).await?;
+        end(held, step, note, record).await?;
         return Ok(None);
     };
     let to = Next { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
@@ -235,13 +238,33 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     let operation = held.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
-    let bounded = matches!(held.kind, OperationKind::Provision | OperationKind::Recover);
-    if bounded && held.age().await? > GIVE_UP {
-        held.refuse(step.as_str(), "it could not be done in an hour of trying").await?;
+    if makes_a_machine(held.kind) && held.step_age().await? > GIVE_UP {
+        held.refuse(step.as_str(), "retries exhausted after 1 h").await?;
         return Ok(());
     }
     let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
     set_aside(held, to, Some(("retry", Some(&error.to_string())))).await
+}
+
+/// Whether its machine fails with it: the slot then goes back to the machine before it, if that is still there.
+fn makes_a_machine(kind: OperationKind) -> bool {
+    matches!(kind, OperationKind::Provision | OperationKind::Recover)
+}
+
+/// Sets the operation aside until an operator decides.
+async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), StepError> {
+    let operation = held.operation;
+    tracing::error!(operation = %operation.id, step = step.as_str(), code = question.code, detail = question.detail,
+        "an operation waits for an operator");
+    let mut session = held.platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let asked = json!({"code": question.code, "detail": question.detail});
+    let facts = Value::Object(question.facts);
+    if !db::operations::ask(&tx, operation.id, held.owner, &asked, &facts).await? {
+        return Err(StepError::Lost);
+    }
+    db::operations::log(&tx, operation.id, step.as_str(), "asked", Some(&question.detail)).await?;
+    Ok(db::commit(tx).await?)
 }
 
 /// Doubles from half a second to a minute, each spread over its second half.
@@ -291,14 +314,25 @@ async fn store(
     if let Some((outcome, detail)) = line {
         db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
     }
-    if let Record::CreateAccepted { server, address } = record {
-        let ttl = held.platform.config.timing.registration_ttl;
-        db::machine_changes::create_accepted(&tx, held.operation.machine, server, address, ttl).await?;
-    }
+    write_record(held, &tx, record).await?;
     Ok(db::commit(tx).await?)
 }
 
-async fn end(held: &Held<'_>, step: Step, note: Option<&str>) -> Result<(), StepError> {
+async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
+    match record {
+        Record::Nothing => Ok(()),
+        Record::CreateAccepted { server, address } => {
+            let ttl = held.platform.config.timing.registration_ttl;
+            machine_changes::create_accepted(tx, held.operation.machine, server, address, ttl).await
+        }
+        Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
+        Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
+        Record::Released { machine } => machine_changes::released(tx, machine).await,
+        Record::SwitchedOn { machine } => machine_changes::switched_on(tx, machine).await,
+    }
+}
+
+async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -316,7 +350,10 @@ async fn end(held: &Held<'_>, step: Step, note: Option<&str>) -> Result<(), Step
     }
     db::operations::log(&tx, id, step.as_str(), "done", note).await?;
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
+    write_record(held, &tx, record).await?;
     db::commit(tx).await?;
+    // What an operation leaves for later, such as a server whose time is over, is looked for at once.
+    held.platform.reconcile.notify_one();
     measure::ended(held.kind.as_str(), "succeeded", held.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())

@@ -1,14 +1,17 @@
 //! What a step answers, and the step for each name.
 
+use std::borrow::Cow;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use serde_json::{Map, Value};
 
 use super::held::Held;
-use super::{Step, ask_host, create, delete, resize};
+use super::{OperationKind, Step, create, delete, last_backup, predecessor, reinstate, resize};
 use crate::failpoint::Injected;
 use crate::machine::event::Event;
+use crate::machine::id::MachineId;
 use crate::platform::db::{self, DbError};
 use crate::platform::keys::KeyError;
 use crate::provider::{ErrorKind, ProviderError};
@@ -19,13 +22,25 @@ use crate::store::pointer_io::{self, PointerError};
 /// How a step ended without an error.
 pub enum Answer {
     /// On to the next step; the record is written together with it.
-    Done { note: Option<&'static str>, record: Record },
+    Done { note: Option<Cow<'static, str>>, record: Record },
     /// Nothing to do but look again; these facts are kept.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
     /// The rest of the change is left out: on to what puts things right.
     Abandon { why: &'static str },
     /// The operation ends here, with what it means for the machine.
     End { event: Event, note: &'static str },
+    /// The operation ends here as failed; the machine stays as it is.
+    Fail { code: &'static str, note: &'static str },
+    /// An operator decides how the operation goes on.
+    Ask(Question),
+}
+
+/// What an operator is asked.
+pub struct Question {
+    pub code: &'static str,
+    pub detail: String,
+    /// What the step knows, for when it runs again.
+    pub facts: Map<String, Value>,
 }
 
 impl Answer {
@@ -34,7 +49,7 @@ impl Answer {
     }
 
     pub fn done_noting(note: &'static str) -> Self {
-        Self::Done { note: Some(note), record: Record::Nothing }
+        Self::Done { note: Some(note.into()), record: Record::Nothing }
     }
 
     pub fn wait(again_in: Duration) -> Self {
@@ -46,6 +61,14 @@ impl Answer {
 pub enum Record {
     Nothing,
     CreateAccepted { server: i64, address: Option<Ipv4Addr> },
+    /// The machine's last snapshot, taken after its writers had stopped.
+    Saved { machine: MachineId, taken_at: Timestamp },
+    /// No snapshot holds what was written since; `None`: an operator accepted the loss.
+    Unsaved { machine: MachineId, since: Option<Timestamp> },
+    /// The deleted machine's server is not kept, unless it holds what no snapshot does.
+    Released { machine: MachineId },
+    /// The server of a reinstated machine is on.
+    SwitchedOn { machine: MachineId },
 }
 
 /// Why a step did not get on.
@@ -115,9 +138,10 @@ impl From<ProviderError> for StepError {
 /// [`StepError`].
 pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
     match step {
-        Step::LastBackup => ask_host::last_backup(held).await,
+        Step::LastBackup => last_backup::last_backup(held).await,
         Step::Fence => fence(held).await,
-        Step::DeletePredecessor => delete::predecessors(held).await,
+        Step::PowerOffServer => predecessor::power_off(held).await,
+        Step::DeletePredecessor => predecessor::delete(held).await,
         Step::CreateServer => create::server(held).await,
         Step::AwaitRegistration => await_registration(held).await,
         Step::DeleteServer => delete::own(held).await,
@@ -126,6 +150,8 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
         Step::ChangeType => resize::change_type(held).await,
         Step::PowerOn => resize::power_on(held).await,
         Step::AwaitHealth => resize::await_health(held).await,
+        Step::SwitchOn => reinstate::switch_on(held).await,
+        Step::AwaitHost => reinstate::await_host(held).await,
     }
 }
 
@@ -134,6 +160,11 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch).await {
         Ok(()) => Ok(Answer::done()),
+        // The database is older than the store: this machine's epoch goes above what the store knows.
+        Err(PointerError::Fenced(fenced)) if machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate => {
+            held.raise_epoch(fenced.fence.next()).await?;
+            Ok(Answer::wait(Duration::ZERO))
+        }
         Err(error @ PointerError::Fenced(_)) => {
             Err(StepError::permanent("a later machine has fenced the slot", error))
         }

@@ -78,6 +78,9 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
         match effect {
             Effect::Settle { machine, stand, error } => {
                 rollouts::settle(&tx, rollout.id, *machine, *stand, error.as_deref()).await?;
+                if *stand == Stand::Updated {
+                    db::slots::set_release_of(&tx, *machine, &rollout.image_version).await?;
+                }
                 counted.push(*stand);
                 tracing::info!(rollout = %rollout.id, %machine, stand = stand.as_str(), error, "a machine of a rollout");
             }

@@ -1,0 +1,118 @@
+//! POST `/vps/:id/discard`: the kept server of a machine that left its slot is deleted before its time.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use http::{Method, StatusCode};
+use serde_json::json;
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
+use super::fault;
+use super::mutation::{Changed, Mutation, Reply};
+use crate::clock::rfc3339_ms;
+use crate::http::openapi::{Operation, boolean, fields, named};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, machine_changes};
+
+/// Whether what no snapshot holds may be lost.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    Accepted,
+    Refused,
+}
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut said = call.fields()?;
+    let loss = if said.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
+    let loss = said.finish(Some(loss))?;
+    let id = path_id("machineId", &id)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = discard(&platform, id, loss, &mutation).await?;
+    platform.reconcile.notify_one();
+    Ok(reply.into_response())
+}
+
+async fn discard(
+    platform: &Platform,
+    id: MachineId,
+    loss: Loss,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
+    let not_found = || fault::machine_not_found(&id.to_string());
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    check(&machine, loss)?;
+    if db::machines::is_successor_unproven(&tx, &machine).await? && loss == Loss::Refused {
+        return Err(refused(
+            "No later machine of the slot has served yet: this server is its last copy. Send acceptLoss to delete it \
+             all the same.",
+        ));
+    }
+    machine_changes::discard_ordered(&tx, id).await?;
+    let after = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
+    let reply = Reply::new(StatusCode::ACCEPTED, after.record());
+    let (before, target) = (machine.record(), id.to_string());
+    let changed =
+        Changed { action: "discard", target: &target, before: Some(&before), after: Some(&reply.body) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {
+    if machine.is_active() {
+        return Err(refused("The machine holds its slot: delete it."));
+    }
+    if machine.server_deleted_at.is_some() {
+        return Err(refused("Its server is deleted already."));
+    }
+    match machine.unsaved_since.filter(|_| loss == Loss::Refused) {
+        None => Ok(()),
+        Some(since) => Err(refused(&format!(
+            "No snapshot holds what was written on it since {}. Send acceptLoss to delete it all the same.",
+            rfc3339_ms(since)
+        ))),
+    }
+}
+
+fn refused(detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail).with("machineStatus", json!("kept")).with("allowed", json!([]))
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "discard",
+        method: Method::POST,
+        path: "/vps/{id}/discard",
+        summary: "Deletes the kept server of a replaced or deleted machine before its time.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
+        answers: &[told(202, "Its server is being deleted.", || named("Machine"))],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

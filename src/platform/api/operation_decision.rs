@@ -1,0 +1,197 @@
+//! POST `/vps/operations/:id/continue` and `…/abandon`: what an operator decides where an operation waits for them, or
+//! does not get on.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use deadpool_postgres::Transaction;
+use http::{Method, StatusCode};
+use serde_json::json;
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
+use super::mutation::{Changed, Mutation, Reply};
+use super::{fault, operation, undelete};
+use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, named, uuid};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::event::Event;
+use crate::machine::id::OperationId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::operations::OperationRow;
+use crate::platform::db::{self, machine_changes};
+use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::operations::{OperationKind, OperationOptions, Step};
+
+const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." };
+
+#[derive(Clone, Copy)]
+enum Decision {
+    AcceptLoss,
+    Abandon,
+}
+
+impl Decision {
+    fn action(self) -> &'static str {
+        match self {
+            Self::AcceptLoss => "operation.continue",
+            Self::Abandon => "operation.abandon",
+        }
+    }
+}
+
+async fn go_ahead(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut said = call.fields()?;
+    let accepted = said.boolean("acceptLoss");
+    if accepted != Some(true) {
+        said.wrong("acceptLoss", "must be true: it is what the operation waits for");
+    }
+    said.finish(accepted)?;
+    decide(&platform, &call, &id, Decision::AcceptLoss).await
+}
+
+async fn abandon(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    call.nothing_said()?;
+    decide(&platform, &call, &id, Decision::Abandon).await
+}
+
+async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) -> Result<Response, Problem> {
+    let id: OperationId = path_id("operationId", id)?;
+    let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
+    let mutation = Mutation::of(call)?;
+    let mut session = platform.db.session().await?;
+    let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, &format!("user {}", machine.user)).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply.into_response());
+    }
+    // Machines are locked before their operations, everywhere.
+    let machine = db::machines::locked(&tx, seen.machine).await?.ok_or_else(not_found)?;
+    let was = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
+    if was.has_ended() {
+        return Err(invalid(&was, "The operation has ended."));
+    }
+    match decision {
+        Decision::AcceptLoss => accept_loss(&tx, &was).await?,
+        Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
+    }
+    let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
+    let reply = Reply::new(StatusCode::OK, operation::record(&tx, &now).await?);
+    let (before, target) = (was.record(&[]), id.to_string());
+    let after = Some(&reply.body);
+    let changed = Changed { action: decision.action(), target: &target, before: Some(&before), after };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    platform.nudge.notify_one();
+    platform.reconcile.notify_one();
+    Ok(reply.into_response())
+}
+
+async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Problem> {
+    if was.question.is_none() {
+        return Err(invalid(was, "The operation does not wait for a decision."));
+    }
+    let options = OperationOptions { accept_loss: true, ..was.options };
+    db::operations::decide(tx, was.id, options).await?;
+    db::operations::log(tx, was.id, &was.step, "continued", Some("the operator accepted the loss")).await?;
+    Ok(())
+}
+
+/// Ends the operation in a way that leaves the slot as it was, as far as it can be.
+async fn give_up(
+    platform: &Platform,
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+    was: &OperationRow,
+) -> Result<(), Problem> {
+    db::operations::log(tx, was.id, &was.step, "abandoned", None).await?;
+    let kind: OperationKind = was.kind.parse().map_err(|_| invalid(was, "This release does not know its kind."))?;
+    match kind {
+        OperationKind::Provision | OperationKind::Recover => {
+            let with = Circumstances {
+                failed_at: Some((&was.step, "the operator abandoned the operation")),
+                ..Circumstances::default()
+            };
+            let event = Event::OperationAbandoned;
+            let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+            change.map_err(|error| fault::lifecycle(error, machine))?;
+        }
+        OperationKind::Delete if machine.registered_at.is_some() => {
+            undelete::reinstate(platform, tx, machine).await?;
+        }
+        // Its server is switched on again before it ends.
+        OperationKind::Resize => {
+            return Ok(db::operations::skip_to(tx, was.id, Step::PowerOn.as_str()).await?);
+        }
+        OperationKind::RemoveServer => machine_changes::removal_abandoned(tx, machine.id).await?,
+        OperationKind::Delete | OperationKind::Reinstate => {}
+    }
+    // What the machine's change has not ended.
+    Ok(db::operations::end_one(tx, was.id, "cancelled", Some("abandoned")).await?)
+}
+
+fn invalid(operation: &OperationRow, detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(operation.state))
+        .with("allowed", json!([]))
+}
+
+/// The routes and their descriptions.
+pub static CONTINUE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "continueOperation",
+        method: Method::POST,
+        path: "/vps/operations/{id}/continue",
+        summary: "Lets an operation that waits for a decision go ahead without what it asked for.",
+        credentials: &[OPERATOR],
+        parameters: &[ID, IDEMPOTENCY_KEY],
+        body: Some(|| fields(&[("acceptLoss", boolean())], &[])),
+        answers: &[told(200, "The operation runs again.", || named("Operation"))],
+        problems: &[
+            Code::NotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(go_ahead),
+};
+pub static ABANDON: Endpoint = Endpoint {
+    operation: Operation {
+        id: "abandonOperation",
+        method: Method::POST,
+        path: "/vps/operations/{id}/abandon",
+        summary: "Gives an operation up: the slot goes back to the machine it had, where that still exists.",
+        credentials: &[OPERATOR],
+        parameters: &[ID, IDEMPOTENCY_KEY],
+        body: None,
+        answers: &[told(200, "The operation has ended, or switches the server on and ends.", || {
+            named("Operation")
+        })],
+        problems: &[
+            Code::NotFound,
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(abandon),
+};

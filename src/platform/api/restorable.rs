@@ -1,0 +1,99 @@
+//! What must hold of a slot's snapshots before any machine of it is replaced: everything that a new machine will need is
+//! checked here, while the old one still serves.
+
+use deadpool_postgres::GenericClient;
+
+use super::fault;
+use crate::clock::rfc3339_ms;
+use crate::http::problem::{Code, Problem, chain};
+use crate::machine::name::{IdpUserId, ServerType, Slot};
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::store::key::SlotPrefix;
+use crate::store::snapshot::{SideRecord, Unusable};
+use crate::store::{Bucket, StoreError, pointer_io};
+
+/// What system and release take of a server's disk, with room to work.
+const RESERVED_BYTES: u64 = 6 << 30;
+/// A restored database is smaller than the one that was dumped, but its indexes are built beside it.
+const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
+
+/// Refuses a snapshot whose database cannot fit the disk of a server type. A provider that does not answer now decides
+/// nothing: the host checks again before it touches anything.
+///
+/// # Errors
+/// `disk_too_small`.
+pub async fn fits(platform: &Platform, side: &SideRecord, server_type: &ServerType) -> Result<(), Problem> {
+    let Some(database) = &side.database else { return Ok(()) };
+    let info = match platform.provider.server_type(server_type).await {
+        Ok(Some(info)) => info,
+        Ok(None) => {
+            let detail = format!("{server_type} is no server type of the provider");
+            return Err(Problem::field("/serverType", detail));
+        }
+        Err(error) => {
+            tracing::warn!(error = %chain(&error), "the size of a server's disk is not known");
+            return Ok(());
+        }
+    };
+    let needed = needed_bytes(database.size_bytes);
+    let disk = u64::from(info.disk_gb) << 30;
+    if needed <= disk {
+        return Ok(());
+    }
+    let detail = format!(
+        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Recover with a larger \
+         serverType.",
+        database.size_bytes >> 30,
+        needed.div_ceil(1 << 30),
+        info.disk_gb
+    );
+    Err(Problem::new(Code::DiskTooSmall, detail))
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+fn needed_bytes(database: u64) -> u64 {
+    RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
+}
+
+/// Refuses a pointer that cannot be read: the fence could not be written into it.
+///
+/// # Errors
+/// `snapshot_unusable`, `store_unavailable`.
+pub async fn readable_pointer(bucket: &Bucket, slot: &SlotPrefix) -> Result<(), Problem> {
+    match pointer_io::read(bucket, slot).await {
+        Ok(_) => Ok(()),
+        Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent.
+///
+/// # Errors
+/// `snapshot_unusable`.
+pub async fn never_backed_up(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<(), Problem> {
+    let Some(taken_at) = db::machines::newest_backup(client, user, slot).await? else { return Ok(()) };
+    let detail = format!(
+        "The store names no snapshot, and a host reported one of {}. Run svcctl pointer show, then svcctl pointer \
+         rebuild.",
+        rfc3339_ms(taken_at)
+    );
+    Err(Problem::new(Code::SnapshotUnusable, detail))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn needed_bytes_grow_with_the_database_and_never_overflow() {
+        assert_eq!(needed_bytes(0), RESERVED_BYTES);
+        assert_eq!(needed_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
+        assert_eq!(needed_bytes(u64::MAX), u64::MAX);
+    }
+}

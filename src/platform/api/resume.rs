@@ -1,0 +1,126 @@
+//! POST `/vps/:id/resume`: a failed machine whose server runs and whose host is well goes back into service.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use http::{Method, StatusCode};
+use jiff::{SignedDuration, Timestamp};
+use serde_json::json;
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
+use super::fault;
+use super::mutation::{Changed, Mutation, Reply};
+use crate::http::openapi::{Operation, named};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::event::Event;
+use crate::machine::id::MachineId;
+use crate::machine::name::ServerType;
+use crate::machine::state::Status;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::provider::{ServerId, ServerStatus};
+
+/// A host that was heard from within this time counts as alive.
+const MAX_SILENCE: SignedDuration = SignedDuration::from_mins(2);
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    call.nothing_said()?;
+    let id = path_id("machineId", &id)?;
+    let mutation = Mutation::of(&call)?;
+    Ok(resume(&platform, id, &mutation).await?.into_response())
+}
+
+async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
+    let not_found = || fault::machine_not_found(&id.to_string());
+    let mut session = platform.db.session().await?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply);
+    }
+    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let now = db::servers::now(&session).await?;
+    let server_type = match seen.status {
+        Status::Failed if seen.is_active() => serves(platform, &seen, now).await?,
+        // What else it is, the transition says.
+        _ => seen.server_type.clone(),
+    };
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let event = Event::ResumeRequested { server_type };
+    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
+    let change = change.map_err(|error| fault::lifecycle(error, &machine))?;
+    let resumed = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
+    let reply = Reply::new(StatusCode::OK, resumed.record());
+    if change == Change::Unchanged {
+        mutation.store(&tx, &reply).await?;
+    } else {
+        let (before, target) = (machine.record(), id.to_string());
+        let after = Some(&reply.body);
+        let changed = Changed { action: "resume", target: &target, before: Some(&before), after };
+        mutation.record(&tx, &reply, &changed).await?;
+    }
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+/// The type of the machine's server, which runs and whose host says that it is well.
+async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Result<ServerType, Problem> {
+    if machine.registered_at.is_none() {
+        return Err(refused("Its host never registered: recover or provision the slot."));
+    }
+    let is_heard = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_SILENCE);
+    if !is_heard || !machine.is_healthy() {
+        return Err(refused("Its host has sent no healthy heartbeat within two minutes: svcctl power on, or recover."));
+    }
+    let Some(server) = machine.provider_server_id else {
+        return Err(refused("It has no server: recover the slot."));
+    };
+    let server = platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider(&error))?;
+    match server {
+        Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
+        Some(_) => Err(refused("Its server is not running: svcctl power on.")),
+        None => Err(refused("The provider has no such server: recover the slot.")),
+    }
+}
+
+fn refused(detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(Status::Failed))
+        .with("allowed", json!([Status::Failed]))
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "resume",
+        method: Method::POST,
+        path: "/vps/{id}/resume",
+        summary: "Takes a failed machine whose host is well back into service.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: None,
+        answers: &[told(200, "The machine runs.", || named("Machine"))],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::ProvisioningError,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

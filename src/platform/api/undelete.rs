@@ -1,0 +1,149 @@
+//! POST `/vps/:id/undelete`: a deleted machine takes its slot back while its server is kept.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::post;
+use deadpool_postgres::Transaction;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
+use super::fault;
+use super::mutation::{self, Changed, Mutation, Reply};
+use crate::http::openapi::{Operation, count, object, uuid};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::event::Event;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self};
+use crate::platform::lifecycle::{self, Change, Circumstances, Filed};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    call.nothing_said()?;
+    let id = path_id("machineId", &id)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = undelete(&platform, id, &mutation).await?;
+    platform.nudge.notify_one();
+    mutation::answer(&platform, &call, reply).await
+}
+
+async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
+    let not_found = || fault::machine_not_found(&id.to_string());
+    let mut session = platform.db.session().await?;
+    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let tx = db::begin(&mut session).await?;
+    db::lock(&tx, &format!("user {}", seen.user)).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
+    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let filed = reinstate(platform, &tx, &machine).await?;
+    let back = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
+    let reply = Reply::new(StatusCode::ACCEPTED, body(&back, filed));
+    let (before, after) = (machine.record(), back.record());
+    let target = id.to_string();
+    let changed = Changed { action: "undelete", target: &target, before: Some(&before), after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply)
+}
+
+/// Gives a deleted machine its slot back.
+///
+/// # Errors
+/// `invalid_state` where it is not deleted, its server is gone or going, or a later machine has served the slot.
+pub async fn reinstate(
+    platform: &Platform,
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+) -> Result<Filed, Problem> {
+    check(tx, machine).await?;
+    let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
+    let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
+    let with = Circumstances {
+        failed_at: Some(("reinstate", "its deletion was undone; it runs with its next healthy heartbeat")),
+        ..Circumstances::default()
+    };
+    let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
+    match change.map_err(|error| fault::lifecycle(error, machine))? {
+        Change::Moved { filed: Some(filed) } => Ok(filed),
+        Change::Moved { filed: None } | Change::Unchanged => Err(refused("The machine is not deleted.")),
+    }
+}
+
+async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+    if machine.deleted_at.is_none() {
+        return Err(refused("The machine is not deleted."));
+    }
+    if machine.registered_at.is_none() {
+        return Err(refused("The machine never served: provision the slot."));
+    }
+    let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
+    if !machine.has_server() || removal.is_some() {
+        return Err(refused("Its server is deleted or about to be: provision the slot, which restores its snapshot."));
+    }
+    if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
+        return Err(refused("Another machine holds the slot: delete that one first."));
+    }
+    if db::machines::has_served_since(tx, machine).await? {
+        return Err(refused("A later machine has served the slot: this one's data is older."));
+    }
+    Ok(())
+}
+
+fn refused(detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail).with("machineStatus", json!("deleted")).with("allowed", json!([]))
+}
+
+fn body(machine: &MachineRow, filed: Filed) -> Value {
+    json!({
+        "machineId": machine.id,
+        "kind": machine.kind.as_str(),
+        "status": machine.status,
+        "epoch": machine.epoch,
+        "operationId": filed.operation,
+    })
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "undelete",
+        method: Method::POST,
+        path: "/vps/{id}/undelete",
+        summary: "Brings a deleted machine back while its server is kept.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
+        body: None,
+        answers: &[told(202, "The machine has its slot again; its server is being switched on.", || {
+            object(
+                &[
+                    ("machineId", uuid()),
+                    ("kind", kind()),
+                    ("status", status()),
+                    ("epoch", count()),
+                    ("operationId", uuid()),
+                ],
+                &[],
+            )
+        })],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};

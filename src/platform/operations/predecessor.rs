@@ -1,0 +1,111 @@
+//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one itself;
+//! and the steps that switch its server off and, where an operator chose that, delete it.
+//!
+//! The invariant: a server is switched off after the fence, and is deleted here only when a last backup of it exists or
+//! an operator accepted the loss. In every other case the reconciler deletes it, after its successor has proven itself.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::held::Held;
+use super::step::{Answer, Question, Record, StepError};
+use super::{OperationKind, delete};
+use crate::http::problem::chain;
+use crate::platform::db;
+use crate::platform::db::machine_row::MachineRow;
+use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
+
+/// How long a power off is retried beyond the time for a shutdown: the fence protects the data without it.
+const MAX_POWER_OFF_DELAY: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(500);
+const SHUTDOWN_ASKED: &str = "shutdownAsked";
+
+/// The machine that goes out of service; `None` where none of the slot ever served.
+///
+/// # Errors
+/// [`StepError`].
+pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
+    let machine = held.machine().await?;
+    if held.kind == OperationKind::Delete {
+        return Ok(machine.registered_at.is_some().then_some(machine));
+    }
+    let session = held.platform.db.session().await?;
+    Ok(db::machines::last_registered(&session, &machine).await?)
+}
+
+/// Switches the server off: it is asked to shut down, and its power is cut when it has not.
+pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
+    let answer = try_power_off(held).await?;
+    match answer {
+        Answer::Done { note, .. } if held.kind == OperationKind::Delete && held.operation.options.now => {
+            Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
+        }
+        other => Ok(other),
+    }
+}
+
+async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
+    let Some(machine) = leaving(held).await? else {
+        return Ok(Answer::done_noting("no earlier machine has served"));
+    };
+    let Some(id) = machine.provider_server_id.filter(|_| machine.has_server()) else {
+        return Ok(Answer::done_noting("the earlier machine has no server"));
+    };
+    let age = held.step_age().await?;
+    let shutdown = held.platform.config.timing.resize_shutdown;
+    if age >= shutdown + MAX_POWER_OFF_DELAY {
+        return Ok(Answer::done_noting("the provider did not switch the server off; the fence protects the data"));
+    }
+    held.power_off_ordered(machine.id).await?;
+    match switch_off(held, ServerId(id), age >= shutdown).await {
+        Ok(answer) => Ok(answer),
+        // A provider that refuses does not keep the slot from its new machine.
+        Err(error) => {
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
+            Ok(Answer::wait((age / 4).clamp(POLL, Duration::from_secs(10))))
+        }
+    }
+}
+
+async fn switch_off(held: &Held<'_>, id: ServerId, overdue: bool) -> Result<Answer, ProviderError> {
+    let provider = &held.platform.provider;
+    let Some(Server { status, locked, .. }) = provider.get(id).await? else {
+        return Ok(Answer::done_noting("the provider has no such server"));
+    };
+    if status == ServerStatus::Off {
+        return Ok(Answer::done());
+    }
+    if locked {
+        return Ok(Answer::wait(POLL));
+    }
+    if overdue {
+        provider.power_off(id).await?;
+        return Ok(Answer::wait(POLL));
+    }
+    let mut facts = held.facts();
+    if !facts.contains_key(SHUTDOWN_ASKED) {
+        provider.shutdown(id).await?;
+        facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
+    }
+    Ok(Answer::Wait { again_in: POLL, facts: Some(facts) })
+}
+
+/// Keeps the predecessor's server, or deletes it first where the operator chose that.
+pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
+    let options = held.operation.options;
+    let Some(machine) = leaving(held).await?.filter(MachineRow::has_server) else {
+        return Ok(Answer::done());
+    };
+    if !options.replace_first {
+        return Ok(Answer::done_noting("its server is kept until the new machine has proven itself"));
+    }
+    if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
+        let detail = format!(
+            "The server that is to be deleted first holds what was written since {since:.0}, and no snapshot does: \
+             continue with acceptLoss, or abandon."
+        );
+        return Ok(Answer::Ask(Question { code: "replace_first_loses_data", detail, facts: held.facts() }));
+    }
+    Ok(if delete::is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+}

@@ -1,0 +1,66 @@
+//! The steps that bring a machine back into its slot: its server is switched on, its writers are opened, and its host
+//! takes the new epoch from the answer to its heartbeat.
+//!
+//! The invariant: nothing is switched on while a process may still be switching it off.
+
+use std::time::Duration;
+
+use super::ask_host;
+use super::held::Held;
+use super::step::{Answer, Record, StepError};
+use crate::http::problem::chain;
+use crate::machine::event::Event;
+use crate::machine::state::{FailureCause, Status};
+use crate::platform::db;
+use crate::provider::{ServerId, ServerStatus};
+
+const POLL: Duration = Duration::from_millis(500);
+
+pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    let session = held.platform.db.session().await?;
+    let lingers = db::operations::slot_lease_lingers(&session, machine.id, held.operation.id).await?;
+    drop(session);
+    if lingers {
+        return Ok(Answer::wait(POLL));
+    }
+    let Some(id) = machine.provider_server_id else {
+        return Ok(Answer::End { event: Event::ServerGone, note: "it has no server" });
+    };
+    let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
+        return Ok(Answer::End { event: Event::ServerGone, note: "the provider no longer has the server" });
+    };
+    match server.status {
+        _ if server.locked => Ok(Answer::wait(POLL)),
+        ServerStatus::Running | ServerStatus::Starting => {
+            Ok(Answer::Done { note: None, record: Record::SwitchedOn { machine: machine.id } })
+        }
+        ServerStatus::Off => {
+            held.platform.provider.power_on(server.id).await?;
+            Ok(Answer::wait(POLL))
+        }
+        _ => Ok(Answer::wait(POLL)),
+    }
+}
+
+pub async fn await_host(held: &Held<'_>) -> Result<Answer, StepError> {
+    let machine = held.machine().await?;
+    let age = held.step_age().await?;
+    let waits = machine.status == Status::Failed
+        && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
+    if let Some(stopped_for) = held.stopped_for().await? {
+        // The answer to its next heartbeat says the same: this is sooner.
+        if let Err(error) = ask_host::resume(held.platform, &machine, stopped_for).await {
+            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers are not opened yet");
+        } else if !waits {
+            return Ok(Answer::done());
+        }
+    }
+    if !waits {
+        return Ok(Answer::done_noting("its writers open with its next heartbeat"));
+    }
+    if age >= held.platform.config.timing.resize_health {
+        return Ok(Answer::Fail { code: "host_silent", note: "the host did not come back in time" });
+    }
+    Ok(Answer::wait((age / 4).clamp(POLL, Duration::from_secs(5))))
+}
