@@ -211,9 +211,15 @@ fn registration_alone_makes_a_machine_run() {
                 (&state, &event),
                 (State::Provisioning | State::Recovering, Event::Registered { .. })
                     | (State::Resizing { .. }, Event::ResizeSucceeded | Event::ResizeReverted)
-                    | (State::Failed { cause: FailureCause::Resize | FailureCause::Reinstating }, Event::HealthyHeartbeat { .. })
+                    | (
+                        State::Failed { cause: FailureCause::Resize | FailureCause::Reinstating },
+                        Event::HealthyHeartbeat { .. }
+                    )
                     | (State::Failed { .. }, Event::ResumeRequested { .. })
-                    | (State::Retired { .. } | State::Deleted { .. }, Event::Reinstated { power: ServerPower::On, .. })
+                    | (
+                        State::Retired { .. } | State::Deleted { .. },
+                        Event::Reinstated { power: ServerPower::On, .. }
+                    )
             );
             assert!(allowed, "{state:?} runs after {event:?}");
         }
@@ -361,12 +367,8 @@ fn failed_resize_and_reinstatement_heal_by_heartbeat_of_their_epoch_alone() {
 
 #[test]
 fn delete_ends_any_active_machine_and_is_idempotent() {
-    let effects = [
-        Effect::CancelOperation,
-        Effect::DeleteServer,
-        Effect::DeletePredecessor,
-        Effect::CloseConnections,
-    ];
+    let effects =
+        [Effect::CancelOperation, Effect::DeleteServer, Effect::DeletePredecessor, Effect::CloseConnections];
     for state in every_active_state() {
         assert_moves(&state, &Event::DeleteRequested, &deleted(state.clone()), &effects);
     }

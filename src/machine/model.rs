@@ -1,6 +1,6 @@
-//! A model of slots, hosts, the provider and the operations, which runs the lifecycle's effects on itself.
+//! A model of slots, hosts, their data, the provider and the operations, which runs the lifecycle's effects on itself.
 //!
-//! It is the world of the property tests: `invariant` looks at it after every action, `property` drives it at random.
+//! It is the world of the property tests: `invariant` checks it after every action, `property` drives it at random.
 //! The rules are an argument, so that a broken one can be put in and must be noticed.
 
 mod action;
@@ -8,15 +8,16 @@ mod cloud;
 mod invariant;
 mod operation;
 mod property;
+mod removal;
 
 use std::collections::BTreeSet;
 
 use super::epoch::Epoch;
-use super::event::{Effect, Event};
+use super::event::{Effect, Event, ServerPower};
 use super::name::ServerType;
 use super::state::{Machine, State, Status};
 use super::transition::{Outcome, Refusal};
-use cloud::{Cloud, Power};
+use cloud::Cloud;
 use invariant::Violation;
 use operation::{Ending, Kind, Operation};
 
@@ -26,9 +27,19 @@ pub struct Rules {
     pub transition: fn(&Machine, &Event) -> Result<Outcome, Refusal>,
     /// Whether a server's name is unique at the provider, and looked up before a create.
     pub unique_names: bool,
+    /// Whether a machine that left its slot without a last backup is marked so.
+    pub marks_unsaved: bool,
+    /// Whether a replaced server is kept until its successor has served.
+    pub keeps_predecessors: bool,
+    /// Whether the writers of a host stop before its last backup.
+    pub stops_writers: bool,
 }
 
+/// Acknowledged rows of an owner, by number.
+pub type Data = BTreeSet<u32>;
+
 /// A row of `user_machines`, and beside it what only the real world knows.
+#[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
 pub struct Row {
     pub slot: usize,
     pub machine: Machine,
@@ -36,28 +47,52 @@ pub struct Row {
     pub connections: u32,
     /// True: its host has sent the registration.
     pub registered: bool,
+    /// True: its host has sent a healthy heartbeat since.
+    pub proven: bool,
     /// True: its host ran at some time, so that its disk may run again anywhere.
     pub booted: bool,
-    /// True: an operator was told that it is replaced or deleted.
-    pub condemned: bool,
+    /// What its disk holds.
+    pub data: Data,
+    /// True: its writers are stopped.
+    pub quiesced: bool,
+    /// The epoch that its host uses, which it learns by its heartbeats.
+    pub host_epoch: Epoch,
+    pub power_off_ordered: bool,
+    /// True: it left its slot without a last backup, and nobody accepted the loss.
+    pub unsaved: bool,
+    /// True: an operator accepted that what no snapshot of it holds is lost.
+    pub loss_accepted: bool,
+    /// True: the provider confirmed that its server is deleted.
+    pub removed: bool,
 }
 
-/// The object store's pointer of a slot.
-#[derive(Default, Clone, Copy)]
+/// The object store's pointer of a slot, and the snapshot that it names.
+#[derive(Default, Clone)]
 pub struct Pointer {
     pub fence: u32,
     /// The epoch of the machine whose snapshot it names; 0 for none.
     pub writer: u32,
+    pub data: Data,
+}
+
+/// What was acknowledged to the owner of a slot.
+#[derive(Default, Clone)]
+pub struct Acknowledged {
+    pub rows: Data,
+    /// Rows that an operator accepted to lose, or that died with a server outside of our control.
+    pub forgiven: Data,
 }
 
 pub struct World {
     pub rules: Rules,
     pub pointers: Vec<Pointer>,
+    pub acknowledged: Vec<Acknowledged>,
     pub rows: Vec<Row>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
     /// What cannot be seen in a state, only in a change of it.
     pub seen: BTreeSet<Violation>,
+    next_row: u32,
 }
 
 impl World {
@@ -65,10 +100,12 @@ impl World {
         Self {
             rules,
             pointers: vec![Pointer::default(); slots],
+            acknowledged: vec![Acknowledged::default(); slots],
             rows: Vec::new(),
             operations: Vec::new(),
             cloud: Cloud::new(rules.unique_names),
             seen: BTreeSet::new(),
+            next_row: 1,
         }
     }
 
@@ -80,18 +117,40 @@ impl World {
 
     /// A provision of a slot without an active machine.
     pub fn begin(&mut self, slot: usize) {
+        let epoch = self.highest_epoch(slot).next();
+        self.insert(slot, Machine { state: State::Provisioning, epoch });
+    }
+
+    fn highest_epoch(&self, slot: usize) -> Epoch {
         let epochs = self.rows.iter().filter(|row| row.slot == slot).map(|row| row.machine.epoch);
-        let highest = epochs.max().unwrap_or(Epoch::NONE);
-        self.insert(slot, Machine { state: State::Provisioning, epoch: highest.next() });
+        epochs.max().unwrap_or(Epoch::NONE)
     }
 
     fn insert(&mut self, slot: usize, machine: Machine) {
-        if self.rows.iter().any(|row| row.slot == slot && row.machine.epoch >= machine.epoch) {
+        self.check_growth(slot, machine.epoch);
+        let host_epoch = machine.epoch;
+        self.rows.push(Row {
+            slot,
+            machine,
+            connections: 0,
+            registered: false,
+            proven: false,
+            booted: false,
+            data: Data::new(),
+            quiesced: false,
+            host_epoch,
+            power_off_ordered: false,
+            unsaved: false,
+            loss_accepted: false,
+            removed: false,
+        });
+        self.operations.push(Operation::new(self.rows.len() - 1, Kind::Boot));
+    }
+
+    fn check_growth(&mut self, slot: usize, epoch: Epoch) {
+        if self.highest_epoch(slot) >= epoch {
             self.seen.insert(Violation::EpochDidNotGrow);
         }
-        let row = Row { slot, machine, connections: 0, registered: false, booted: false, condemned: false };
-        self.rows.push(row);
-        self.operations.push(Operation::new(self.rows.len() - 1, Kind::Boot));
     }
 
     /// The transaction of one event: compare, set, and the effects.
@@ -101,10 +160,9 @@ impl World {
         else {
             return;
         };
-        if !before.is_active() && next != before {
+        if !before.is_active() && next.is_active() && !self.may_come_back(id, event) {
             self.seen.insert(Violation::CameBack);
         }
-        let replaced = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
         if matches!(event, Event::Registered { .. })
             && self.rules.unique_names
             && self.server_type(id).is_some()
@@ -112,12 +170,19 @@ impl World {
             // A boot takes minutes: a create that was late has been refused by then, for its name was taken.
             self.cloud.in_flight.retain(|late| *late != id);
         }
-        let row = &mut self.rows[id];
-        row.condemned |= replaced || *event == Event::DeleteRequested;
-        row.machine.state = next;
+        self.rows[id].machine.state = next;
         for effect in effects {
             self.run(id, effect);
         }
+    }
+
+    /// Only a reinstatement brings a machine back, and never past a later one that has served.
+    fn may_come_back(&self, id: usize, event: &Event) -> bool {
+        let row = &self.rows[id];
+        let later = |other: &&Row| {
+            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
+        };
+        matches!(event, Event::Reinstated { .. }) && !self.rows.iter().any(|other| later(&other))
     }
 
     fn run(&mut self, id: usize, effect: Effect) {
@@ -132,7 +197,49 @@ impl World {
             Effect::DeleteServer => self.operations.push(Operation::new(id, Kind::Delete)),
             Effect::ChangeType { to } => self.operations.push(Operation::new(id, Kind::Resize(to))),
             Effect::CloseConnections => self.rows[id].connections = 0,
+            Effect::ReinstatePredecessor => self.reinstate_predecessor(id),
+            Effect::DeletePredecessor => {
+                if let Some(last) = self.last_registered(id).filter(|_| !self.rows[id].registered)
+                    && !self.rows[last].removed
+                {
+                    self.apply(last, &Event::SuccessorDeleted);
+                }
+            }
+            Effect::Reinstate { epoch } => {
+                self.check_growth(self.rows[id].slot, epoch);
+                let row = &mut self.rows[id];
+                row.machine.epoch = epoch;
+                self.operations.push(Operation::new(id, Kind::Reinstate));
+            }
         }
+    }
+
+    /// The newest machine of the slot before this one that has registered.
+    pub fn last_registered(&self, id: usize) -> Option<usize> {
+        let row = &self.rows[id];
+        let before = |other: &usize| {
+            let other = &self.rows[*other];
+            other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.registered
+        };
+        (0..self.rows.len()).filter(before).max_by_key(|other| self.rows[*other].machine.epoch)
+    }
+
+    fn reinstate_predecessor(&mut self, id: usize) {
+        let Some(last) = self.last_registered(id) else { return };
+        let is_retired = matches!(self.rows[last].machine.state, State::Retired { .. });
+        if self.rows[last].removed || !is_retired {
+            return;
+        }
+        let was = Box::new(self.rows[id].machine.state.clone());
+        self.rows[id].machine.state = State::Retired { was };
+        self.reinstate(last);
+    }
+
+    /// Gives the machine its slot back.
+    pub fn reinstate(&mut self, id: usize) {
+        let epoch = self.highest_epoch(self.rows[id].slot).next();
+        let power = if self.rows[id].power_off_ordered { ServerPower::MaybeOff } else { ServerPower::On };
+        self.apply(id, &Event::Reinstated { epoch, power });
     }
 
     fn end_operations(&mut self, id: usize, ending: Ending) {
@@ -141,22 +248,36 @@ impl World {
         }
     }
 
+    /// An owner, or a program of theirs on the machine, writes a row, and is told that it is kept.
+    pub fn write(&mut self, id: usize) {
+        let row = &mut self.rows[id];
+        if !row.registered || row.quiesced || !self.cloud.is_on(id) {
+            return;
+        }
+        row.data.insert(self.next_row);
+        self.acknowledged[row.slot].rows.insert(self.next_row);
+        self.next_row += 1;
+    }
+
     /// A host takes a backup; one that was replaced may do so too, started from its old disk.
     pub fn back_up(&mut self, id: usize) {
-        let epoch = self.rows[id].machine.epoch.0;
-        let pointer = &mut self.pointers[self.rows[id].slot];
-        if !self.rows[id].booted || pointer.fence > epoch {
+        let row = &self.rows[id];
+        let epoch = row.host_epoch.0;
+        let pointer = &mut self.pointers[row.slot];
+        // What restores does not back up: a backup begins with the registration.
+        if !row.booted || !row.registered || pointer.fence > epoch {
             return;
         }
         if pointer.writer > epoch {
             self.seen.insert(Violation::PointerWentBack);
         }
         pointer.writer = epoch;
+        pointer.data = row.data.clone();
     }
 
     /// Whether the machine has a server that is switched on.
     pub fn is_on(&self, id: usize) -> bool {
-        self.cloud.of(id).is_some_and(|server| server.power == Power::On)
+        self.cloud.is_on(id)
     }
 
     /// The type of the machine's server as the provider reports it.

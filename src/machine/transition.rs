@@ -144,9 +144,7 @@ fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -
         State::Running { server_type } if power == ServerPower::On => {
             State::Running { server_type: server_type.clone() }
         }
-        State::Running { .. } | State::Resizing { .. } => {
-            State::Failed { cause: FailureCause::Reinstating }
-        }
+        State::Running { .. } | State::Resizing { .. } => State::Failed { cause: FailureCause::Reinstating },
         State::Failed { cause } if cause.heals() => State::Failed { cause: FailureCause::Reinstating },
         State::Failed { cause } => State::Failed { cause: *cause },
         // It never served: there is nothing to go back to.

@@ -205,7 +205,8 @@ async fn reinstate_predecessor(
     let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
     // Where it keeps a failure of its own, that stays told as it was.
-    let failed_at = last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let failed_at =
+        last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";
     let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
     Box::pin(apply(tx, mint, &last, &event, with)).await?;

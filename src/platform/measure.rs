@@ -36,9 +36,8 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, to
     let outcome = match end {
         Ok(Answer::Done { .. } | Answer::End { .. }) => "done",
         Ok(Answer::Wait { .. } | Answer::Ask(_)) => "waiting",
-        Ok(Answer::Abandon { .. } | Answer::Fail { .. }) | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => {
-            "failed"
-        }
+        Ok(Answer::Abandon { .. } | Answer::Fail { .. })
+        | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
         Err(StepError::Lost) => "lost",
     };
     OPERATION_STEPS.add_one([kind.as_str(), step.as_str(), outcome]);

@@ -30,6 +30,10 @@ impl Cloud {
         self.servers.iter().find(|server| server.machine == machine)
     }
 
+    pub fn is_on(&self, machine: usize) -> bool {
+        self.of(machine).is_some_and(|server| server.power == Power::On)
+    }
+
     /// Without unique names a lookup finds nothing either: there is no name to look for.
     pub fn by_name(&self, machine: usize) -> Option<&Server> {
         self.of(machine).filter(|_| self.unique_names)

@@ -18,8 +18,12 @@ pub enum Violation {
     /// A machine runs, and its server has another type than its row says.
     WrongType,
     EpochDidNotGrow,
-    /// An ended machine changed its state.
+    /// A machine that left its slot holds it again, and was not reinstated, or a later one has served.
     CameBack,
+    /// An acknowledged row is on no server and in no snapshot, and no operator accepted that.
+    LostRows,
+    /// A machine that never served holds the slot, and the last one that did still has its server.
+    NotReinstated,
     /// A machine has a server, and the slot's fence is below its epoch.
     ServerBeforeFence,
     /// A replaced machine moved the pointer.
@@ -48,7 +52,7 @@ pub fn always(world: &World) -> BTreeSet<Violation> {
         };
         hold(servers <= 1, Violation::TwoServersOfOneMachine);
         hold(
-            servers == 0 || world.pointers[row.slot].fence >= row.machine.epoch.0,
+            servers == 0 || row.registered || world.pointers[row.slot].fence >= row.machine.epoch.0,
             Violation::ServerBeforeFence,
         );
         hold(running || row.connections == 0, Violation::RoutedWhileNotRunning);
@@ -62,6 +66,9 @@ pub fn always(world: &World) -> BTreeSet<Violation> {
         }
     }
     for slot in 0..world.pointers.len() {
+        if !world.missing_rows(slot).is_empty() {
+            found.insert(Violation::LostRows);
+        }
         let active =
             world.rows.iter().filter(|row| row.slot == slot && row.machine.state.is_active()).count();
         if active > 1 {
@@ -77,11 +84,18 @@ pub fn settled(world: &World) -> BTreeSet<Violation> {
     if world.operations.iter().any(|operation| operation.ending.is_none()) {
         found.insert(Violation::OperationNeverEnds);
     }
-    if world.cloud.servers.iter().any(|server| {
-        let row = &world.rows[server.machine];
-        row.condemned || !row.machine.state.is_active()
-    }) {
+    if world.cloud.servers.iter().any(|server| world.is_removable(server.machine)) {
         found.insert(Violation::Orphan);
+    }
+    for (id, row) in world.rows.iter().enumerate() {
+        let gave_up = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
+        let kept = |last: &usize| {
+            let last = &world.rows[*last];
+            !last.removed && matches!(last.machine.state, State::Retired { .. })
+        };
+        if gave_up && world.last_registered(id).filter(kept).is_some() {
+            found.insert(Violation::NotReinstated);
+        }
     }
     found
 }

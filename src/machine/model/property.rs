@@ -10,13 +10,19 @@ use super::action::{Action, SLOTS, actions};
 use super::invariant::{Violation, always, settled};
 use super::{Rules, World};
 use crate::machine::event::{Effect, Event};
-use crate::machine::state::{FailureCause, Machine, State, Status};
+use crate::machine::state::{Machine, State, Status};
 use crate::machine::transition::{Outcome, Refusal, transition};
 
-const SOUND: Rules = Rules { transition, unique_names: true };
+const SOUND: Rules = Rules {
+    transition,
+    unique_names: true,
+    marks_unsaved: true,
+    keeps_predecessors: true,
+    stops_writers: true,
+};
 
-/// Enough tries for the longest operation, which has four steps.
-const TRIES: usize = 6;
+/// Enough tries for the longest operation, which has five steps, behind a deletion.
+const TRIES: usize = 10;
 
 /// Runs a history on a new world and says what was broken, and where.
 fn run(rules: Rules, history: &[Action]) -> Result<(), (usize, BTreeSet<Violation>)> {
@@ -39,6 +45,20 @@ proptest! {
     #[test]
     fn every_history_keeps_the_invariants(history in actions()) {
         prop_assert_eq!(run(SOUND, &history), Ok(()));
+    }
+}
+
+#[test]
+#[ignore = "long: a million histories"]
+fn long_million_histories_keep_the_invariants() {
+    let config = ProptestConfig { cases: 1_000_000, failure_persistence: None, ..ProptestConfig::default() };
+    let mut runner = TestRunner::new(config);
+    let held = runner.run(&actions(), |history| {
+        prop_assert_eq!(run(SOUND, &history), Ok(()));
+        Ok(())
+    });
+    if let Err(broken) = held {
+        panic!("{broken}");
     }
 }
 
@@ -86,7 +106,7 @@ fn a_second_server_of_a_machine_is_noticed() {
 fn a_replaced_machine_that_keeps_its_slot_is_noticed() {
     assert_notices(Violation::TwoActiveMachinesOfOneSlot, |machine, event| {
         match transition(machine, event)? {
-            Outcome::Moved { next: State::Retired, effects } => {
+            Outcome::Moved { next: State::Retired { .. }, effects } => {
                 Ok(Outcome::Moved { next: machine.state.clone(), effects })
             }
             other => Ok(other),
@@ -126,7 +146,7 @@ fn a_replacement_with_the_same_epoch_is_noticed() {
 #[test]
 fn a_replaced_machine_that_comes_back_is_noticed() {
     assert_notices(Violation::CameBack, |machine, event| match (event, &machine.state) {
-        (Event::HealthyHeartbeat { server_type, .. }, State::Retired) => {
+        (Event::HealthyHeartbeat { server_type, .. }, State::Retired { .. }) => {
             Ok(Outcome::Moved { next: State::Running { server_type: server_type.clone() }, effects: vec![] })
         }
         _ => transition(machine, event),
@@ -170,14 +190,40 @@ fn an_operation_that_never_ends_is_noticed() {
     });
 }
 
+/// A server whose machine left its slot without a deletion to wait for is removed by nobody.
 #[test]
 fn a_server_that_outlives_its_machine_is_noticed() {
-    assert_notices(Violation::Orphan, |machine, event| match event {
-        Event::DeleteRequested if machine.state.is_active() => Ok(Outcome::Moved {
-            next: State::Failed { cause: FailureCause::Operator },
-            effects: vec![Effect::CancelOperation, Effect::CloseConnections],
-        }),
-        _ => transition(machine, event),
+    let mut world = World::new(SOUND, 1);
+    world.begin(0);
+    world.cloud.create(0);
+    world.pointers[0].fence = 1;
+    world.rows[0].machine.state = State::Deleted { was: Box::new(State::Provisioning) };
+    world.operations.clear();
+    assert!(settled(&world).contains(&Violation::Orphan));
+}
+
+#[test]
+fn loss_of_unsaved_rows_is_noticed() {
+    let found = found_under(Rules { marks_unsaved: false, ..SOUND }, Violation::LostRows);
+    assert!(found.contains(&Violation::LostRows), "{found:?}");
+}
+
+#[test]
+fn deletion_of_predecessor_before_successor_serves_is_noticed() {
+    let found = found_under(Rules { keeps_predecessors: false, ..SOUND }, Violation::LostRows);
+    assert!(found.contains(&Violation::LostRows), "{found:?}");
+}
+
+#[test]
+fn writes_after_the_last_backup_are_noticed() {
+    let found = found_under(Rules { stops_writers: false, ..SOUND }, Violation::LostRows);
+    assert!(found.contains(&Violation::LostRows), "{found:?}");
+}
+
+#[test]
+fn slot_that_is_not_given_back_is_noticed() {
+    assert_notices(Violation::NotReinstated, |machine, event| {
+        with_effects(machine, event, |effect| (effect != Effect::ReinstatePredecessor).then_some(effect))
     });
 }
 
@@ -192,7 +238,8 @@ fn a_server_before_the_fence_and_a_pointer_that_goes_back_are_noticed() {
     let mut world = World::new(SOUND, 1);
     world.begin(0);
     world.rows[0].booted = true;
-    world.pointers[0] = super::Pointer { fence: 1, writer: 2 };
+    world.rows[0].registered = true;
+    world.pointers[0] = super::Pointer { fence: 1, writer: 2, ..super::Pointer::default() };
     world.back_up(0);
     assert!(always(&world).contains(&Violation::PointerWentBack));
 }

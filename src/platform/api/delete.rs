@@ -134,20 +134,24 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NOW, ACCEPT_LOSS, IDEMPOTENCY_KEY, PREFER],
         body: None,
-        answers: &[told(202, "The machine is deleted; undelete brings it back while its server is kept.", || {
-            object(
-                &[
-                    ("machineId", uuid()),
-                    ("kind", kind()),
-                    ("status", status()),
-                    ("deletedAt", nullable(time())),
-                    ("newestSnapshotAt", nullable(time())),
-                    ("undeletableUntil", nullable(time())),
-                    ("operationId", nullable(uuid())),
-                ],
-                &[],
-            )
-        })],
+        answers: &[told(
+            202,
+            "The machine is deleted; undelete brings it back while its server is kept.",
+            || {
+                object(
+                    &[
+                        ("machineId", uuid()),
+                        ("kind", kind()),
+                        ("status", status()),
+                        ("deletedAt", nullable(time())),
+                        ("newestSnapshotAt", nullable(time())),
+                        ("undeletableUntil", nullable(time())),
+                        ("operationId", nullable(uuid())),
+                    ],
+                    &[],
+                )
+            },
+        )],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

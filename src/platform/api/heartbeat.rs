@@ -83,6 +83,10 @@ pub async fn handle(
             proof_kids: &beat.proof_kids,
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
+        // Whatever became of an order to switch it off: it is on, and what it writes must be saved again.
+        if machine.is_active() && machine.power_off_ordered_at.is_some() {
+            machine_changes::switched_on(&session, id).await?;
+        }
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;
         }

@@ -122,7 +122,8 @@ async fn give_up(
     was: &OperationRow,
 ) -> Result<(), Problem> {
     db::operations::log(tx, was.id, &was.step, "abandoned", None).await?;
-    let kind: OperationKind = was.kind.parse().map_err(|_| invalid(was, "This release does not know its kind."))?;
+    let kind: OperationKind =
+        was.kind.parse().map_err(|_| invalid(was, "This release does not know its kind."))?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
             let with = Circumstances {
@@ -164,12 +165,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[("acceptLoss", boolean())], &[])),
         answers: &[told(200, "The operation runs again.", || named("Operation"))],
-        problems: &[
-            Code::NotFound,
-            Code::InvalidState,
-            Code::DatabaseUnavailable,
-            Code::IdempotencyMismatch,
-        ],
+        problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(go_ahead),
 };

@@ -179,8 +179,7 @@ async fn make(
         restore_snapshot: None,
     };
     let restore = prepared.restore;
-    let with =
-        Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
+    let with = Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
     let Some(failed) = failed else {
         let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
         return begun.map_err(|error| match error {
@@ -211,7 +210,8 @@ async fn admissible(
     let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
     if let Some(other) = existing.as_ref().filter(|machine| machine.kind != asked.kind) {
         let (held, asked) = (other.kind.as_str(), asked.kind.as_str());
-        let detail = format!("The slot holds a {held} machine, and a {asked} machine is asked for; delete the first.");
+        let detail =
+            format!("The slot holds a {held} machine, and a {asked} machine is asked for; delete the first.");
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(other.status))
             .with("kind", json!(held)));

@@ -165,8 +165,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         restore_snapshot: prepared.snapshot,
     };
     let event = Event::RecoverRequested { restore: prepared.restore };
-    let with =
-        Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
+    let with = Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
@@ -214,7 +213,11 @@ async fn starts_with(
     if let Some(key) = &asked.snapshot_key {
         restorable::readable_pointer(&platform.bucket, &slot).await?;
         let side = snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
-        return Ok(StartsWith { restore: RestoreMode::Required, key: Some(side.key.clone()), side: Some(side) });
+        return Ok(StartsWith {
+            restore: RestoreMode::Required,
+            key: Some(side.key.clone()),
+            side: Some(side),
+        });
     }
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {

@@ -84,7 +84,9 @@ async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Re
     }
     let is_heard = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_SILENCE);
     if !is_heard || !machine.is_healthy() {
-        return Err(refused("Its host has sent no healthy heartbeat within two minutes: svcctl power on, or recover."));
+        return Err(refused(
+            "Its host has sent no healthy heartbeat within two minutes: svcctl power on, or recover.",
+        ));
     }
     let Some(server) = machine.provider_server_id else {
         return Err(refused("It has no server: recover the slot."));

@@ -91,7 +91,9 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
     }
     let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
     if !machine.has_server() || removal.is_some() {
-        return Err(refused("Its server is deleted or about to be: provision the slot, which restores its snapshot."));
+        return Err(refused(
+            "Its server is deleted or about to be: provision the slot, which restores its snapshot.",
+        ));
     }
     if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot: delete that one first."));
@@ -103,7 +105,9 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
 }
 
 fn refused(detail: &str) -> Problem {
-    Problem::new(Code::InvalidState, detail).with("machineStatus", json!("deleted")).with("allowed", json!([]))
+    Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!("deleted"))
+        .with("allowed", json!([]))
 }
 
 fn body(machine: &MachineRow, filed: Filed) -> Value {

@@ -93,10 +93,14 @@ pub struct NextState<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlotPlace {
     Unchanged,
-    Retired { by: MachineId },
+    Retired {
+        by: MachineId,
+    },
     Deleted,
     /// It holds the slot again, under this epoch.
-    Reinstated { epoch: Epoch },
+    Reinstated {
+        epoch: Epoch,
+    },
 }
 
 /// Writes the next state if the machine still is what it was read as.
@@ -113,8 +117,6 @@ pub async fn compare_and_set(
                replaced_by = CASE WHEN $13::int4 IS NULL THEN coalesce($11, replaced_by) END, \
                retired_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $11::uuid IS NULL THEN retired_at ELSE now() END, \
                deleted_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $12 THEN now() ELSE deleted_at END, \
-               unsaved_since = CASE WHEN $13 IS NULL THEN unsaved_since END, \
-               final_backup_at = CASE WHEN $13 IS NULL THEN final_backup_at END, \
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
     let epoch = i32::try_from(was.epoch.0).unwrap_or(i32::MAX);
@@ -204,13 +206,15 @@ pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<()
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the server of a reinstated machine is on.
+/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
+/// last backup holds what an earlier one did not.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn switched_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
+pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
+               final_backup_at = NULL WHERE machine_id = $1";
+    execute(client, sql, &[&id.0]).await.map(drop)
 }
 
 /// Notes the snapshot that a machine made after its writers had stopped.

@@ -165,7 +165,9 @@ pub async fn is_successor_unproven(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<bool, DbError> {
-    Ok(machine.retired_at.is_some() && machine.registered_at.is_some() && !later(client, machine, "proven_at IS NOT NULL").await?)
+    Ok(machine.retired_at.is_some()
+        && machine.registered_at.is_some()
+        && !later(client, machine, "proven_at IS NOT NULL").await?)
 }
 
 async fn later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {

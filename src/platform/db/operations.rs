@@ -286,7 +286,8 @@ pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Resul
 /// # Errors
 /// [`DbError`].
 pub async fn progressed(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
+    let sql =
+        "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
     execute(client, sql, &[&machine.0]).await.map(drop)
 }
 
@@ -326,7 +327,10 @@ pub async fn took_out_of_service(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn deleting(client: &impl GenericClient, machine: MachineId) -> Result<Option<OperationRow>, DbError> {
+pub async fn deleting(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
     );

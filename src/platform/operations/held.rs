@@ -131,7 +131,8 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with = Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
+        let with =
+            Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
             // Refused: the machine has left its slot, and nothing is to be said of it any more.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}

@@ -47,7 +47,9 @@ struct Progress {
 
 /// How one try ended.
 enum Attempt {
-    Saved { taken_at: Timestamp },
+    Saved {
+        taken_at: Timestamp,
+    },
     Wait(Duration),
     /// The host answers and does not make a backup.
     Trouble(String),
@@ -204,7 +206,10 @@ async fn unreachable(
         return Ok(accepted(machine));
     }
     let unsaved = newest_snapshot(held, machine).await.or(machine.registered_at);
-    let note = format!("the host cannot be reached; its server alone holds what was written since {}", dated(unsaved));
+    let note = format!(
+        "the host cannot be reached; its server alone holds what was written since {}",
+        dated(unsaved)
+    );
     let record = Record::Unsaved { machine: machine.id, since: unsaved };
     Ok(Answer::Done { note: Some(note.into()), record })
 }

@@ -55,7 +55,9 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     let age = held.step_age().await?;
     let shutdown = held.platform.config.timing.resize_shutdown;
     if age >= shutdown + MAX_POWER_OFF_DELAY {
-        return Ok(Answer::done_noting("the provider did not switch the server off; the fence protects the data"));
+        return Ok(Answer::done_noting(
+            "the provider did not switch the server off; the fence protects the data",
+        ));
     }
     held.power_off_ordered(machine.id).await?;
     match switch_off(held, ServerId(id), age >= shutdown).await {

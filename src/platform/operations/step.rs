@@ -60,15 +60,28 @@ impl Answer {
 /// What is written of the machine in the transaction that ends the step.
 pub enum Record {
     Nothing,
-    CreateAccepted { server: i64, address: Option<Ipv4Addr> },
+    CreateAccepted {
+        server: i64,
+        address: Option<Ipv4Addr>,
+    },
     /// The machine's last snapshot, taken after its writers had stopped.
-    Saved { machine: MachineId, taken_at: Timestamp },
+    Saved {
+        machine: MachineId,
+        taken_at: Timestamp,
+    },
     /// No snapshot holds what was written since; `None`: an operator accepted the loss.
-    Unsaved { machine: MachineId, since: Option<Timestamp> },
+    Unsaved {
+        machine: MachineId,
+        since: Option<Timestamp>,
+    },
     /// The deleted machine's server is not kept, unless it holds what no snapshot does.
-    Released { machine: MachineId },
+    Released {
+        machine: MachineId,
+    },
     /// The server of a reinstated machine is on.
-    SwitchedOn { machine: MachineId },
+    SwitchedOn {
+        machine: MachineId,
+    },
 }
 
 /// Why a step did not get on.
@@ -161,7 +174,9 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch).await {
         Ok(()) => Ok(Answer::done()),
         // The database is older than the store: this machine's epoch goes above what the store knows.
-        Err(PointerError::Fenced(fenced)) if machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate => {
+        Err(PointerError::Fenced(fenced))
+            if machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate =>
+        {
             held.raise_epoch(fenced.fence.next()).await?;
             Ok(Answer::wait(Duration::ZERO))
         }

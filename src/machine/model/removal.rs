@@ -1,0 +1,71 @@
+//! When a server may go: the reconciler of the model, with no time to wait, and what goes with a server.
+
+use super::World;
+use crate::machine::state::State;
+
+impl World {
+    /// Whether the server of a machine that left its slot is no longer kept. The times for which it is kept are over.
+    pub fn is_removable(&self, id: usize) -> bool {
+        let row = &self.rows[id];
+        if row.machine.state.is_active() || self.is_under_way(id) {
+            return false;
+        }
+        if !row.registered || !self.rules.keeps_predecessors {
+            return true;
+        }
+        let later = self.rows.iter().filter(|other| {
+            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
+        });
+        let mut later = later.filter(|other| other.proven || other.removed);
+        !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
+    }
+
+    fn is_under_way(&self, id: usize) -> bool {
+        self.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none())
+    }
+
+    /// Deletes the servers that are no longer kept.
+    pub fn reconcile(&mut self) {
+        for id in 0..self.rows.len() {
+            if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
+                self.remove(id);
+            }
+        }
+    }
+
+    /// Deletes a server. What it alone held is lost; an operator may have accepted that.
+    pub fn remove(&mut self, id: usize) {
+        let row = &mut self.rows[id];
+        row.removed = true;
+        if row.loss_accepted {
+            let forgiven = row.data.clone();
+            self.acknowledged[row.slot].forgiven.extend(forgiven);
+        }
+        self.cloud.delete(id);
+    }
+
+    /// The provider loses a server with its disk: what it alone held is nobody's to keep.
+    pub fn lose(&mut self, id: usize) {
+        if self.cloud.of(id).is_none() {
+            return;
+        }
+        self.cloud.delete(id);
+        let slot = self.rows[id].slot;
+        let lost = self.missing_rows(slot);
+        self.acknowledged[slot].forgiven.extend(lost);
+    }
+
+    /// Acknowledged rows of a slot that neither a snapshot nor any server holds.
+    pub fn missing_rows(&self, slot: usize) -> Vec<u32> {
+        let acknowledged = &self.acknowledged[slot];
+        let held = |row: &u32| {
+            self.pointers[slot].data.contains(row)
+                || (0..self.rows.len()).any(|id| {
+                    self.rows[id].slot == slot
+                        && self.cloud.of(id).is_some()
+                        && self.rows[id].data.contains(row)
+                })
+        };
+        acknowledged.rows.difference(&acknowledged.forgiven).filter(|row| !held(row)).copied().collect()
+    }
+}
