@@ -75,6 +75,9 @@ pub struct Timing {
     pub last_backup_deadline: Duration,
     /// How long a last backup may make no progress before an operator is asked.
     pub last_backup_stall: Duration,
+    /// How long, beyond the time for a shutdown, a provider may fail to switch a replaced server off before the
+    /// replacement goes ahead: the fence protects the data.
+    pub power_off_retry: Duration,
     /// How long a replaced server is kept after its successor's first healthy heartbeat.
     pub predecessor_keep: Duration,
     /// How long a deleted machine's server is kept.
@@ -139,6 +142,7 @@ impl PlatformConfig {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
             last_backup_stall: seconds(env, "LAST_BACKUP_STALL_SECONDS", 300),
+            power_off_retry: seconds(env, "POWER_OFF_RETRY_SECONDS", 120),
             predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
             delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
             poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),

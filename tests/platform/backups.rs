@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use svc::http::proof::Route;
 
-use super::last_backup::host;
+use super::internal_host::host;
 use super::stack::{BUCKET, DIGEST, Stack};
 
 #[tokio::test(flavor = "multi_thread")]

@@ -21,7 +21,7 @@ async fn processes_share_the_providers_rate_and_none_is_refused() {
         assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     }
     let deleted = made.iter().enumerate().map(|(n, made)| {
-        let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+        let path = format!("/vps/{}?acceptLoss=true", made["machineId"].as_str().unwrap());
         let process = &processes[n % 3];
         let stack = &stack;
         async move { stack.delete(process, &path).await }

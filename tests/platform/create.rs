@@ -47,12 +47,13 @@ async fn an_overloaded_provider_is_asked_again() {
 async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_try() {
     let stack = Stack::start().await;
     let process = stack.platform();
-    stack.running(&process, "user_1").await;
+    let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let secret_words = "resource_limit_exceeded";
     let refusal = Fault::Status { status: 403, code: secret_words.into(), reset_in_seconds: None };
-    stack.provider.fault(FaultRule::once("POST", "/servers", refusal));
-    let body = json!({"idpUserId": "user_1"});
+    // The first of these calls asks the old server to shut down.
+    stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;
     let operation = stack.ended(&process, first["operationId"].as_str().unwrap()).await;
     assert_eq!(
@@ -64,10 +65,11 @@ async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_
     assert_eq!(record.body["failure"]["cause"], "provider_refused");
     assert!(!record.text.contains(secret_words), "the provider's words stay with us: {}", record.text);
     assert!(!stack.pointer("user_1")["snapshot"].is_null());
-    assert!(stack.provider.servers().is_empty());
+    stack.assert_only_server(&old.machine);
 
     let second = stack.post(&process, "/vps/recover", &body).await;
-    assert_eq!((second.status, &second.body["epoch"]), (202, &json!(3)), "{second:?}");
+    assert_eq!((second.status, &second.body["epoch"]), (202, &json!(4)), "{second:?}");
+    assert_eq!(second.body["oldMachineId"], old.machine, "it had its slot again");
     let operation = stack.ended(&process, second.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_only_server(second.body["machineId"].as_str().unwrap());
@@ -87,6 +89,6 @@ async fn a_machine_deleted_while_its_create_is_in_doubt_leaves_no_server() {
     let answer = stack.delete(&process, &format!("/vps/{}", made["machineId"].as_str().unwrap())).await;
     let operation = stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert!(stack.provider.servers().is_empty(), "{}", stack.log());
+    stack.assert_no_server();
     assert_eq!(stack.provider.creations().len(), 1);
 }

@@ -9,6 +9,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use reqwest::Method;
 use serde_json::{Value, json};
+use svc::clock::rfc3339_ms;
 use svc::config::{Env, parse_env_file};
 use svc::store::Bucket;
 use svc::store::config::StoreConfig;
@@ -160,7 +161,7 @@ async fn only_the_current_machine_gets_any() {
     more.assert_problem(400, "invalid_request");
 
     stack.snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let given = stack.store.sessions().len();
@@ -169,8 +170,9 @@ async fn only_the_current_machine_gets_any() {
     let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
     assert_eq!(ask(&stack, &process, &new).await.status, 200);
 
-    let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
+    stack.assert_no_server();
     ask(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
@@ -237,7 +239,7 @@ async fn with_static_hosts_get_the_platforms_own() {
 async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
-    let old = super::last_backup::host(&stack, &process).await;
+    let old = super::internal_host::host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let asked = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
@@ -248,9 +250,9 @@ async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
         .into_iter()
         .find(|session| session.access_key == answer.body["accessKeyId"]);
     assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "as short as STS gives them");
-    let mut pointer = stack.pointer("user_1");
-    pointer["seq"] = json!(8);
-    stack.store.write(BUCKET, "user_1/primary/system/db/latest", pointer.to_string());
+    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("a backup is requested", asked).await;
+    stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }

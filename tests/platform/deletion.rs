@@ -11,13 +11,14 @@ async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same
     let guest = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let path = format!("/vps/{}", guest.machine);
-    let first = stack.delete(&process, &path).await;
+    let accepting = format!("{path}?acceptLoss=true");
+    let first = stack.delete(&process, &accepting).await;
     assert_eq!(first.status, 202, "{first:?}");
     assert!(first.body["deletedAt"].is_string());
     let operation = stack.ended(&process, first.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
-    assert!(stack.provider.servers().is_empty());
-    let again = stack.delete(&process, &path).await;
+    stack.assert_no_server();
+    let again = stack.delete(&process, &accepting).await;
     assert_eq!((again.status, again.body), (202, first.body));
     assert!(stack.store.objects(BUCKET, "user_1/").len() >= 3);
 
@@ -56,10 +57,10 @@ async fn deleting_while_another_recovery_was_cut_short_leaves_no_server() {
     stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let deleted = stack.delete(&process, &format!("/vps/{}", recovery["machineId"].as_str().unwrap())).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", recovery["machineId"].as_str().unwrap())).await;
     let operation = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
-    assert!(stack.provider.servers().is_empty(), "{:?}\n{}", stack.provider.servers(), stack.log());
+    stack.assert_no_server();
     let cut =
         stack.get(&process, &format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap())).await;
     assert_eq!(cut.body["state"], "cancelled");

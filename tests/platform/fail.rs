@@ -63,7 +63,9 @@ async fn a_failed_slot_is_provisioned_anew_with_another_server() {
     stack.snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
 
-    let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    let mut body = provision_body("user_1");
+    body["acceptLoss"] = json!(true);
+    let again = stack.post(&process, "/vps/provision", &body).await;
     assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
     let machine = again.body["machineId"].as_str().unwrap();
     let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
@@ -75,6 +77,7 @@ async fn a_failed_slot_is_provisioned_anew_with_another_server() {
     let old = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!((&old["replacedBy"], old["retiredAt"].is_null()), (&json!(machine), false));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 1);
+    stack.assert_only_server(machine);
     let superseded = stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
     assert_eq!(superseded.body["superseded"], true);
 }
@@ -88,7 +91,7 @@ async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_
         if snapshot {
             stack.snapshot(user);
         }
-        let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+        let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
         stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
         let again = stack.post(&process, "/vps/provision", &provision_body(user)).await;
         assert_eq!((again.status, &again.body["epoch"]), (202, &json!(2)), "{again:?}");
@@ -102,8 +105,7 @@ async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_
     stack.store.remove(super::stack::BUCKET, &dump);
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
-    let new = stack.guest(&process, again.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(new.restore_mode, "required");
+    again.assert_problem(409, "snapshot_unusable");
     let unknown: Value = json!({"reason": "r"});
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/fail", uuid::Uuid::now_v7()));
     stack.send(request.bearer_auth(SECRET).json(&unknown)).await.assert_problem(404, "machine_not_found");

@@ -9,7 +9,7 @@ use svc::config::Env;
 use svc::http::proof::ProofKeys;
 use svc::platform::config::PlatformConfig;
 
-use super::last_backup::{Host, host};
+use super::internal_host::{Host, host};
 use super::stack::{Process, Stack, beat_of};
 
 const FAST: [(&str, &str); 2] = [("PROOF_KEY_ROTATE_SECONDS", "4"), ("PROOF_KEY_OVERLAP_SECONDS", "1")];

@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 
 use futures_util::{StreamExt, stream};
+use kit::provider::Power;
 use serde_json::json;
 use svc::platform::operations::{OperationKind, points};
 
@@ -54,7 +55,7 @@ async fn recover_survives_a_kill_at_every_point() {
         stack.snapshot("user_1");
         calm.kill();
         let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
-        let body = json!({"idpUserId": "user_1"});
+        let body = json!({"idpUserId": "user_1", "acceptLoss": true});
         let _ = stack.try_post(&first, "/vps/recover", &body).await;
         first.killed().await;
 
@@ -80,7 +81,7 @@ async fn delete_survives_a_kill_at_every_point() {
         let stack = Stack::start().await;
         let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
         let guest = stack.running(&first, "user_1").await;
-        let path = format!("/vps/{}", guest.machine);
+        let path = format!("/vps/{}?acceptLoss=true", guest.machine);
         let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(super::stack::SECRET);
         let _ = request.send().await;
         first.killed().await;
@@ -90,7 +91,56 @@ async fn delete_survives_a_kill_at_every_point() {
         assert_eq!(again.status, 202, "{point}: {again:?}");
         let operation = stack.ended(&second, again.body["operationId"].as_str().unwrap()).await;
         assert_eq!(operation["state"], "succeeded", "{point}: {operation}");
-        assert!(stack.provider.servers().is_empty(), "{point}");
+        stack.assert_no_server();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn removal_of_a_server_survives_a_kill_at_every_point() {
+    every_point(OperationKind::RemoveServer, |point| async move {
+        let stack = Stack::start().await;
+        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        let guest = stack.running(&first, "user_1").await;
+        let path = format!("/vps/{}?acceptLoss=true", guest.machine);
+        let request = stack.request(&first, reqwest::Method::DELETE, &path).bearer_auth(SECRET);
+        let _ = request.send().await;
+        first.killed().await;
+        let _second = stack.platform();
+        stack.assert_no_server();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reinstatement_survives_a_kill_at_every_point() {
+    every_point(OperationKind::Reinstate, |point| async move {
+        let stack = Stack::start().await;
+        let settings = [("FAILPOINTS", killed_at(&point)), ("DELETE_GRACE_SECONDS", "600".to_owned())];
+        let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
+        let mut first = stack.platform_with(&settings);
+        let guest = stack.running(&first, "user_1").await;
+        let deleted = stack.delete(&first, &format!("/vps/{}", guest.machine)).await.body;
+        stack.ended(&first, deleted["operationId"].as_str().unwrap()).await;
+        let path = format!("/vps/{}/undelete", guest.machine);
+        let _ = stack.try_post(&first, &path, &json!({})).await;
+        let mut beat = beat_of(&guest);
+        beat["epoch"] = json!(2);
+        let (host, said) = (&guest, &beat);
+        let stack_ref = &stack;
+        first.killed_while(|base| async move { drop(stack_ref.try_beat(&base, host, said).await) }).await;
+
+        let second = stack.platform_with(&[("DELETE_GRACE_SECONDS", "600")]);
+        let runs = || async {
+            let is_on = stack.provider.servers()[0].status == Power::Running;
+            if is_on {
+                stack.beat(&second, &guest, &beat).await;
+            }
+            (is_on && stack.status(&second, &guest.machine).await == "running").then_some(())
+        };
+        stack.eventually(&point, runs).await;
+        stack.assert_only_server(&guest.machine);
+        assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2, "{point}");
     })
     .await;
 }

@@ -1,128 +1,207 @@
-//! The last backup of a host that is replaced: asked for by a proof that only it accepts, waited for, and not needed.
+//! The last backup of a host that is replaced: its writers stop, a snapshot taken after that is waited for while it makes
+//! progress, and where none can be made, an operator decides.
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use axum::extract::Request;
 use http::StatusCode;
 use reqwest::Method;
 use serde_json::{Value, json};
-use svc::http::proof::{Claims, ProofKeys, Route};
-use svc::http::server::{Limits, serve};
-use svc::http::tls;
-use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
+use svc::clock::rfc3339_ms;
+use svc::http::proof::Route;
 
-use super::stack::{BUCKET, Guest, Process, Stack, heartbeat, registration};
+use super::internal_host::{Host, host};
+use super::stack::{Process, Stack, heartbeat};
 
-/// The part of a host that takes the request; the proofs that came.
-pub struct Host {
-    pub seen: Arc<Mutex<Vec<Claims>>>,
-    pub guest: Guest,
-    /// What it verifies proofs with; a proof that fails is answered with 401.
-    pub keys: Arc<Mutex<ProofKeys>>,
-    stop: CancellationToken,
+const QUIESCE: &str = "/_svc/internal/quiesce";
+const BACKUP: &str = "/_svc/internal/backup";
+
+async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
+    let mut body = json!({"idpUserId": "user_1"});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let answer = stack.post(process, "/vps/recover", &body).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    answer.body
 }
 
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.stop.cancel();
-    }
+async fn operation(stack: &Stack, process: &Process, recovery: &Value) -> Value {
+    let path = format!("/vps/operations/{}", recovery["operationId"].as_str().unwrap());
+    stack.get(process, &path).await.body
 }
 
-/// A running machine of `user_1`, whose host answers on its address with the key that it registered.
-pub async fn host(stack: &Stack, process: &Process) -> Host {
-    let made = stack.provision(process, "user_1").await;
-    let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
-    let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
-    let identity = tls::self_signed(&["host".to_owned()]).unwrap();
-    let mut body = registration(&guest.machine, 1);
-    body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
-    assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
-
-    let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
-    let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
-    let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
-    let keys = Arc::new(Mutex::new(keys));
-    let accepted = keys.clone();
-    let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
-    let log = seen.clone();
-    let router = axum::Router::new().fallback(move |request: Request| async move {
-        let Some(proof) = request.headers().get("x-svc-proof") else { return StatusCode::UNAUTHORIZED };
-        let keys = accepted.lock().unwrap().clone();
-        let Ok(claims) = keys.verify(proof.to_str().unwrap(), machine, jiff::Timestamp::now()) else {
-            return StatusCode::UNAUTHORIZED;
-        };
-        assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
-        assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
-        log.lock().unwrap().push(claims);
-        StatusCode::ACCEPTED
-    });
-    let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
-    let stop = CancellationToken::new();
-    let tls = Some(Arc::new(identity.server_config().unwrap()));
-    tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
-    Host { seen, guest, keys, stop }
+async fn waiting(stack: &Stack, process: &Process, recovery: &Value) -> Value {
+    let waits = || async {
+        let found = operation(stack, process, recovery).await;
+        (found["state"] == "waiting").then_some(found)
+    };
+    stack.eventually("the operation asks", waits).await
 }
 
-async fn notes(stack: &Stack, process: &Process, recovery: &Value) -> String {
+async fn called(stack: &Stack, host: &Host, method: &str, path: &str) {
+    stack.eventually(path, || async { (host.calls(method, path) > 0).then_some(()) }).await;
+}
+
+/// What the step `last_backup` of an operation that succeeded noted.
+async fn note(stack: &Stack, process: &Process, recovery: &Value) -> String {
     let operation = stack.ended(process, recovery["operationId"].as_str().unwrap()).await;
-    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
     let lines = operation["log"].as_array().unwrap().clone();
-    let ended = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
-    ended.unwrap()["detail"].as_str().unwrap().to_owned()
+    let done = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
+    done.unwrap()["detail"].as_str().unwrap().to_owned()
+}
+
+fn now() -> String {
+    rfc3339_ms(jiff::Timestamp::now())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_old_host_is_asked_and_waited_for_and_not_sent_away_before() {
+async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    stack
-        .eventually("the host is asked", || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) })
-        .await;
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", BACKUP).await;
     let beat = || {
         let path = format!("/vps/{}/heartbeat", old.guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(&old.guest.upgrade_token).json(&heartbeat())
     };
-    assert_eq!(stack.send(beat()).await.body["superseded"], false, "it still has to make its backup");
-    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "and to be let write it");
-    let mut pointer = stack.pointer("user_1");
-    pointer["seq"] = json!(8);
-    stack.store.write(BUCKET, "user_1/primary/system/db/latest", pointer.to_string());
+    let told = stack.send(beat()).await.body;
+    assert_eq!(told["superseded"], false, "it still has to make its backup");
+    assert_eq!(told["quiesce"], recovery["operationId"], "and it stays stopped for it");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "and may write it");
 
-    assert_eq!(notes(&stack, &process, &recovery).await, "the old host made a last backup");
-    assert_eq!(stack.send(beat()).await.body["superseded"], true);
+    // Neither a pointer that moves, nor a snapshot from before the request, nor one of another machine.
+    let mut moved = stack.pointer("user_1");
+    moved["seq"] = json!(8);
+    stack.write_pointer("user_1", &moved);
+    stack.snapshot_by("user_1", &old.guest.machine, "2026-01-02T03:04:06.678Z");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+
+    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
+    assert_eq!(stack.send(beat()).await.body["superseded"], true, "its successor has registered");
     let seen = old.seen.lock().unwrap().clone();
-    assert_eq!(seen.len(), 1);
-    assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some("/_svc/internal/backup")));
-    assert!(seen[0].jti.is_some());
+    assert_eq!((seen[0].route, seen[0].path.as_deref()), (Route::Internal, Some(QUIESCE)));
+    assert_eq!(old.calls("POST", BACKUP), 1);
+    assert!(seen.iter().all(|claims| claims.jti.is_some()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_that_makes_no_backup_is_not_waited_for_longer_than_the_deadline() {
+async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "1")]);
+    let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
+    let process = stack.platform_with(&short);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    assert_eq!(notes(&stack, &process, &recovery).await, "no last backup in time");
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", BACKUP).await;
+    for step in 1..=12 {
+        let bytes = step * 1000;
+        old.script.lock().unwrap().progress = json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    let found = operation(&stack, &process, &recovery).await;
+    assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
+    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reachable_host_without_a_backup_makes_the_operation_ask() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert_eq!(asks["question"]["code"], "last_backup_missing", "{asks}");
+    let detail = asks["question"]["detail"].as_str().unwrap();
+    assert!(detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("no progress"), "{detail}");
+    assert_eq!(stack.provider.servers().len(), 1, "nothing was made or destroyed");
+    assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
+
+    let path = format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap());
+    stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
+    stack.post(&process, &path, &json!({"acceptLoss": false})).await.assert_problem(400, "invalid_request");
+    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
+    assert_eq!(note(&stack, &process, &recovery).await, "no last backup; the operator accepted the loss");
+    stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
+    let client = stack.database.connect().await.unwrap();
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'operation.continue'", &[]);
+    assert_eq!(audit.await.unwrap().len(), 1);
     drop(old);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_with_another_key_than_the_registered_one_is_not_asked() {
+async fn abandoned_recovery_leaves_the_old_machine_running() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    old.script.lock().unwrap().stops = false;
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("do not end"), "{asks}");
+    let path = format!("/vps/operations/{}/abandon", recovery["operationId"].as_str().unwrap());
+    let answer = stack.post(&process, &path, &json!({})).await;
+    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("failed")), "{answer:?}");
+    assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
+    called(&stack, &old, "POST", "/_svc/internal/resume").await;
+    assert_eq!(stack.provider.servers().len(), 1);
+    assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
+    let successor = recovery["machineId"].as_str().unwrap();
+    let given_up = stack.get(&process, &format!("/vps/{successor}")).await.body;
+    assert_eq!((&given_up["failure"]["cause"], &given_up["replacedBy"]), (&json!("abandoned"), &json!(old.guest.machine)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_backup_is_requested_again_before_anyone_is_asked() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
+    old.script.lock().unwrap().progress =
+        json!({"running": false, "last": {"status": "error", "beganAt": late, "error": "no space left"}});
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("no space left"), "{asks}");
+    assert_eq!(old.calls("POST", BACKUP), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_of_an_older_release_is_backed_up_without_stopping_its_writers() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    old.script.lock().unwrap().refuses = Some(StatusCode::NOT_FOUND);
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", QUIESCE).await;
+    old.script.lock().unwrap().refuses = None;
+    called(&stack, &old, "POST", BACKUP).await;
+    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    note(&stack, &process, &recovery).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_with_another_key_than_the_registered_one_is_not_asked() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = host(&stack, &process).await;
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET tls_spki_sha256 = $1", &[&"0".repeat(64)]).await.unwrap();
     stack.snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let recovery = recover(&stack, &process, json!({})).await;
     let note =
-        tokio::time::timeout(Duration::from_secs(30), notes(&stack, &process, &recovery)).await.unwrap();
-    assert_eq!(note, "the old host could not be asked");
+        tokio::time::timeout(Duration::from_secs(30), note(&stack, &process, &recovery)).await.unwrap();
+    assert!(note.starts_with("the host cannot be reached"), "{note}");
     assert!(old.seen.lock().unwrap().is_empty());
 }

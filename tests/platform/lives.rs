@@ -153,7 +153,7 @@ async fn after_a_delete_the_next_machine_of_the_slot_has_the_data_of_the_backup(
         (&list["backups"][0]["machineId"], &list["backups"][0]["latest"]),
         (&json!(first), &json!(true))
     );
-    client.batch_execute("INSERT INTO notes VALUES ('written too late')").await?;
+    client.batch_execute("INSERT INTO notes VALUES ('written after it')").await?;
     drop(client);
     // The fleet hears of it from the host.
     let told = || async {
@@ -162,6 +162,7 @@ async fn after_a_delete_the_next_machine_of_the_slot_has_the_data_of_the_backup(
     };
     lives.stack.eventually("the host tells of its backup", told).await;
 
+    // Its last backup has what was written since.
     let deleted = lives.stack.delete(&lives.process, &format!("/vps/{first}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     lives
@@ -174,6 +175,6 @@ async fn after_a_delete_the_next_machine_of_the_slot_has_the_data_of_the_backup(
     assert_ne!(first, second);
     let record = lives.record(&second).await;
     assert_eq!((&record["epoch"], &record["restoreMode"]), (&json!(2), &json!("required")));
-    assert_eq!(lives.notes(&second).await?, ["kept"]);
+    assert_eq!(lives.notes(&second).await?, ["kept", "written after it"]);
     Ok(())
 }

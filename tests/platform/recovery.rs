@@ -85,7 +85,8 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
     let old = stack.running(&process, "user_1").await;
     assert_eq!(old.restore_mode, "empty");
     stack.snapshot("user_1");
-    let first = stack.post(&process, "/vps/recover", &body()).await;
+    let accepting = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let first = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
     assert_eq!(first.body["oldMachineId"], old.machine);
     // Under way, it needs nothing of the store.
@@ -98,6 +99,7 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
     let new = stack.guest(&process, machine).await;
     assert_eq!((new.restore_mode.as_str(), new.epoch.as_str()), ("required", "2"));
     assert_eq!(stack.register(&process, &new).await.body, json!({"status": "running", "epoch": 2}));
+    stack.beat(&process, &new, &super::stack::beat_of(&new)).await;
     stack.assert_only_server(machine);
     let retired = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
     assert_eq!(retired["replacedBy"], machine);
@@ -113,7 +115,14 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
         .collect();
     assert_eq!(
         json!(steps),
-        json!(["last_backup", "fence", "delete_predecessor", "create_server", "await_registration"])
+        json!([
+            "last_backup",
+            "fence",
+            "power_off_server",
+            "delete_predecessor",
+            "create_server",
+            "await_registration"
+        ])
     );
 
     let unknown = json!({"idpUserId": "user_9"});

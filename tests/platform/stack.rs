@@ -225,8 +225,11 @@ impl Stack {
             if found["state"] != "running" {
                 return Some(found);
             }
-            for server in self.provider.servers() {
-                self.register(process, &Guest::of(&server)).await;
+            for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
+                let guest = Guest::of(server);
+                if self.register(process, &guest).await.status == 200 {
+                    self.beat(process, &guest, &beat_of(&guest)).await;
+                }
             }
             None
         };
@@ -311,15 +314,61 @@ impl Stack {
         format!("{prefix}/{key}")
     }
 
+    /// A whole snapshot of a database of this size.
+    pub fn snapshot_of_size(&self, user: &str, bytes: u64) {
+        let object = self.snapshot(user);
+        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("a side record");
+        let mut side: Value = serde_json::from_slice(&side).expect("JSON");
+        side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
+        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
+    }
+
+    /// One that this machine took then, under the fence as it stands.
+    pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) {
+        let (fence, seq) = (self.pointer(user)["fenceEpoch"].clone(), self.pointer(user)["seq"].clone());
+        let object = self.snapshot_at(user, at);
+        let mut side: Value = serde_json::from_slice(
+            &self.store.read(BUCKET, &format!("{object}.json")).expect("a side record"),
+        )
+        .expect("JSON");
+        side["machineId"] = json!(machine);
+        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
+        let mut pointer = self.pointer(user);
+        pointer["snapshot"]["machineId"] = json!(machine);
+        pointer["fenceEpoch"] = fence;
+        pointer["seq"] = json!(seq.as_u64().unwrap_or(0) + 1);
+        self.write_pointer(user, &pointer);
+    }
+
+    pub fn write_pointer(&self, user: &str, pointer: &Value) {
+        self.store.write(BUCKET, &format!("{user}/primary/system/db/latest"), pointer.to_string());
+    }
+
     pub fn pointer(&self, user: &str) -> Value {
         let text = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
         text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("JSON"))
     }
 
-    /// One live server, the machine's, and nothing left of any other.
+    /// One server, the machine's: those of earlier machines are deleted soon.
     pub fn assert_only_server(&self, machine: &str) {
-        let names: Vec<_> = self.provider.servers().into_iter().map(|server| server.name).collect();
-        assert_eq!(names, [format!("svc-{machine}")], "{}", self.log());
+        self.assert_servers(&[format!("svc-{machine}")]);
+    }
+
+    /// No server is left, soon.
+    pub fn assert_no_server(&self) {
+        self.assert_servers(&[]);
+    }
+
+    fn assert_servers(&self, wanted: &[String]) {
+        let end = Instant::now() + Duration::from_secs(15);
+        loop {
+            let names: Vec<_> = self.provider.servers().into_iter().map(|server| server.name).collect();
+            if names == wanted {
+                return;
+            }
+            assert!(Instant::now() < end, "{names:?} instead of {wanted:?}\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
 use super::{fault, operation, undelete};
-use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, named, uuid};
+use crate::http::openapi::{Operation, Parameter, Place, fields, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -163,7 +163,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         summary: "Lets an operation that waits for a decision go ahead without what it asked for.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("acceptLoss", boolean())], &[])),
+        body: Some(|| fields(&[("acceptLoss", json!({"const": true}))], &[])),
         answers: &[told(200, "The operation runs again.", || named("Operation"))],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
@@ -183,7 +183,6 @@ pub static ABANDON: Endpoint = Endpoint {
         })],
         problems: &[
             Code::NotFound,
-            Code::MachineNotFound,
             Code::InvalidState,
             Code::DatabaseUnavailable,
             Code::IdempotencyMismatch,

@@ -16,8 +16,6 @@ use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
-/// How long a power off is retried beyond the time for a shutdown: the fence protects the data without it.
-const MAX_POWER_OFF_DELAY: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(500);
 const SHUTDOWN_ASKED: &str = "shutdownAsked";
 
@@ -53,8 +51,9 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(Answer::done_noting("the earlier machine has no server"));
     };
     let age = held.step_age().await?;
-    let shutdown = held.platform.config.timing.resize_shutdown;
-    if age >= shutdown + MAX_POWER_OFF_DELAY {
+    let timing = &held.platform.config.timing;
+    let shutdown = timing.resize_shutdown;
+    if age >= shutdown + timing.power_off_retry {
         return Ok(Answer::done_noting(
             "the provider did not switch the server off; the fence protects the data",
         ));

@@ -85,7 +85,7 @@ impl Side for World {
 
     fn path(&self, operation: &Operation) -> String {
         match operation.id {
-            "getOperation" => self.path_of(operation, &self.operation),
+            _ if is_of_operation(operation) => self.path_of(operation, &self.operation),
             _ if is_of_rollout(operation) => self.path_of(operation, &self.rollout),
             _ => self.path_of(operation, &self.guest(operation).machine),
         }
@@ -169,6 +169,11 @@ fn is_of_rollout(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/deploy/{id}")
 }
 
+/// Whether its path names an operation.
+fn is_of_operation(operation: &Operation) -> bool {
+    operation.path.starts_with("/vps/operations/{id}")
+}
+
 fn operations() -> impl Iterator<Item = &'static Operation> {
     ENDPOINTS.iter().map(|endpoint| &endpoint.operation)
 }
@@ -213,7 +218,7 @@ async fn ids(world: &World, operation: &Operation) {
         world.send(call(bad)).await.assert_problem(400, "invalid_request");
     }
     if takes(operation, "operator") {
-        let other = operation.id == "getOperation" || is_of_rollout(operation);
+        let other = is_of_operation(operation) || is_of_rollout(operation);
         let code = if other { "not_found" } else { "machine_not_found" };
         world.send(call(&some.to_string())).await.assert_problem(404, code);
     }
@@ -301,6 +306,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
             "recover" => Some((409, "snapshot_unusable")),
             // The machine that waited has registered by then.
             "reportBootFailure" => Some((409, "invalid_state")),
+            // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
+            "continueOperation" | "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,
         };
         match refused {

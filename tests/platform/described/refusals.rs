@@ -101,6 +101,14 @@ async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let none = process(&world.stack, settings, &[("PREVIEW_MAX_PER_OWNER", "0")]);
     let preview = with("user_small", &json!({"kind": "preview"}));
     rows.post_to(&none, path, &preview, 429, "preview_limit_reached").await;
+    let other_kind = with("user_1", &json!({"kind": "preview", "handle": "h-user-1"}));
+    rows.post(path, &other_kind, 409, "invalid_state").await;
+    world.stack.subscribe(&world.process, "user_damaged").await;
+    world.stack.store.write(BUCKET, "user_damaged/primary/system/db/latest", "{not json");
+    rows.post(path, &with("user_damaged", &json!({"handle": "damaged"})), 409, "snapshot_unusable").await;
+    world.stack.subscribe(&world.process, "user_large").await;
+    world.stack.snapshot_of_size("user_large", 1 << 40);
+    rows.post(path, &with("user_large", &json!({"handle": "large"})), 409, "disk_too_small").await;
 }
 
 async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
@@ -115,6 +123,11 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
         rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;
     }
+    for what in ["undelete", "discard", "resume"] {
+        rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
+    }
+    let operation = |what: &str| format!("/vps/operations/{}/{what}", world.operation);
+    rows.post(&operation("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
     rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
     rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
     let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
@@ -136,10 +149,13 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let slots = "/vps/slots";
     world.send(world.ask(Method::PUT, slots, &plan("starter", "active"))).await;
     rows.post(&of(runs, "resize"), &to("cpx32"), 403, "server_type_not_allowed").await;
+    let larger = json!({"idpUserId": "user_1", "serverType": "cpx32"});
+    rows.post("/vps/recover", &larger, 403, "server_type_not_allowed").await;
     let ended = plan("max", "inactive");
     let answer = world.send(world.ask(Method::PUT, slots, &ended)).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     rows.post(&of(runs, "resize"), &to("cpx32"), 402, "subscription_required").await;
+    rows.post("/vps/recover", &larger, 402, "subscription_required").await;
     world.send(world.ask(Method::PUT, slots, &plan("max", "active"))).await;
 }
 
@@ -220,7 +236,15 @@ async fn bundles(rows: &mut Rows<'_>) {
 async fn ends(rows: &mut Rows<'_>) {
     let world = rows.world;
     let (stack, runs) = (&world.stack, &world.runs.machine);
+    stack.snapshot_of_size("user_1", 1 << 40);
+    rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
     let snapshot = stack.snapshot("user_1");
+    world.send(world.ask(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"}))).await;
+    stack.beat(&world.process, &world.runs, &super::super::stack::beat_of(&world.runs)).await;
+    let fault = Fault::Status { status: 503, code: "scripted".into(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "GET", "/servers/", fault));
+    rows.post(&format!("/vps/{runs}/resume"), &json!({}), 502, "provisioning_error").await;
+    stack.provider.clear_faults();
     let key = "system-bundles/v1/svc-host-bundle.tar.gz.sha256";
     let digest = stack.store.read(BUCKET, key).unwrap();
     stack.store.remove(BUCKET, key);
@@ -229,7 +253,9 @@ async fn ends(rows: &mut Rows<'_>) {
     let recovered = world.ask(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
     let recovered = world.send(recovered).await;
     assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
-    stack.ended(&world.process, recovered.body["operationId"].as_str().unwrap()).await;
+    let operation = recovered.body["operationId"].as_str().unwrap();
+    stack.ended(&world.process, operation).await;
+    rows.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;
     let replaced = |method, path: &str| {
         stack.request(&world.process, method, path).bearer_auth(&world.runs.upgrade_token)
     };

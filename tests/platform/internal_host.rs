@@ -1,0 +1,110 @@
+//! The internal routes of a host, served on its machine's address with the key that it registered: what the platform
+//! asks of it, under proofs that only this machine accepts.
+
+use std::sync::{Arc, Mutex};
+
+use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::http::proof::{Claims, ProofKeys};
+use svc::http::server::{Limits, serve};
+use svc::http::tls;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::stack::{Guest, Process, Stack, heartbeat, registration};
+
+/// How the host behaves.
+pub struct Script {
+    /// Every route is answered with this status.
+    pub refuses: Option<StatusCode>,
+    /// Its writers end when they are stopped.
+    pub stops: bool,
+    /// What it says of its backups.
+    pub progress: Value,
+}
+
+pub struct Host {
+    /// The proofs that came.
+    pub seen: Arc<Mutex<Vec<Claims>>>,
+    pub guest: Guest,
+    /// What it verifies proofs with; a proof that fails is answered with 401.
+    pub keys: Arc<Mutex<ProofKeys>>,
+    pub script: Arc<Mutex<Script>>,
+    stop: CancellationToken,
+}
+
+impl Host {
+    /// How often a route was called.
+    pub fn calls(&self, method: &str, path: &str) -> usize {
+        let seen = self.seen.lock().unwrap();
+        let is = |claims: &&Claims| {
+            claims.method.as_deref() == Some(method) && claims.path.as_deref() == Some(path)
+        };
+        seen.iter().filter(is).count()
+    }
+
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+fn answer(script: &Script, method: &str, path: &str) -> Response {
+    if let Some(status) = script.refuses {
+        return status.into_response();
+    }
+    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    match (method, path) {
+        ("POST", "/_svc/internal/quiesce") => {
+            let at = script.stops.then_some(&now);
+            axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": 0})).into_response()
+        }
+        ("POST", "/_svc/internal/backup") => {
+            (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response()
+        }
+        ("GET", "/_svc/internal/backup") => axum::Json(script.progress.clone()).into_response(),
+        _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
+    }
+}
+
+/// A running machine of `user_1`, whose host answers.
+pub async fn host(stack: &Stack, process: &Process) -> Host {
+    let made = stack.provision(process, "user_1").await;
+    let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
+    let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
+    let identity = tls::self_signed(&["host".to_owned()]).unwrap();
+    let mut body = registration(&guest.machine, 1);
+    body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
+    assert_eq!(stack.register_as(process, &guest.registration_token, &body).await.status, 200);
+
+    let beat = stack.request(process, Method::POST, &format!("/vps/{}/heartbeat", guest.machine));
+    let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
+    let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
+    let keys = Arc::new(Mutex::new(keys));
+    let script = Arc::new(Mutex::new(Script { refuses: None, stops: true, progress: json!({"running": true}) }));
+    let (accepted, behaviour) = (keys.clone(), script.clone());
+    let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let log = seen.clone();
+    let router = axum::Router::new().fallback(move |request: Request| async move {
+        let unauthorized = || StatusCode::UNAUTHORIZED.into_response();
+        let Some(proof) = request.headers().get("x-svc-proof") else { return unauthorized() };
+        let keys = accepted.lock().unwrap().clone();
+        let Ok(claims) = keys.verify(proof.to_str().unwrap(), machine, jiff::Timestamp::now()) else {
+            return unauthorized();
+        };
+        assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
+        assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
+        log.lock().unwrap().push(claims);
+        answer(&behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
+    });
+    let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
+    let stop = CancellationToken::new();
+    let tls = Some(Arc::new(identity.server_config().unwrap()));
+    tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
+    Host { seen, guest, keys, script, stop }
+}

@@ -1,0 +1,264 @@
+//! A replaced server outlives its replacement until that has proven itself, and gets its slot back when it does not.
+
+use kit::provider::{Fault, FaultRule, Power};
+use serde_json::{Value, json};
+
+use super::internal_host::host;
+use super::stack::{BUCKET, Guest, Process, Stack, beat_of};
+
+fn body() -> Value {
+    json!({"idpUserId": "user_1"})
+}
+
+fn id(answer: &Value, name: &str) -> String {
+    answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
+}
+
+fn power(stack: &Stack, machine: &str) -> Option<Power> {
+    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+}
+
+async fn recover(stack: &Stack, process: &Process, body: &Value) -> Value {
+    let answer = stack.post(process, "/vps/recover", body).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    answer.body
+}
+
+async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+    stack.get(process, &format!("/vps/{machine}")).await.body
+}
+
+async fn becomes(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
+    let is = || async {
+        let found = record(stack, process, machine).await;
+        (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
+    };
+    stack.eventually(status, is).await
+}
+
+/// Heartbeats of a host that takes the epoch that it is told.
+async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
+    let mut body = beat_of(guest);
+    for _ in 0..200 {
+        let answer = stack.beat(process, guest, &body).await.body;
+        body["epoch"] = answer["epoch"].clone();
+        if stack.status(process, &guest.machine).await == "running" {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    panic!("it does not run again\n{}", stack.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_recovery_leaves_the_healthy_machine_as_it_was() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &body()).await;
+    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", asked).await;
+    let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
+    let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
+    assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
+
+    let back = becomes(&stack, &process, &old.guest.machine, "running").await;
+    assert_eq!((&back["epoch"], &back["replacedBy"]), (&json!(3), &Value::Null), "{back}");
+    let opened = || async { (old.calls("POST", "/_svc/internal/resume") > 0).then_some(()) };
+    stack.eventually("its writers open", opened).await;
+    let fenced = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
+    stack.eventually("the fence is its own", fenced).await;
+    stack.assert_only_server(&old.guest.machine);
+    assert_eq!(power(&stack, &old.guest.machine), Some(Power::Running));
+    assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
+    assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
+    let answer = stack.beat(&process, &old.guest, &beat_of(&old.guest)).await.body;
+    assert_eq!((&answer["epoch"], &answer["superseded"], &answer["quiesce"]), (&json!(3), &json!(false), &Value::Null));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_boot_switches_the_old_machine_on_again() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &body()).await;
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it is kept, and off");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
+
+    let report = stack.request(&process, reqwest::Method::POST, &format!("/vps/{}/boot-failure", new.machine));
+    let report = report.bearer_auth(&new.registration_token);
+    let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
+    assert_eq!(report.status, 202, "{report:?}");
+    let back = becomes(&stack, &process, &old.machine, "failed").await;
+    assert_eq!(back["failure"]["cause"], "reinstating", "{back}");
+    let on = || async { (power(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("its server is on", on).await;
+    beat_until_running(&stack, &process, &old).await;
+    assert_eq!(record(&stack, &process, &old.machine).await["epoch"], 3);
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 3);
+    let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the failed machine's server is deleted", alone).await;
+    stack.assert_only_server(&old.machine);
+    stack.register(&process, &new).await.assert_problem(401, "registration_rejected");
+
+    // Recovered again, it is the older machine that is asked and kept, not the one that failed.
+    let again = recover(&stack, &process, &body()).await;
+    assert_eq!((&again["oldMachineId"], &again["epoch"]), (&json!(old.machine), &json!(4)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn expired_registration_gives_the_slot_back() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "1")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &body()).await;
+    becomes(&stack, &process, &old.machine, "failed").await;
+    beat_until_running(&stack, &process, &old).await;
+    let new = record(&stack, &process, &id(&recovery, "machineId")).await;
+    assert_eq!(new["failure"]["cause"], "registration_expired");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn old_server_is_deleted_only_after_its_successor_has_served() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "2")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    stack.register(&process, &new).await;
+    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "its successor has not served yet");
+    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
+    assert_eq!((&copies["live"]["machineId"], &copies["kept"][0]["until"]), (&json!(new.machine), &Value::Null));
+
+    stack.beat(&process, &new, &beat_of(&new)).await;
+    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    assert!(copies["kept"][0]["until"].is_string(), "{copies}");
+    let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("its time is over", gone).await;
+    stack.assert_only_server(&new.machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unreachable_host_is_passed_over_and_its_server_kept_until_the_loss_is_accepted() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &body()).await;
+    let operation = stack.ended(&process, &id(&recovery, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    stack.beat(&process, &new, &beat_of(&new)).await;
+    let kept = record(&stack, &process, &old.machine).await;
+    assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it holds what no snapshot does");
+
+    let path = format!("/vps/{}/discard", old.machine);
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("2026-01-02T03:04:05"), "{refused:?}");
+    assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 202);
+    let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("it is deleted", gone).await;
+    let path = format!("/vps/{}/discard", new.machine);
+    stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn provider_that_refuses_to_switch_off_or_delete_does_not_hold_up_a_recovery() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "POST", "/actions/poweroff", locked.clone()));
+    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
+    let operation = stack.ended(&process, &id(&recovery, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    stack.beat(&process, &new, &beat_of(&new)).await;
+    let removal = || async {
+        let operations = record(&stack, &process, &old.machine).await["operations"].clone();
+        operations.as_array()?.iter().find(|it| it["kind"] == "remove_server").cloned()
+    };
+    let removal = stack.eventually("its removal is tried", removal).await;
+    let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    stack.provider.clear_faults();
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert!(power(&stack, &old.machine).is_some(), "an operator gave its removal up");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replace_first_deletes_before_it_creates_and_asks_where_data_would_go() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "replaceFirst": true})).await;
+    let path = format!("/vps/operations/{}", id(&recovery, "operationId"));
+    let asks = || async {
+        let found = stack.get(&process, &path).await.body;
+        (found["state"] == "waiting").then_some(found)
+    };
+    let asks = stack.eventually("it asks", asks).await;
+    assert_eq!(asks["question"]["code"], "replace_first_loses_data", "{asks}");
+    stack.assert_only_server(&old.machine);
+    stack.post(&process, &format!("{path}/continue"), &json!({"acceptLoss": true})).await;
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    stack.assert_only_server(&new.machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn progress_of_the_boot_extends_the_registration_and_silence_ends_it() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, &id(&made, "machineId")).await;
+    let says = |bytes: u64| {
+        let path = format!("/vps/{}/boot-stage", guest.machine);
+        let request = stack.request(&process, reqwest::Method::POST, &path);
+        let body = json!({"stage": "restore", "progress": {"bytes": bytes, "totalBytes": 100}});
+        stack.send(request.bearer_auth(&guest.registration_token).json(&body))
+    };
+    for bytes in 1..=6 {
+        assert_eq!(says(bytes).await.status, 204);
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    }
+    let booting = record(&stack, &process, &guest.machine).await;
+    assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
+    let stuck = || async {
+        // The same figures again are no progress.
+        says(6).await;
+        (stack.status(&process, &guest.machine).await == "failed").then_some(())
+    };
+    stack.eventually("silence ends it", stuck).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_of_a_lost_pointer_changes_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    let mut beat = beat_of(&old);
+    beat["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-02T03:04:05.678Z",
+        "key": "system/db/snapshots/x.dump", "sizeBytes": 4});
+    stack.beat(&process, &old, &beat).await;
+    stack.store.remove(BUCKET, "user_1/primary/system/db/latest");
+    let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
+    let refused = stack.post(&process, "/vps/recover", &empty).await;
+    refused.assert_problem(409, "snapshot_unusable");
+    assert!(refused.body["detail"].as_str().unwrap().contains("pointer rebuild"), "{refused:?}");
+    stack.delete(&process, &format!("/vps/{}", old.machine)).await;
+    let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
+    again.assert_problem(409, "snapshot_unusable");
+}

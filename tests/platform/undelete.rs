@@ -1,0 +1,150 @@
+//! Delete takes a last backup and keeps the server for a grace, in which the machine can be brought back; provision over
+//! a failed machine and the end of a preview do the same.
+
+use kit::provider::Power;
+use serde_json::{Value, json};
+use svc::clock::rfc3339_ms;
+
+use super::internal_host::{Host, host};
+use super::stack::{Process, Stack, beat_of, provision_body};
+
+const BACKUP: &str = "/_svc/internal/backup";
+
+fn power(stack: &Stack, machine: &str) -> Option<Power> {
+    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+}
+
+async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+    stack.get(process, &format!("/vps/{machine}")).await.body
+}
+
+/// Waits for the request and answers it with a snapshot.
+async fn backs_up(stack: &Stack, old: &Host) {
+    stack.eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) }).await;
+    stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
+}
+
+async fn is_off(stack: &Stack, machine: &str) {
+    let off = || async { (power(stack, machine) == Some(Power::Off)).then_some(()) };
+    stack.eventually("the server is off", off).await;
+}
+
+async fn operation_ends(stack: &Stack, process: &Process, id: &Value) -> Value {
+    let path = format!("/vps/operations/{}", id.as_str().unwrap());
+    let ended = || async {
+        let found = stack.get(process, &path).await.body;
+        (found["state"] != "running").then_some(found)
+    };
+    stack.eventually("the operation ends", ended).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deleted_machine_is_backed_up_kept_and_brought_back() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    let machine = old.guest.machine.clone();
+    let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
+    assert_eq!(deleted.status, 202, "{deleted:?}");
+    assert!(deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer", "{deleted:?}");
+    backs_up(&stack, &old).await;
+    let operation = operation_ends(&stack, &process, &deleted.body["operationId"]).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    is_off(&stack, &machine).await;
+    let kept = record(&stack, &process, &machine).await;
+    assert!(kept["finalBackupAt"].is_string(), "{kept}");
+    assert_eq!(kept["copies"]["kept"][0]["reason"], "deleted");
+
+    let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
+    assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
+    let mut beat = beat_of(&old.guest);
+    beat["epoch"] = json!(2);
+    let runs = || async {
+        if power(&stack, &machine) == Some(Power::Running) {
+            stack.beat(&process, &old.guest, &beat).await;
+        }
+        (stack.status(&process, &machine).await == "running").then_some(())
+    };
+    stack.eventually("it runs again", runs).await;
+    assert_eq!(record(&stack, &process, &machine).await["deletedAt"], Value::Null);
+    let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
+    again.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let old = host(&stack, &process).await;
+    let machine = old.guest.machine.clone();
+    let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
+    let asks = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    assert_eq!((&asks["state"], &asks["question"]["code"]), (&json!("waiting"), &json!("last_backup_missing")));
+    let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
+    stack.assert_only_server(&machine);
+
+    let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
+    assert_eq!(deleted["undeletableUntil"], Value::Null);
+    let operation = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    let gone = || async { power(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("its server is deleted at once", gone).await;
+    stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn provision_over_a_failed_machine_takes_its_last_backup_first() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
+    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!((made.status, &made.body["kind"]), (202, &json!("customer")), "{made:?}");
+    backs_up(&stack, &old).await;
+    let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(power(&stack, &old.guest.machine), Some(Power::Off), "kept until its successor has served");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn expired_preview_is_backed_up_and_kept() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
+    client.execute(sql, &[]).await.unwrap();
+    backs_up(&stack, &old).await;
+    is_off(&stack, &old.guest.machine).await;
+    assert!(record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_with_a_machine_of_another_kind_is_refused() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    let mut preview = provision_body("user_1");
+    preview["kind"] = json!("preview");
+    let refused = stack.post(&process, "/vps/provision", &preview).await;
+    refused.assert_problem(409, "invalid_state");
+    assert_eq!(refused.body["kind"], "customer");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let new = stack.guest(&process, recovery["machineId"].as_str().unwrap()).await;
+    stack.delete(&process, &format!("/vps/{}", new.machine)).await;
+    let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the new machine's server is deleted", alone).await;
+    stack.assert_only_server(&old.machine);
+    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
+}

@@ -1,0 +1,40 @@
+//! The way back from `failed` that is not another machine.
+
+use serde_json::{Value, json};
+
+use super::stack::{Stack, beat_of};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_machine_whose_host_is_well_is_resumed() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let path = format!("/vps/{}/resume", guest.machine);
+    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "wrong one"})).await;
+    let silent = stack.post(&process, &path, &json!({})).await;
+    silent.assert_problem(409, "invalid_state");
+    assert!(silent.body["detail"].as_str().unwrap().contains("heartbeat"), "{silent:?}");
+
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let resumed = stack.post(&process, &path, &json!({})).await;
+    assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
+    assert_eq!(resumed.body["failure"], Value::Null);
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200, "it is the same when sent again");
+    let client = stack.database.connect().await.unwrap();
+    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'resume'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_that_never_served_is_not_resumed() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let machine = made["machineId"].as_str().unwrap();
+    let path = format!("/vps/{machine}/resume");
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+    stack.post(&process, &format!("/vps/{machine}/fail"), &json!({"reason": "r"})).await;
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("never registered"), "{refused:?}");
+}
