@@ -161,7 +161,8 @@ async fn only_the_current_machine_gets_any() {
     more.assert_problem(400, "invalid_request");
 
     stack.snapshot("user_1");
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
+    let recovery =
+        stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let given = stack.store.sessions().len();

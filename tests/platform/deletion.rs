@@ -57,7 +57,9 @@ async fn deleting_while_another_recovery_was_cut_short_leaves_no_server() {
     stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", recovery["machineId"].as_str().unwrap())).await;
+    let deleted = stack
+        .delete(&process, &format!("/vps/{}?acceptLoss=true", recovery["machineId"].as_str().unwrap()))
+        .await;
     let operation = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded");
     stack.assert_no_server();

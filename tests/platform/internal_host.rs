@@ -18,8 +18,8 @@ use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
 /// How the host behaves.
 pub struct Script {
-    /// Every route is answered with this status.
-    pub refuses: Option<StatusCode>,
+    /// Its release knows how to stop its writers.
+    pub can_stop: bool,
     /// Its writers end when they are stopped.
     pub stops: bool,
     /// What it says of its backups.
@@ -45,7 +45,6 @@ impl Host {
         };
         seen.iter().filter(is).count()
     }
-
 }
 
 impl Drop for Host {
@@ -55,11 +54,9 @@ impl Drop for Host {
 }
 
 fn answer(script: &Script, method: &str, path: &str) -> Response {
-    if let Some(status) = script.refuses {
-        return status.into_response();
-    }
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     match (method, path) {
+        ("POST", "/_svc/internal/quiesce") if !script.can_stop => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
             let at = script.stops.then_some(&now);
             axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": 0})).into_response()
@@ -86,7 +83,8 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
     let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
-    let script = Arc::new(Mutex::new(Script { refuses: None, stops: true, progress: json!({"running": true}) }));
+    let script =
+        Arc::new(Mutex::new(Script { can_stop: true, stops: true, progress: json!({"running": true}) }));
     let (accepted, behaviour) = (keys.clone(), script.clone());
     let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let log = seen.clone();

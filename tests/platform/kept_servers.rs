@@ -74,7 +74,10 @@ async fn cancelled_recovery_leaves_the_healthy_machine_as_it_was() {
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.provider.call_count("POST", "/poweroff"), 0);
     let answer = stack.beat(&process, &old.guest, &beat_of(&old.guest)).await.body;
-    assert_eq!((&answer["epoch"], &answer["superseded"], &answer["quiesce"]), (&json!(3), &json!(false), &Value::Null));
+    assert_eq!(
+        (&answer["epoch"], &answer["superseded"], &answer["quiesce"]),
+        (&json!(3), &json!(false), &Value::Null)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -88,7 +91,8 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it is kept, and off");
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
 
-    let report = stack.request(&process, reqwest::Method::POST, &format!("/vps/{}/boot-failure", new.machine));
+    let report =
+        stack.request(&process, reqwest::Method::POST, &format!("/vps/{}/boot-failure", new.machine));
     let report = report.bearer_auth(&new.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
@@ -135,7 +139,10 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     assert_eq!(power(&stack, &old.machine), Some(Power::Off), "its successor has not served yet");
     let copies = record(&stack, &process, &new.machine).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
-    assert_eq!((&copies["live"]["machineId"], &copies["kept"][0]["until"]), (&json!(new.machine), &Value::Null));
+    assert_eq!(
+        (&copies["live"]["machineId"], &copies["kept"][0]["until"]),
+        (&json!(new.machine), &Value::Null)
+    );
 
     stack.beat(&process, &new, &beat_of(&new)).await;
     let copies = record(&stack, &process, &new.machine).await["copies"].clone();

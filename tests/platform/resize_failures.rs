@@ -200,7 +200,8 @@ async fn fail_delete_and_recover_end_a_resize_under_way() {
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     stack.snapshot("user_3");
     resize(&stack, &process, &guest.machine, "cpx32").await;
-    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
+    let recovery =
+        stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_3", "acceptLoss": true})).await.body;
     let ended = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let two = || async { (stack.provider.servers().len() == 2).then_some(()) };

@@ -20,7 +20,9 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
 
 /// Waits for the request and answers it with a snapshot.
 async fn backs_up(stack: &Stack, old: &Host) {
-    stack.eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) }).await;
+    stack
+        .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
+        .await;
     stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
 }
 
@@ -46,7 +48,10 @@ async fn deleted_machine_is_backed_up_kept_and_brought_back() {
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    assert!(deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer", "{deleted:?}");
+    assert!(
+        deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer",
+        "{deleted:?}"
+    );
     backs_up(&stack, &old).await;
     let operation = operation_ends(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -79,7 +84,10 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
     let asks = operation_ends(&stack, &process, &deleted["operationId"]).await;
-    assert_eq!((&asks["state"], &asks["question"]["code"]), (&json!("waiting"), &json!("last_backup_missing")));
+    assert_eq!(
+        (&asks["state"], &asks["question"]["code"]),
+        (&json!("waiting"), &json!("last_backup_missing"))
+    );
     let path = format!("/vps/operations/{}/abandon", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
@@ -91,7 +99,10 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let gone = || async { power(&stack, &machine).is_none().then_some(()) };
     stack.eventually("its server is deleted at once", gone).await;
-    stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await.assert_problem(409, "invalid_state");
+    stack
+        .post(&process, &format!("/vps/{machine}/undelete"), &json!({}))
+        .await
+        .assert_problem(409, "invalid_state");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -181,12 +181,7 @@ pub static ABANDON: Endpoint = Endpoint {
         answers: &[told(200, "The operation has ended, or switches the server on and ends.", || {
             named("Operation")
         })],
-        problems: &[
-            Code::NotFound,
-            Code::InvalidState,
-            Code::DatabaseUnavailable,
-            Code::IdempotencyMismatch,
-        ],
+        problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(abandon),
 };
