@@ -133,10 +133,10 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
     Err(Failure::new(Exit::Unavailable, error))
 }
 
-fn ended_word(operation: &Operation) -> String {
+fn ended_word(operation: &Operation) -> &str {
     match operation.state.as_str() {
-        "cancelled" => "was cancelled".to_owned(),
-        state => state.to_owned(),
+        "cancelled" => "was cancelled",
+        state => state,
     }
 }
 
@@ -154,12 +154,12 @@ impl Holder {
     fn line(&self) -> String {
         let id = &self.0.machine_id;
         match (self.0.state_word(), self.0.failure.as_ref()) {
-            ("running", _) => format!("machine {id} serves the slot as before"),
+            ("running", _) => format!("machine {id} serves the slot now"),
             (_, Some(failure)) if failure.is_reinstating() => {
-                format!("machine {id} has the slot again; its server is being switched on")
+                format!("machine {id} has the slot; its server is being switched on")
             }
             (_, Some(failure)) => {
-                format!("machine {id} has the slot again, failed as before: {}", failure.line())
+                format!("machine {id} has the slot and has failed: {}", failure.line())
             }
             (state, None) => format!("machine {id} has the slot; it is {state}"),
         }

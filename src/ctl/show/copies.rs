@@ -88,7 +88,7 @@ impl Copies {
     fn snapshot_cell(&self, view: &View) -> Cell {
         match &self.newest_snapshot_at {
             Some(at) => when(view.now, at).into(),
-            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), "none yet"),
+            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), "none known"),
         }
     }
 

@@ -281,7 +281,7 @@ pub fn one(view: &View, m: &Machine) -> String {
 pub fn accepted(view: &View, a: &Accepted) -> String {
     let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
     let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
-    let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none yet".to_owned()));
+    let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
     table::pairs(
         view,
         &[

@@ -160,7 +160,7 @@ fn status_without_snapshot_says_that_all_is_at_risk() {
     let shown = machine::one(&plain(), &machine);
     for line in [
         "live server  4711\n",
-        "snapshot     none yet\n",
+        "snapshot     none known\n",
         "at risk      losing the live server now would cost all of its data, 3 min old: no snapshot holds any\n",
     ] {
         assert!(shown.contains(line), "{line}: {shown}");
