@@ -56,7 +56,7 @@ async fn before_a_recovery_the_age_of_the_backup_is_said() {
     assert!(printed(&output).contains("2026-01-01 00:00:00 UTC"), "{}", printed(&output));
     assert_eq!(output.status.code(), Some(65));
 
-    machine["copies"] = copies(json!([]));
+    machine["copies"] = copies();
     let platform = Platform::start([page(), Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
     for part in
@@ -66,15 +66,15 @@ async fn before_a_recovery_the_age_of_the_backup_is_said() {
     }
 }
 
-fn copies(kept: Value) -> Value {
-    json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": kept,
+fn copies() -> Value {
+    json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [],
            "newestSnapshotAt": "2026-01-02T00:00:00.000Z", "exposedSeconds": 540})
 }
 
 #[tokio::test]
 async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
     let mut machine = record("running", None);
-    machine["copies"] = copies(json!([]));
+    machine["copies"] = copies();
     for (options, parts) in [
         (
             &[][..],
