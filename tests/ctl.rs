@@ -1,6 +1,8 @@
 //! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits. In the modules below:
 //! on a terminal, and against the real parts.
 
+mod copies;
+mod decisions;
 mod doctor;
 mod real;
 mod rollout;
@@ -352,9 +354,12 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));
     assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
-    for args in
-        [&["recover", "user_1"][..], &["resize", "ada", "cpx32"], &["fail", "ada", "--reason", "it burns"]]
-    {
+    for args in [
+        &["recover", "user_1"][..],
+        &["resize", "ada", "cpx32"],
+        &["fail", "ada", "--reason", "it burns"],
+        &["discard", "ada"],
+    ] {
         let output = platform.svcctl(args).await;
         assert_eq!(output.status.code(), Some(64), "{args:?}");
         assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));

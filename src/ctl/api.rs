@@ -86,11 +86,7 @@ impl Api {
     /// # Errors
     /// [`CallError`], after transient failures were tried again.
     pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        let mut url = self.url(path);
-        if !query.is_empty() {
-            url.query_pairs_mut().extend_pairs(query);
-        }
-        self.patiently(&Method::GET, &url, None).await
+        self.patiently(&Method::GET, &self.url_with(path, query), None).await
     }
 
     /// # Errors
@@ -102,6 +98,19 @@ impl Api {
         body: Option<&Value>,
     ) -> Result<Answer, CallError> {
         self.patiently(&method, &self.url(path), body).await
+    }
+
+    /// [`Self::send`] with a query in place of a body.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub async fn send_with(
+        &self,
+        method: Method,
+        path: &[&str],
+        query: &[(&str, String)],
+    ) -> Result<Answer, CallError> {
+        self.patiently(&method, &self.url_with(path, query), None).await
     }
 
     /// One try of a GET, with the status and the body as they came.
@@ -148,6 +157,14 @@ impl Api {
         let mut url = self.base.clone();
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().extend(path);
+        }
+        url
+    }
+
+    fn url_with(&self, path: &[&str], query: &[(&str, String)]) -> Url {
+        let mut url = self.url(path);
+        if !query.is_empty() {
+            url.query_pairs_mut().extend_pairs(query);
         }
         url
     }

@@ -76,11 +76,45 @@ impl Refusal {
         if !known.is_empty() {
             line.push_str(&format!(" ({})", known.join(", ")));
         }
-        if let Some(next) = self.code.as_deref().and_then(advice) {
+        if let Some(next) = self.advice() {
             line.push_str(&format!("\n  next: {next}"));
         }
         line
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        let code = self.code.as_deref()?;
+        let body = self.body.as_deref();
+        match code {
+            "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
+            "snapshot_unusable" if self.detail.contains("svcctl pointer") => Some(LOST_POINTER),
+            _ => advice(code),
+        }
+    }
+}
+
+/// What the store lost is not absent: `--allow-empty` would be the wrong way out.
+const LOST_POINTER: &str =
+    "the snapshots are lost or unnamed, not absent: run what it says, and nothing starts empty";
+
+/// What to do next, where the state that does not allow it says so.
+fn state_advice(body: &Value) -> Option<&'static str> {
+    if body["kind"].is_string() {
+        return Some("`svcctl delete` its machine first, or name another slot with --slot");
+    }
+    Some(match body["machineStatus"].as_str()? {
+        "kept" => {
+            "`svcctl status <machine>` shows what its server holds; `svcctl discard <machine> --accept-loss` deletes it \
+             all the same"
+        }
+        "deleted" => {
+            "`svcctl list --deleted` shows it; where its server is gone, `svcctl provision` restores the slot's snapshot"
+        }
+        "succeeded" | "cancelled" | "waiting" => {
+            "`svcctl operation show <id>` shows how it ended or what it waits for"
+        }
+        _ => return None,
+    })
 }
 
 /// What some codes say beyond their detail: the wrong fields, the state that is and those that would do.
@@ -93,9 +127,12 @@ fn particulars(body: &Value, known: &str) -> String {
             said.push_str(&format!("\n  {field}"));
         }
     }
-    if let Some(status) = body["machineStatus"].as_str() {
-        let allowed: Vec<_> =
-            body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let allowed: Vec<_> =
+        body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    // A state that would do says nothing of why it was refused: the detail does.
+    let status =
+        body["machineStatus"].as_str().filter(|status| *status != "kept" && !allowed.contains(status));
+    if let Some(status) = status {
         said.push_str(&format!(" It is {status}"));
         if !allowed.is_empty() {
             said.push_str(&format!(", and must be {}", allowed.join(" or ")));
@@ -152,6 +189,9 @@ fn advice(code: &str) -> Option<&'static str> {
         }
         "idempotency_mismatch" => "run the command again: each run has a key of its own",
         "preview_limit_reached" => "delete a preview machine first",
+        "disk_too_small" => {
+            "choose a type with a larger disk: `--server-type <type>` of `svcctl recover` and `svcctl provision`"
+        }
         "disk_would_shrink" => "choose a type with a disk that is no smaller",
         "superseded" => "nothing: the machine was replaced, and stops by itself",
         "host_unreachable" => {
@@ -209,6 +249,30 @@ mod tests {
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
         assert!(said.contains("It is resizing, and must be running or failed."), "{said}");
+    }
+
+    #[test]
+    fn invalid_state_advises_by_what_the_state_belongs_to() {
+        let read = |member: &str| {
+            let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
+            Refusal::read(StatusCode::CONFLICT, &text, None).to_string()
+        };
+        assert!(read(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
+        assert!(!read(r#""machineStatus":"kept""#).contains("It is kept"));
+        assert!(read(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
+        assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
+        assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
+        let said = read(r#""machineStatus":"failed","allowed":["failed"]"#);
+        assert!(said.contains("or recover") && !said.contains("It is failed"), "{said}");
+    }
+
+    #[test]
+    fn lost_pointer_never_advises_to_start_empty() {
+        let text = r#"{"code":"snapshot_unusable","detail":"Gone. Run svcctl pointer show."}"#;
+        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(!said.contains("--allow-empty"), "{said}");
+        assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
+        assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Waiting until an operation has ended and its machine stands still; what happens meanwhile is told on the way.
+//! Waiting until an operation has ended and its machine stands still; what happens meanwhile is told on the way. An
+//! operation that waits for a decision ends the wait: nothing happens before an operator answers.
 
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use super::api::{Answer, Api, CallError};
 use super::progress::Progress;
+use super::show::boot::BootProgress;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
@@ -17,7 +19,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Follows a machine, by one operation of it or by its status alone, and gives its last record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] when it ended badly, [`Exit::TryAgain`] when it had not ended in time.
+/// [`Exit::Unavailable`] when it ended badly, [`Exit::TryAgain`] when it had not ended in time or waits for a decision.
 pub async fn until_settled(
     api: &Api,
     machine_id: &str,
@@ -32,9 +34,13 @@ pub async fn until_settled(
                 let operation = operation_id
                     .and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id));
                 seen.tell(&machine, operation);
+                if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
+                    drop(seen);
+                    return Err(Failure::new(Exit::TryAgain, undecided(waiting)));
+                }
                 if is_settled(&machine, operation) {
                     drop(seen);
-                    verdict(&machine, operation)?;
+                    verdict(api, &machine, operation).await?;
                     return Ok((answer, machine));
                 }
             }
@@ -94,7 +100,17 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
     ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
-fn verdict(machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
+/// The question of an operation, and the commands that answer it.
+fn undecided(operation: &Operation) -> anyhow::Error {
+    let question = operation.question().map(|question| question.detail.as_str()).unwrap_or_default();
+    let [ahead, back] = operation.answers();
+    anyhow!(
+        "the {} waits for your decision: {question}\n  next: either {ahead}\n        or {back}",
+        operation.kind
+    )
+}
+
+async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
     let ended = match (failed, machine.state_word()) {
@@ -103,16 +119,55 @@ fn verdict(machine: &Machine, operation: Option<&Operation>) -> Result<(), Failu
         (None, state) => format!("is {state}"),
         (Some(operation), _) => {
             let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
-            format!("has not come about: {} {}{code}", operation.kind, operation.state)
+            format!("is {}: its {} {}{code}", machine.state_word(), operation.kind, ended_word(operation))
         }
     };
     let id = &machine.machine_id;
-    let (why, next) = match &machine.failure {
-        Some(failure) => (format!("; {}", failure.line()), failure.advice(machine)),
-        None => (String::new(), format!("`svcctl status {id}` shows its operations")),
+    let why = machine.failure.as_ref().map(|failure| format!("; {}", failure.line())).unwrap_or_default();
+    let (serves, next) = match (Holder::of_slot(api, machine).await?, &machine.failure) {
+        (Some(holder), _) => (format!("\n{}", holder.line()), holder.advice()),
+        (None, Some(failure)) => (String::new(), failure.advice(machine)),
+        (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };
-    let error = anyhow!("machine {id} {ended}{why}\n  next: {next}");
+    let error = anyhow!("machine {id} {ended}{why}{serves}\n  next: {next}");
     Err(Failure::new(Exit::Unavailable, error))
+}
+
+fn ended_word(operation: &Operation) -> &str {
+    match operation.state.as_str() {
+        "cancelled" => "was cancelled",
+        state => state,
+    }
+}
+
+/// The machine that holds the slot after another one of it ended badly.
+struct Holder(Machine);
+
+impl Holder {
+    /// `None` where the machine holds its slot itself, no machine does, or the platform does not say.
+    async fn of_slot(api: &Api, machine: &Machine) -> Result<Option<Self>, Failure> {
+        let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
+        let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
+        Ok(look(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
+    }
+
+    fn line(&self) -> String {
+        let id = &self.0.machine_id;
+        match (self.0.state_word(), self.0.failure.as_ref()) {
+            ("running", _) => format!("machine {id} serves the slot now"),
+            (_, Some(failure)) if failure.is_reinstating() => {
+                format!("machine {id} has the slot; its server is being switched on")
+            }
+            (_, Some(failure)) => {
+                format!("machine {id} has the slot and has failed: {}", failure.line())
+            }
+            (state, None) => format!("machine {id} has the slot; it is {state}"),
+        }
+    }
+
+    fn advice(&self) -> String {
+        format!("`svcctl status {}` shows it; try again when the cause is gone", self.0.machine_id)
+    }
 }
 
 /// What has been told already.
@@ -121,12 +176,21 @@ struct Seen {
     state: String,
     entries: usize,
     stages: usize,
+    /// Of the boot's progress, the tens of its percent.
+    tens: u64,
     trouble: bool,
 }
 
 impl Seen {
     fn new() -> Self {
-        Self { progress: Progress::start(), state: String::new(), entries: 0, stages: 0, trouble: false }
+        Self {
+            progress: Progress::start(),
+            state: String::new(),
+            entries: 0,
+            stages: 0,
+            tens: 0,
+            trouble: false,
+        }
     }
 
     fn tell(&mut self, machine: &Machine, operation: Option<&Operation>) {
@@ -156,9 +220,16 @@ impl Seen {
             self.progress.line(&format!("machine {} is {now}", machine.machine_id));
             now.clone_into(&mut self.state);
         }
+        let progress = machine.boot_progress.as_ref().filter(|_| machine.registered_at.is_none());
+        let tens = progress.and_then(BootProgress::percent).unwrap_or_default() / 10;
+        if let Some(progress) = progress.filter(|_| tens > self.tens) {
+            self.progress.line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
+        }
+        self.tens = tens;
         let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(now);
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
-        let boot = boot.map(|boot| format!(", boot: {}", boot.stage)).unwrap_or_default();
+        let far = progress.map(|progress| format!(" {}", progress.line())).unwrap_or_default();
+        let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();
         self.progress.at(format!("{step}{boot}"));
     }
 

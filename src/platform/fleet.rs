@@ -17,7 +17,7 @@ const OPERATION_STUCK: f64 = 1800.0;
 const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW: f64 = 600.0;
 /// Machines that are listed as needing attention; the total says how many there are.
-const MOST_LISTED: usize = 1000;
+pub const MOST_LISTED: usize = 1000;
 
 /// How a machine is, by its host's own word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub fn summary(rows: &[FleetRow]) -> Value {
         if !reasons.is_empty() {
             attention.push(json!({
                 "machineId": row.machine, "idpUserId": row.user, "slot": row.slot, "handle": row.handle,
-                "status": row.status, "reasons": reasons,
+                "status": row.status, "reasons": reasons, "operationId": row.waiting_operation,
             }));
         }
     }
@@ -109,14 +109,17 @@ fn reasons(row: &FleetRow) -> Vec<String> {
     let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| speaks && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
-    let stuck = row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
-        || row.operation_attempts >= STUCK_ATTEMPTS;
+    let waiting = row.waiting_operation.is_some();
+    let stuck = !waiting
+        && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
+            || row.operation_attempts >= STUCK_ATTEMPTS);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
     }
     let quiet = row.heartbeat_age.unwrap_or(row.age) > SILENT;
     for (holds, reason) in [
+        (waiting, "operation_waiting"),
         (runs && quiet, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
@@ -127,7 +130,7 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (row.backup_status.as_deref() == Some("error"), "backup_failing"),
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
-        (boots(row) && row.age > BOOT_SLOW, "boot_slow"),
+        (boots(row) && !waiting && row.age > BOOT_SLOW, "boot_slow"),
     ] {
         if holds {
             reasons.push(reason.to_owned());
@@ -139,7 +142,7 @@ fn reasons(row: &FleetRow) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::id::MachineId;
+    use crate::machine::id::{MachineId, OperationId};
 
     fn calm() -> FleetRow {
         FleetRow {
@@ -161,6 +164,7 @@ mod tests {
             has_drill_failed: false,
             operation_age: None,
             operation_attempts: 0,
+            waiting_operation: None,
         }
     }
 
@@ -190,6 +194,11 @@ mod tests {
         assert_eq!(reasons_of(|row| row.backup_age = None), one("backup_overdue"));
         assert_eq!(reasons_of(|row| row.operation_age = Some(1801.0)), one("operation_stuck"));
         assert_eq!(reasons_of(|row| row.operation_attempts = 8), one("operation_stuck"));
+        let waiting = |row: &mut FleetRow| {
+            row.waiting_operation = Some(OperationId::new());
+            row.operation_age = Some(1801.0);
+        };
+        assert_eq!(reasons_of(waiting), one("operation_waiting"), "it is not stuck: it waits for a person");
         let slow = |row: &mut FleetRow| {
             (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0);
         };

@@ -10,9 +10,9 @@ use jiff::Timestamp;
 use serde_json::Value;
 
 use super::db::{self, Db, DbError};
-use super::fleet;
 use super::operations::step::{Answer, StepError};
 use super::operations::{OperationKind, Step};
+use super::{ended_machines, fleet};
 use crate::http::problem::chain;
 use crate::metrics::{
     BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
@@ -66,7 +66,8 @@ fn measure_pool(pool: &Pool) {
 
 async fn installation(db: &Db) -> Result<(), DbError> {
     let session = db.session().await?;
-    let seen = fleet::summary(&db::fleet::all(&session).await?);
+    let mut seen = fleet::summary(&db::fleet::all(&session).await?);
+    ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
     let by = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
         for (name, count) in totals.as_object().into_iter().flatten() {
             set(label(name), number(count));

@@ -8,6 +8,7 @@ pub mod context;
 pub mod copies;
 pub mod db;
 pub mod doctor;
+pub mod ended_machines;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;

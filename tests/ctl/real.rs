@@ -102,7 +102,12 @@ async fn a_persons_day() {
     let machine = operator.json(&["status", "ada"]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap();
     has(&operator.does(0, &["operation", operation]).await, &["recover  succeeded", "fence  done"]);
-    has(&operator.does(0, &["delete", "ada", "--yes", "--wait=120"]).await, &["status       deleted"]);
+    let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
+    let kept = format!("of replaced machine {old}: kept until ");
+    has(&operator.does(0, &["status", "ada"]).await, &["live server", &kept, "snapshot ", "at risk "]);
+    has(&operator.does(0, &["discard", old, "--yes"]).await, &["status       replaced"]);
+    let said = operator.does(0, &["delete", "ada", "--yes", "--wait=120"]).await;
+    has(&said, &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "]);
     has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
     let said = operator.does(65, &["status", "ada"]).await;
     has(&said, &["no machine is active as ada", "svcctl list --deleted --handle ada"]);

@@ -50,11 +50,62 @@ async fn the_typed_word_decides() {
 async fn before_a_recovery_the_age_of_the_backup_is_said() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
-    let page = json!({"machines": [machine], "nextCursor": null});
-    let platform = Platform::start([Reply::Json(200, page)]).await;
+    let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
+    let platform = Platform::start([page(), Reply::Json(200, machine.clone())]).await;
     let output = on_terminal(&platform, &["recover", "user_1"], "no\n", &[]).await;
     assert!(printed(&output).contains("2026-01-01 00:00:00 UTC"), "{}", printed(&output));
     assert_eq!(output.status.code(), Some(65));
+
+    machine["copies"] = copies();
+    let platform = Platform::start([page(), Reply::Json(200, machine)]).await;
+    let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
+    for part in
+        ["9 min of changes are on its server alone", "if the new machine does not start, no server is left"]
+    {
+        assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
+    }
+}
+
+fn copies() -> Value {
+    json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [],
+           "newestSnapshotAt": "2026-01-02T00:00:00.000Z", "exposedSeconds": 540})
+}
+
+#[tokio::test]
+async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
+    let mut machine = record("running", None);
+    machine["copies"] = copies();
+    for (options, parts) in [
+        (
+            &[][..],
+            &["9 min of changes", "2026-01-02 00:00:00 UTC", "svcctl undelete", "waits for your decision"][..],
+        ),
+        (
+            &["--now", "--accept-loss"],
+            &["this cannot be undone", "what no snapshot holds is lost with its server"],
+        ),
+    ] {
+        let platform = Platform::start([Reply::Json(200, machine.clone())]).await;
+        let args: Vec<&str> = ["delete", MACHINE].iter().chain(options).copied().collect();
+        let output = on_terminal(&platform, &args, "no\n", &[]).await;
+        assert_eq!(output.status.code(), Some(65));
+        for part in parts {
+            assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
+        }
+    }
+}
+
+#[tokio::test]
+async fn discard_prompt_says_what_only_that_server_holds() {
+    let mut machine = record("running", None);
+    machine["retiredAt"] = "2026-01-01T00:43:00.000Z".into();
+    machine["unsavedSince"] = "2026-01-01T00:00:00.000Z".into();
+    let platform = Platform::start([Reply::Json(200, machine)]).await;
+    let output = on_terminal(&platform, &["discard", MACHINE, "--accept-loss"], "no\n", &[]).await;
+    assert_eq!(output.status.code(), Some(65));
+    let said = printed(&output);
+    assert!(said.contains("its server holds 43 min of changes that no snapshot has"), "{said}");
+    assert!(platform.seen().iter().all(|request| request.line.starts_with("GET ")));
 }
 
 #[tokio::test]

@@ -61,6 +61,10 @@ pub struct Provision {
     /// An operator's preview machine, outside of billing
     #[arg(long)]
     pub preview: bool,
+    /// Go ahead where the host of a failed machine cannot make a last backup: what no snapshot holds is lost with its
+    /// server
+    #[arg(long)]
+    pub accept_loss: bool,
     #[command(flatten)]
     pub wait: Wait,
 }
@@ -104,6 +108,22 @@ pub struct Recover {
     /// Begin with this snapshot instead of the latest: its key, as `svcctl backup list` shows it
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
+    /// Go ahead where the old host cannot make a last backup: what no snapshot holds is lost with its server
+    #[arg(long)]
+    pub accept_loss: bool,
+    /// Delete the old server before the new one is created, where the provider has quota for only one. If the new
+    /// machine does not start, there is no server to go back to: the snapshot is the only copy
+    #[arg(long)]
+    pub replace_first: bool,
+    /// Another type of the slot's plan than the machine has, such as one with a larger disk
+    #[arg(long)]
+    pub server_type: Option<ServerType>,
+    /// Another location than the machine's, such as hel1 when nbg1 has no capacity
+    #[arg(long)]
+    pub location: Option<Location>,
+    /// Another published bundle than the slot runs
+    #[arg(long)]
+    pub image_version: Option<ImageVersion>,
     /// Do not ask
     #[arg(long)]
     pub yes: bool,
@@ -141,9 +161,41 @@ pub struct Fail {
 pub struct Delete {
     /// A machine's id, or the handle of its user
     pub machine: Target,
+    /// Delete its server as soon as the last backup is taken, instead of keeping it for `undelete`
+    #[arg(long)]
+    pub now: bool,
+    /// Go ahead where its host cannot make a last backup: what no snapshot holds is lost with its server
+    #[arg(long)]
+    pub accept_loss: bool,
     /// Do not ask
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
     pub wait: Wait,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Undelete {
+    /// A machine's id, or the handle that it had
+    pub machine: Target,
+    #[command(flatten)]
+    pub wait: Wait,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Resume {
+    /// A machine's id, or the handle of its user
+    pub machine: Target,
+}
+
+#[derive(Debug, ClapArgs)]
+pub struct Discard {
+    /// The id of a replaced or deleted machine, or the handle that it had
+    pub machine: Target,
+    /// Delete its server even where it holds what no snapshot does, or where no later machine has served yet
+    #[arg(long)]
+    pub accept_loss: bool,
+    /// Do not ask
+    #[arg(long)]
+    pub yes: bool,
 }

@@ -6,6 +6,7 @@ mod deploy;
 mod look;
 mod machine;
 mod noun;
+mod operation;
 
 use std::path::PathBuf;
 
@@ -15,10 +16,10 @@ use url::Url;
 
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
-pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
+pub use self::machine::{Delete, Discard, Fail, List, Provision, Recover, Resize, Resume, Target, Undelete};
 pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
+pub use self::operation::{Operation, OperationCommand};
 use crate::applet;
-use crate::machine::id::OperationId;
 
 /// How long `--wait` without a number waits: a registration token's life, and what comes around it.
 const WAIT_SECONDS: &str = "2400";
@@ -79,7 +80,7 @@ pub enum Command {
     /// List machines
     #[command(after_help = "Example: svcctl list --status failed")]
     List(List),
-    /// Show one machine, how it boots, and its operations
+    /// Show one machine, how it boots, which copies of its data exist, and its operations
     #[command(after_help = "Example: svcctl status ada")]
     Status {
         /// A machine's id, or the handle of its user
@@ -90,19 +91,42 @@ pub enum Command {
     Fleet,
     /// Replace the machine of a slot, restoring its latest snapshot
     #[command(
-        after_help = "What was written after the latest backup is lost: `svcctl backup now` first, where the \
-machine still can.\n\nExample: svcctl recover user_1 --wait"
+        after_help = "The old host stops its writers and takes a last backup. Its server is switched off, and deleted \
+only after the new machine has proven itself; if the recovery fails before that, the old machine serves again. Where the \
+host answers and cannot make the backup, the operation waits for your decision. To undo a recovery before its new machine \
+has registered: `svcctl operation abandon OPERATION_ID`.\n\n\
+Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     )]
     Recover(Recover),
     /// Give a running machine another server type; it is away for some minutes and keeps its disk
     #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
     Resize(Resize),
     /// Take a machine out of service; its server stays until it is recovered, provisioned again or deleted
-    #[command(after_help = "Example: svcctl fail ada --reason 'disk errors'")]
+    #[command(
+        after_help = "`svcctl resume` puts it back while its host is well.\n\nExample: svcctl fail ada --reason 'disk errors'"
+    )]
     Fail(Fail),
-    /// Delete a machine and its server; its objects in the store stay
-    #[command(after_help = "Example: svcctl delete ada --wait")]
+    /// Delete a machine after a last backup; its server is kept for a while, its snapshots stay
+    #[command(
+        after_help = "Where its host answers and cannot make the last backup, the deletion waits for your decision. The \
+server is switched off and kept for DELETE_GRACE_SECONDS of the platform: until then `svcctl undelete` brings the machine \
+back.\n\nExample: svcctl delete ada --wait"
+    )]
     Delete(Delete),
+    /// Bring a deleted machine back while its server is kept
+    #[command(
+        after_help = "It needs a slot that no other machine has served since.\n\nExample: svcctl undelete ada --wait"
+    )]
+    Undelete(Undelete),
+    /// Put a failed machine back into service; its server must run and its host be well
+    #[command(after_help = "It undoes a wrong `svcctl fail`.\n\nExample: svcctl resume ada")]
+    Resume(Resume),
+    /// Delete the kept server of a replaced or deleted machine before its time
+    #[command(
+        after_help = "A server that holds changes that no snapshot has is kept until this is said with \
+--accept-loss.\n\nExample: svcctl discard 019a0000-0000-7000-8000-000000000001"
+    )]
+    Discard(Discard),
     /// Backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
@@ -116,15 +140,10 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
 an id, that one is meant.\n\nExample: svcctl deploy start 2026.11.2 --wait"
     )]
     Deploy(DeployCommand),
-    /// Show one operation, step by step
-    #[command(after_help = "Example: svcctl operation 019a0000-0000-7000-8000-000000000002 --wait")]
-    Operation {
-        /// Its id, as the command that started it and `svcctl status` show it
-        #[arg(value_name = "OPERATION_ID")]
-        operation: OperationId,
-        #[command(flatten)]
-        wait: Wait,
-    },
+    /// Show an operation, answer its question, or give it up
+    #[command(after_help = "An operation that would lose data waits until an operator decides.\n\n\
+Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
+    Operation(Operation),
     /// Find out what is wrong with this host or platform, and what to do about it
     #[command(
         after_help = "On a host run it as root. Nothing is changed, and no secret is printed. Exits 65 where \

@@ -1,4 +1,4 @@
-//! The commands about machines and their operations.
+//! The commands about machines that hold their slots.
 
 use std::time::Duration;
 
@@ -6,15 +6,14 @@ use anyhow::anyhow;
 use http::Method;
 use serde_json::{Map, Value, json};
 
+use super::risk;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::{Delete, Fail, List, Provision, Recover, Resize, Target, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
-use crate::ctl::show::operation::{self, Operation};
 use crate::ctl::{confirm, wait};
-use crate::machine::id::OperationId;
 
 pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Failure> {
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
@@ -24,30 +23,38 @@ pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Fail
     if args.preview {
         body.insert("kind".to_owned(), "preview".into());
     }
+    allow(&mut body, "acceptLoss", args.accept_loss);
     let answer = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
     finish(api, answer, args.wait, out).await
 }
 
 pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure> {
-    let what = format!(
-        "This replaces the machine of {} (slot {}). What its latest snapshot does not hold is lost.",
-        args.user, args.slot
-    );
+    let what = risk::of_recovery(&args);
     if confirm::is_due(&what, args.yes)? {
-        let query = [("idpUserId", args.user.to_string()), ("slot", args.slot.to_string())];
-        let page: Machines = api.get(&["vps"], &query).await?.read()?;
-        let known = page.machines.iter().find(|machine| machine.is_active());
-        let known =
-            known.map(|machine| shown::before_recovery(&View::of_stdout(), machine)).unwrap_or_default();
-        confirm::ask(&format!("{what}{known}"), args.user.as_str())?;
+        let stake = stake_of_slot(api, &args).await?;
+        confirm::ask(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
     insert(&mut body, "snapshotKey", args.snapshot);
-    if args.allow_empty {
-        body.insert("allowEmpty".to_owned(), true.into());
-    }
+    insert(&mut body, "serverType", args.server_type);
+    insert(&mut body, "location", args.location);
+    insert(&mut body, "imageVersion", args.image_version);
+    allow(&mut body, "allowEmpty", args.allow_empty);
+    allow(&mut body, "acceptLoss", args.accept_loss);
+    allow(&mut body, "replaceFirst", args.replace_first);
     let answer = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
     finish(api, answer, args.wait, out).await
+}
+
+/// What is at stake in the slot that is recovered; nothing where no machine holds it.
+async fn stake_of_slot(api: &Api, args: &Recover) -> Result<String, Failure> {
+    let query = [("idpUserId", args.user.to_string()), ("slot", args.slot.to_string())];
+    let page: Machines = api.get(&["vps"], &query).await?.read()?;
+    let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
+        return Ok(String::new());
+    };
+    let machine: Machine = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
+    Ok(format!("\n{}", shown::at_stake(&View::of_stdout(), &machine)))
 }
 
 pub async fn resize(api: &Api, args: Resize, out: &Out) -> Result<(), Failure> {
@@ -81,19 +88,23 @@ pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
 }
 
 pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
-    let what = format!("This deletes machine {} and its server. Its snapshots stay.", args.machine);
+    let what = risk::of_deletion(&args);
     let due = confirm::is_due(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if due {
-        let whose = format!("{what} It is of {} (slot {}).", machine.idp_user_id, machine.slot);
-        confirm::ask(&whose, &machine.handle)?;
+        let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
+        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
-    let answer = api.send(Method::DELETE, &["vps", &machine.machine_id], None).await?;
+    let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];
+    let query: Vec<_> =
+        asked.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
+    let answer = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
     finish(api, answer, args.wait, out).await
 }
 
 /// Prints what was accepted, or with `--wait` what came of it.
-async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
+pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
     let accepted: Accepted = answer.read()?;
     let Some(seconds) = wait.wait else {
         return out.answer(&answer, |view| Ok(shown::accepted(view, &accepted)));
@@ -122,20 +133,27 @@ pub async fn list(api: &Api, args: List, out: &Out) -> Result<(), Failure> {
 pub async fn status(api: &Api, machine: &Target, out: &Out) -> Result<(), Failure> {
     let id = id_of(api, machine).await?;
     let answer = api.get(&["vps", &id], &[]).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    if out.json {
+        return out.answer(&answer, |_| Ok(String::new()));
+    }
+    let mut machine: Machine = answer.read()?;
+    date_unsaved(api, &mut machine).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &machine)))
 }
 
-pub async fn operation(api: &Api, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {
-    let path = ["vps", "operations", &id.to_string()];
-    let mut answer = api.get(&path, &[]).await?;
-    let mut operation: Operation = answer.read()?;
-    if let Some(seconds) = wait.wait {
-        let within = Duration::from_secs(seconds);
-        wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), within).await?;
-        answer = api.get(&path, &[]).await?;
-        operation = answer.read()?;
+/// Notes when the kept servers that hold unsaved changes left their slot: how much that is, follows from it.
+async fn date_unsaved(api: &Api, machine: &mut Machine) -> Result<(), Failure> {
+    let own = (machine.machine_id.clone(), machine.left_at().cloned());
+    let kept = machine.copies.iter_mut().flat_map(|copies| &mut copies.kept);
+    for server in kept.filter(|server| server.unsaved_since.is_some()) {
+        server.left_at = if server.machine_id == own.0 {
+            own.1.clone()
+        } else {
+            let left: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+            left.left_at().cloned()
+        };
     }
-    out.answer(&answer, |view| Ok(operation::one(view, &operation)))
+    Ok(())
 }
 
 /// The machine that a person means.
@@ -155,7 +173,8 @@ async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
         (Some(machine), None) => Ok(machine.machine_id.clone()),
         (None, _) => {
             let next = format!(
-                "`svcctl list` shows the handles, `svcctl list --deleted --handle {handle}` the past"
+                "`svcctl list` shows the handles, `svcctl list --deleted --handle {handle}` the past; `svcctl undelete \
+                 {handle}` brings a deleted one back while its server is kept"
             );
             Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {handle}\n  next: {next}")))
         }
@@ -164,6 +183,13 @@ async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
             let error = anyhow!("{handle} has machines in several slots\n  next: {next}");
             Err(Failure::new(Exit::Refused, error))
         }
+    }
+}
+
+/// Says what the operator allows; what they do not is left out, so that older platforms understand the request.
+fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
+    if is_allowed {
+        body.insert(name.to_owned(), true.into());
     }
 }
 

@@ -3,7 +3,10 @@
 mod backup;
 mod deploy;
 mod dump;
+mod kept;
 mod machine;
+mod operation;
+mod risk;
 mod slot;
 
 use std::path::Path;
@@ -59,7 +62,10 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
-        Command::Operation { operation, wait } => machine::operation(api, operation, wait, out).await,
+        Command::Undelete(args) => kept::undelete(api, args, out).await,
+        Command::Resume(args) => kept::resume(api, args, out).await,
+        Command::Discard(args) => kept::discard(api, args, out).await,
+        Command::Operation(args) => operation::run(api, args, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
             unreachable!("these need no platform and were run before")
         }

@@ -42,11 +42,30 @@ pub struct Backups {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Attention {
+    pub machine_id: Option<String>,
     pub idp_user_id: String,
     pub slot: String,
     pub handle: String,
     pub status: String,
     pub reasons: Vec<String>,
+    /// `replaced` or `deleted`, of a machine that left its slot.
+    pub ended: Option<String>,
+    /// The operation that waits for a decision.
+    pub operation_id: Option<String>,
+}
+
+impl Attention {
+    fn state(&self) -> &str {
+        self.ended.as_deref().unwrap_or(&self.status)
+    }
+
+    /// What to do first. A handle stands for its active machine alone, so others go by their ids.
+    fn next(&self) -> String {
+        let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
+        let advice = self.reasons.first().map_or("svcctl status HANDLE", |reason| advice(reason));
+        let operation = self.operation_id.as_deref().unwrap_or("ID");
+        advice.replace("HANDLE", machine).replace("OPERATION", operation)
+    }
 }
 
 /// Machines that a report of findings shows by name; `svcctl fleet` has all.
@@ -56,10 +75,9 @@ impl Fleet {
     /// Who needs somebody, as findings.
     pub fn findings(&self, findings: Findings) -> Findings {
         let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
-            let next = machine.reasons.first().map_or("svcctl status HANDLE", |reason| advice(reason));
             let reasons = machine.reasons.join(", ");
-            let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.status);
-            findings.warning(what, next.replace("HANDLE", &machine.handle))
+            let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
+            findings.warning(what, machine.next())
         });
         let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
         let named = if more > 0 {
@@ -91,15 +109,11 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     let row = |a: &Attention| {
         vec![
             a.handle.clone().into(),
-            Cell::state(&a.status),
+            Cell::state(a.state()),
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
             Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
-            a.reasons
-                .first()
-                .map(|reason| advice(reason).replace("HANDLE", &a.handle))
-                .unwrap_or_default()
-                .into(),
+            a.next().into(),
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
@@ -140,6 +154,9 @@ fn backups(backups: &Backups) -> Cell {
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
+        "operation_waiting" => "svcctl operation show OPERATION has the question and both answers",
+        "unsaved_changes" => "svcctl status HANDLE says what only its server holds; svcctl discard ends that",
+        "removal_abandoned" => "delete its server at the provider; svcctl status HANDLE names it",
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",

@@ -3,6 +3,8 @@
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::boot::{Boot, BootProgress};
+use super::copies::{Copies, unsaved};
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
@@ -26,6 +28,7 @@ pub struct Machine {
     pub server_type: Option<String>,
     pub location: Option<String>,
     pub image_version: Option<String>,
+    pub provider_server_id: Option<String>,
     pub public_ipv4: Option<String>,
     pub registered_at: Option<String>,
     pub heartbeat_at: Option<String>,
@@ -35,11 +38,17 @@ pub struct Machine {
     pub checks: Option<Value>,
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
+    pub boot_progress: Option<BootProgress>,
+    /// What was written on it since is in no snapshot.
+    pub unsaved_since: Option<String>,
     pub replaced_by: Option<String>,
+    pub retired_at: Option<String>,
     pub deleted_at: Option<String>,
     pub created_at: Option<String>,
     #[serde(default)]
     pub operations: Vec<Operation>,
+    /// Of its slot; only in the answer for one machine.
+    pub copies: Option<Copies>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -59,21 +68,6 @@ pub struct Update {
     pub at: String,
 }
 
-/// How far the host's first boot is, by its own word.
-#[derive(Debug, Deserialize)]
-pub struct Boot {
-    pub stage: String,
-    pub at: String,
-    #[serde(default)]
-    pub stages: Vec<BootStage>,
-}
-
-#[derive(Debug, Deserialize)]
-pub struct BootStage {
-    pub stage: String,
-    pub at: String,
-}
-
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Machines {
@@ -90,6 +84,9 @@ pub struct Accepted {
     pub server_type: Option<String>,
     pub operation_id: Option<String>,
     pub old_machine_id: Option<String>,
+    pub deleted_at: Option<String>,
+    pub newest_snapshot_at: Option<String>,
+    pub undeletable_until: Option<String>,
 }
 
 impl Machine {
@@ -106,6 +103,22 @@ impl Machine {
 
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.replaced_by.is_none()
+    }
+
+    /// When it left its slot.
+    pub fn left_at(&self) -> Option<&String> {
+        self.retired_at.as_ref().or(self.deleted_at.as_ref())
+    }
+
+    /// What its server holds beyond snapshots, where that is known.
+    pub fn unsaved(&self, view: &View) -> Option<String> {
+        let since = self.unsaved_since.as_deref()?;
+        Some(unsaved(view, since, self.left_at().map(String::as_str)))
+    }
+
+    /// Its operation that waits for a decision.
+    fn waiting(&self) -> Option<&Operation> {
+        self.operations.iter().find(|operation| operation.question().is_some())
     }
 
     fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
@@ -129,22 +142,35 @@ impl Failure {
         line
     }
 
+    /// Whether its server is being switched on because it has its slot back.
+    pub fn is_reinstating(&self) -> bool {
+        self.cause.as_deref() == Some("reinstating")
+    }
+
     /// What there is to do about it.
     pub fn advice(&self, machine: &Machine) -> String {
         let (user, slot) = (&machine.idp_user_id, &machine.slot);
         let slot = if slot == "primary" { String::new() } else { format!(" --slot {slot}") };
+        let recover = format!("`svcctl recover {user}{slot}`");
         match self.cause.as_deref() {
             Some("provider_refused") => {
-                format!(
-                    "check quota, location and server type at the provider, then `svcctl recover {user}{slot}`"
-                )
+                format!("check quota, location and server type at the provider, then {recover}")
             }
             Some("resize") => {
                 "its next healthy heartbeat makes it run again; if none comes, `svcctl recover`".to_owned()
             }
+            Some("reinstating") => format!(
+                "its server is being switched on: its next healthy heartbeat makes it run; if none comes, {recover}"
+            ),
+            Some("operator" | "server_gone" | "operation_hung") if machine.registered_at.is_some() => {
+                format!(
+                    "`svcctl resume {}` where its server runs and its host is well; else {recover} replaces it and \
+                 restores the latest snapshot",
+                    machine.machine_id
+                )
+            }
             _ => format!(
-                "`svcctl recover {user}{slot}` replaces it and restores the latest snapshot (one that never ran: \
-                 `svcctl provision` again)"
+                "{recover} replaces it and restores the latest snapshot (one that never ran: `svcctl provision` again)"
             ),
         }
     }
@@ -168,24 +194,6 @@ impl Update {
         }
         let error = error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
         Cell::painted(Some(Colour::Bad), format!("{version} {outcome} at {stage}{error}; {at}"))
-    }
-}
-
-impl Boot {
-    /// `bundle 0.4 s, database 1.2 s`, with the stage that it is at last while the host has not registered.
-    fn line(&self, view: &View, registered: Option<&String>) -> String {
-        let ends = self.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
-        let took = |stage: &BootStage, end: &String| {
-            Some(format!("{} {:.1} s", stage.stage, seconds(&stage.at, end)?.max(0.0)))
-        };
-        let stages: Vec<_> =
-            self.stages.iter().zip(ends).filter_map(|(stage, end)| took(stage, end?)).collect();
-        let stages = stages.join(", ");
-        match registered {
-            Some(_) => stages,
-            None if stages.is_empty() => format!("at {}, {}", self.stage, ago(view.now, &self.at)),
-            None => format!("at {}, {}; before: {stages}", self.stage, ago(view.now, &self.at)),
-        }
     }
 }
 
@@ -222,45 +230,47 @@ pub fn one(view: &View, m: &Machine) -> String {
     let failure = m.failure.as_ref();
     let update = m.last_update.as_ref();
     let next = match failure {
+        _ if m.waiting().is_some() => "answer the question of its operation below".to_owned(),
         _ if !m.is_active() => String::new(),
         Some(failure) => failure.advice(m),
         None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),
         None => String::new(),
     };
-    let mut shown = table::pairs(
-        view,
-        &[
-            ("machine", m.machine_id.clone().into()),
-            ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),
-            ("user", m.idp_user_id.clone().into()),
-            ("slot", m.slot.clone().into()),
-            ("kind", text(m.kind.as_ref()).into()),
-            ("status", Cell::state(m.state_word())),
-            ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
-            ("next", next.into()),
-            (
-                "boot",
-                m.boot
-                    .as_ref()
-                    .map(|boot| boot.line(view, m.registered_at.as_ref()))
-                    .unwrap_or_default()
-                    .into(),
-            ),
-            ("epoch", m.epoch.to_string().into()),
-            ("type", text(m.server_type.as_ref()).into()),
-            ("location", text(m.location.as_ref()).into()),
-            ("image", text(m.image_version.as_ref()).into()),
-            ("address", text(m.public_ipv4.as_ref()).into()),
-            ("created", time(&m.created_at).into()),
-            ("registered", time(&m.registered_at).into()),
-            ("heartbeat", m.heartbeat(view, when)),
-            ("health", health_cell(m.health.as_ref())),
-            ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
-            ("update", update.map_or_else(|| "".into(), |update| update.cell(view))),
-            ("replaced by", text(m.replaced_by.as_ref()).into()),
-            ("deleted", time(&m.deleted_at).into()),
-        ],
-    );
+    let copies = m.copies.as_ref().map(|copies| copies.rows(view, m)).unwrap_or_default();
+    let mut rows = vec![
+        ("machine", m.machine_id.clone().into()),
+        ("handle", Cell::painted(Some(Colour::Strong), m.handle.clone())),
+        ("user", m.idp_user_id.clone().into()),
+        ("slot", m.slot.clone().into()),
+        ("kind", text(m.kind.as_ref()).into()),
+        ("status", Cell::state(m.state_word())),
+        ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
+        ("next", next.into()),
+        (
+            "boot",
+            m.boot
+                .as_ref()
+                .map(|boot| boot.line(view, m.registered_at.as_ref(), m.boot_progress.as_ref()))
+                .unwrap_or_default()
+                .into(),
+        ),
+        ("epoch", m.epoch.to_string().into()),
+        ("type", text(m.server_type.as_ref()).into()),
+        ("server", text(m.provider_server_id.as_ref()).into()),
+        ("location", text(m.location.as_ref()).into()),
+        ("image", text(m.image_version.as_ref()).into()),
+        ("address", text(m.public_ipv4.as_ref()).into()),
+        ("created", time(&m.created_at).into()),
+        ("registered", time(&m.registered_at).into()),
+        ("heartbeat", m.heartbeat(view, when)),
+        ("health", health_cell(m.health.as_ref())),
+        ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
+        ("update", update.map_or_else(|| "".into(), |update| update.cell(view))),
+        ("replaced by", text(m.replaced_by.as_ref()).into()),
+        ("deleted", time(&m.deleted_at).into()),
+    ];
+    rows.extend(copies);
+    let mut shown = table::pairs(view, &rows);
     for operation in &m.operations {
         shown.push('\n');
         shown.push_str(&operation::one(view, operation));
@@ -269,16 +279,39 @@ pub fn one(view: &View, m: &Machine) -> String {
 }
 
 pub fn accepted(view: &View, a: &Accepted) -> String {
+    let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
+    let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
+    let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
     table::pairs(
         view,
         &[
             ("machine", a.machine_id.clone().into()),
             ("replaces", text(a.old_machine_id.as_ref()).into()),
             ("type", text(a.server_type.as_ref()).into()),
-            ("status", Cell::state(a.status.as_deref().unwrap_or_default())),
+            ("status", Cell::state(status)),
             ("operation", text(a.operation_id.as_ref()).into()),
+            ("snapshot", text(newest.as_ref()).into()),
+            ("undo", undo(view, a).into()),
         ],
     )
+}
+
+/// How what was accepted can be taken back.
+fn undo(view: &View, a: &Accepted) -> String {
+    match (&a.deleted_at, &a.undeletable_until, &a.old_machine_id, &a.operation_id) {
+        (Some(_), Some(until), _, _) => {
+            format!("`svcctl undelete {}` until {}", a.machine_id, when(view.now, until))
+        }
+        (Some(_), None, _, Some(operation)) => {
+            format!(
+                "`svcctl operation abandon {operation}` until the last backup is taken, then not possible"
+            )
+        }
+        (None, _, Some(_), Some(operation)) => {
+            format!("`svcctl operation abandon {operation}` until the new machine has registered")
+        }
+        _ => String::new(),
+    }
 }
 
 /// `gateway ok, database failing`, and how much room there is.
@@ -304,13 +337,16 @@ fn backup_cell(view: &View, backup: Option<&Value>, said: fn(jiff::Timestamp, &s
     format!("{}{size}", said(view.now, taken)).into()
 }
 
-/// What a person should know before a machine is replaced.
-pub fn before_recovery(view: &View, m: &Machine) -> String {
-    let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
-    let taken = backup.and_then(|backup| backup["takenAt"].as_str());
-    let backup = taken.map_or_else(
-        || "the host has told of no good backup".to_owned(),
-        |at| format!("its last backup is of {}", when(view.now, at)),
-    );
-    format!("\nIt is {} as {}; {backup}.", m.state_word(), m.handle)
+/// What a person should know before a machine is replaced or deleted.
+pub fn at_stake(view: &View, m: &Machine) -> String {
+    let known = m.copies.as_ref().map(|copies| copies.stake(view));
+    let told = || {
+        let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
+        let taken = backup.and_then(|backup| backup["takenAt"].as_str());
+        taken.map_or_else(
+            || "the host has told of no good backup".to_owned(),
+            |at| format!("its last backup is of {}", when(view.now, at)),
+        )
+    };
+    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(told))
 }

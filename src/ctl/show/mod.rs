@@ -3,7 +3,9 @@
 //! Everything shown is a function of the answer and a [`View`], so that the same answer always looks the same.
 
 pub mod backup;
+pub mod boot;
 pub mod bundle;
+pub mod copies;
 pub mod deploy;
 pub mod fleet;
 mod human;
@@ -70,7 +72,7 @@ impl Colour {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
             "provisioning" | "recovering" | "resizing" | "retry" => Some(Self::Moving),
-            "failed" | "error" | "given_up" => Some(Self::Bad),
+            "failed" | "error" | "given_up" | "waiting" | "asked" => Some(Self::Bad),
             "deleted" | "replaced" | "cancelled" | "inactive" => Some(Self::Faint),
             _ => None,
         }

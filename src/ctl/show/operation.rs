@@ -18,8 +18,15 @@ pub struct Operation {
     pub error_code: Option<String>,
     pub created_at: Option<String>,
     pub ended_at: Option<String>,
+    pub question: Option<Question>,
     #[serde(default)]
     pub log: Vec<LogEntry>,
+}
+
+/// What an operation waits for an operator to decide.
+#[derive(Debug, Deserialize)]
+pub struct Question {
+    pub detail: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -38,6 +45,36 @@ impl LogEntry {
 }
 
 impl Operation {
+    /// The question that it waits with, if it waits.
+    pub fn question(&self) -> Option<&Question> {
+        self.question.as_ref().filter(|_| self.state == "waiting")
+    }
+
+    /// The two commands that answer its question, and what each does.
+    pub fn answers(&self) -> [String; 2] {
+        let id = &self.operation_id;
+        let back = match self.kind.as_str() {
+            "provision" | "recover" => "the slot goes back to the machine that it had",
+            "delete" => "the deletion is undone",
+            _ => "it ends as far as it has got",
+        };
+        [
+            format!("`svcctl operation continue {id} --accept-loss`: it goes ahead, and that data is lost"),
+            format!("`svcctl operation abandon {id}`: {back}"),
+        ]
+    }
+
+    /// The question with its answers, each on a line of its own.
+    pub fn question_lines(&self) -> Vec<String> {
+        let Some(question) = self.question() else { return Vec::new() };
+        let [ahead, back] = self.answers();
+        vec![
+            format!("question: {}", question.detail),
+            format!("  either  {ahead}"),
+            format!("  or      {back}"),
+        ]
+    }
+
     /// `  12.3 s  create_server  done`; the time counts from the operation's start.
     pub fn line(&self, view: &View, entry: &LogEntry) -> String {
         let outcome = entry.outcome.as_deref().unwrap_or_default();
@@ -63,7 +100,7 @@ pub fn one(view: &View, o: &Operation) -> String {
         view.paint(Some(Colour::Strong), &o.kind),
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
     ];
-    if o.state == "running" {
+    if matches!(o.state.as_str(), "running" | "waiting") {
         head.extend(o.step.as_ref().map(|step| format!("at {step}")));
         head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("try {}", n + 1)));
     }
@@ -73,6 +110,9 @@ pub fn one(view: &View, o: &Operation) -> String {
     head.extend(took.map(|took| format!("took {took:.1} s")));
     head.push(view.paint(Some(Colour::Faint), &o.operation_id));
     let mut shown = head.join("  ") + "\n";
+    for line in o.question_lines() {
+        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
+    }
     for entry in o.log.iter().filter(|entry| entry.is_news()) {
         shown.push_str(&format!("{}\n", o.line(view, entry)));
     }

@@ -104,6 +104,130 @@ fn an_operation_under_way() {
     insta::assert_snapshot!(operation::one(&plain(), &read(operation("resize", "running"))));
 }
 
+fn with_copies(mut machine: Value, copies: Value) -> machine::Machine {
+    machine["copies"] = copies;
+    read(machine)
+}
+
+#[test]
+fn status_shows_copies_while_all_is_well() {
+    let machine = with_copies(
+        running(),
+        json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "newestSnapshotAt": "2026-11-21T11:51:00.000Z",
+               "exposedSeconds": 540, "kept": [
+            {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": "2026-11-22T10:00:00.000Z",
+             "unsavedSince": null}]}),
+    );
+    insta::assert_snapshot!(machine::one(&plain(), &machine));
+}
+
+#[test]
+fn status_names_what_kept_servers_hold_and_how_they_end() {
+    let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
+    let shown = |live: Value, kept: Value| {
+        let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
+        let mut machine = with_copies(running(), copies);
+        for server in machine.copies.iter_mut().flat_map(|copies| &mut copies.kept) {
+            server.left_at = Some("2026-11-21T11:00:00.000Z".to_owned());
+        }
+        let shown = machine::one(&plain(), &machine);
+        shown.lines().find(|line| line.starts_with("kept server")).unwrap().to_owned()
+    };
+    let live = json!({"machineId": MACHINE, "providerServerId": "4711"});
+    let unsaved = shown(live.clone(), kept("replaced", Value::Null, json!("2026-11-21T10:17:00.000Z")));
+    let held = "holds 43 min of changes that no snapshot has; kept until `svcctl discard";
+    assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
+    let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
+    assert!(unproven.ends_with("kept until a new machine has proven itself"), "{unproven}");
+    let later = json!("2026-11-22T12:00:00.000Z");
+    let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
+    let undo =
+        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` brings it back");
+    assert!(deleted.ends_with(&undo), "{deleted}");
+    let superseded = shown(live, kept("deleted", later, Value::Null));
+    assert!(!superseded.contains("undelete"), "{superseded}");
+    let over = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
+    assert!(over.ends_with("being deleted"), "{over}");
+}
+
+#[test]
+fn status_without_snapshot_says_that_all_is_at_risk() {
+    let machine = with_copies(
+        running(),
+        json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [], "newestSnapshotAt": null,
+               "exposedSeconds": 180}),
+    );
+    let shown = machine::one(&plain(), &machine);
+    for line in [
+        "live server  4711\n",
+        "snapshot     none known\n",
+        "at risk      losing the live server now would cost all of its data, 3 min old: no snapshot holds any\n",
+    ] {
+        assert!(shown.contains(line), "{line}: {shown}");
+    }
+}
+
+#[test]
+fn status_of_recovery_shows_boot_progress_and_question() {
+    let mut machine = running();
+    machine["status"] = "recovering".into();
+    machine["registeredAt"] = Value::Null;
+    machine["heartbeatAt"] = Value::Null;
+    machine["health"] = Value::Null;
+    machine["lastBackup"] = Value::Null;
+    machine["lastUpdate"] = Value::Null;
+    machine["boot"] = json!({"stage": "restore", "at": "2026-11-21T11:58:00.000Z",
+        "stages": [{"stage": "bundle", "at": "2026-11-21T11:57:00.000Z"}, {"stage": "restore", "at": "2026-11-21T11:58:00.000Z"}]});
+    machine["bootProgress"] = json!({"stage": "restore", "bytes": 1_288_490_188_u64, "totalBytes": 3_113_851_289_u64,
+        "rows": null, "totalRows": null});
+    let mut waiting = operation("recover", "running");
+    waiting["state"] = "waiting".into();
+    waiting["step"] = "last_backup".into();
+    waiting["question"] =
+        json!({"code": "last_backup_missing", "detail": "No last backup: the host answers 500."});
+    machine["operations"] = json!([waiting]);
+    let copies = json!({"live": null, "newestSnapshotAt": "2026-11-21T11:05:00.000Z", "exposedSeconds": null, "kept": [
+        {"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": null, "unsavedSince": null}]});
+    insta::assert_snapshot!(machine::one(&plain(), &with_copies(machine, copies)));
+}
+
+#[test]
+fn failed_machine_advises_the_way_back_by_its_cause() {
+    let advice = |cause: &str| {
+        let mut machine = running();
+        machine["status"] = "failed".into();
+        machine["failure"] = json!({"cause": cause, "stage": null, "message": null});
+        let shown = machine::one(&plain(), &read(machine));
+        shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
+    };
+    assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
+    assert!(advice("reinstating").contains("being switched on"));
+    assert!(!advice("boot_reported").contains("svcctl resume"));
+}
+
+#[test]
+fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
+    let deletion = |until: Value| {
+        read(
+            json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
+            "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "undeletableUntil": until, "operationId": OTHER}),
+        )
+    };
+    insta::assert_snapshot!(machine::accepted(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
+    let now = machine::accepted(&plain(), &deletion(Value::Null));
+    assert!(now.contains("until the last backup is taken, then not possible"), "{now}");
+}
+
+#[test]
+fn accepted_recovery_says_how_to_undo_it() {
+    let accepted =
+        read(json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
+        "epoch": 3, "operationId": OTHER}));
+    let shown = machine::accepted(&plain(), &accepted);
+    let undo = format!("undo       `svcctl operation abandon {OTHER}` until the new machine has registered");
+    assert!(shown.contains(&undo), "{shown}");
+}
+
 #[test]
 fn the_fleet() {
     let fleet = |attention: Value| {
@@ -112,11 +236,15 @@ fn the_fleet() {
                        "byImageVersion": {"2026.11.1": 8, "2026.10.4": 4},
                        "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
             "backups": {"maxAgeSeconds": 9000, "p50AgeSeconds": 1740, "never": 1},
-            "attention": attention, "attentionTotal": 4, "asOf": "2026-11-21T12:00:00.000Z",
+            "attention": attention, "attentionTotal": 6, "asOf": "2026-11-21T12:00:00.000Z",
             "rollout": rollout("paused", None),
         }))
     };
     let needy = json!([
+        {"machineId": OTHER, "idpUserId": "user_4", "slot": "primary", "handle": "eve", "status": "running", "ended": "deleted",
+         "reasons": ["operation_waiting", "unsaved_changes"], "operationId": OTHER},
+        {"machineId": OTHER, "idpUserId": "user_5", "slot": "primary", "handle": "dan", "status": "running", "ended": "replaced",
+         "reasons": ["unsaved_changes"], "operationId": null},
         {"machineId": OTHER, "idpUserId": "user_2", "slot": "primary", "handle": "grace", "status": "failed", "reasons": ["failed:boot_reported"]},
         {"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "status": "running", "reasons": ["heartbeat_silent", "backup_overdue"]},
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},

@@ -9,11 +9,11 @@ use axum::response::{IntoResponse, Response};
 use super::call::Call;
 use super::endpoint::{Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, array, count, named, nullable, object, text, time, uuid};
+use crate::http::openapi::{Operation, array, count, named, nullable, object, one_of, text, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::{self, rollouts};
-use crate::platform::fleet;
+use crate::platform::{ended_machines, fleet};
 use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
@@ -25,6 +25,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let session = platform.db.session().await?;
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows);
+    ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
     let open = rollouts::open(&session).await?;
     body["rollout"] = rollouts::summaries(&session, open.as_slice()).await?.pop().into();
     body["asOf"] = rfc3339_ms(now_ms()).into();
@@ -69,7 +70,7 @@ fn shape() -> Value {
             ("status", status()),
             ("reasons", array(text())),
         ],
-        &[],
+        &[("ended", one_of(&["deleted", "replaced"])), ("operationId", nullable(uuid()))],
     );
     object(
         &[

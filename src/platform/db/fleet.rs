@@ -3,7 +3,7 @@
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, rows};
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 
 /// One active machine; ages in seconds, by the database's clock.
 #[derive(Debug, Clone)]
@@ -34,6 +34,8 @@ pub struct FleetRow {
     /// Of the operation under way.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
+    /// The operation under way, where it waits for an operator's decision.
+    pub waiting_operation: Option<OperationId>,
 }
 
 /// # Errors
@@ -48,8 +50,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
                coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
                coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
-               coalesce(m.checks #>> '{drill,status}' = 'error', false) \
-               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts FROM operations \
+               coalesce(m.checks #>> '{drill,status}' = 'error', false), o.waiting \
+               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, \
+                   CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
                    ORDER BY created_at LIMIT 1) o ON true \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
@@ -75,6 +78,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             update_outcome: row.get(15),
             is_snapshot_damaged: row.get(16),
             has_drill_failed: row.get(17),
+            waiting_operation: row.get::<_, Option<_>>(18).map(OperationId),
         })
         .collect())
 }

@@ -5,6 +5,7 @@
 
 pub mod audit;
 pub mod budget;
+pub mod ended_machines;
 pub mod fleet;
 pub mod idempotency;
 pub mod keys;

@@ -1,0 +1,90 @@
+//! The commands about machines out of service: they are brought back, or their kept servers are deleted.
+
+use anyhow::anyhow;
+use http::Method;
+use serde_json::json;
+
+use super::machine::finish;
+use super::risk;
+use crate::applet::{Exit, Failure};
+use crate::ctl::api::Api;
+use crate::ctl::args::{Discard, Resume, Target, Undelete};
+use crate::ctl::confirm;
+use crate::ctl::out::Out;
+use crate::ctl::show::View;
+use crate::ctl::show::copies::KeptServer;
+use crate::ctl::show::machine::{self as shown, Machine, Machines};
+use crate::machine::name::Handle;
+
+pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
+    let id = kept_id(api, &args.machine, |server| server.reason == "deleted").await?;
+    let answer = api.send(Method::POST, &["vps", &id, "undelete"], None).await?;
+    finish(api, answer, args.wait, out).await
+}
+
+pub async fn resume(api: &Api, args: Resume, out: &Out) -> Result<(), Failure> {
+    let machine = super::machine::find(api, &args.machine).await?;
+    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+}
+
+pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure> {
+    let what = risk::of_discard(&args);
+    let due = confirm::is_due(&what, args.yes)?;
+    let id = kept_id(api, &args.machine, |_| true).await?;
+    let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
+    // Without the option the platform refuses a server that holds unsaved changes: there is nothing to confirm.
+    if due && (args.accept_loss || machine.unsaved_since.is_none()) {
+        confirm::ask(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
+    }
+    let body = json!({"acceptLoss": args.accept_loss});
+    let answer = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+}
+
+/// What the server of a machine holds beyond snapshots.
+fn stake(machine: &Machine) -> String {
+    let view = View::of_stdout();
+    let whose = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    match machine.unsaved(&view) {
+        Some(held) => format!("{whose}, and its server holds {held}."),
+        None => format!("{whose}."),
+    }
+}
+
+/// The machine that a person means: by handle, the only one whose server is kept.
+async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
+    let handle = match target {
+        Target::Id(id) => return Ok(id.to_string()),
+        Target::Handle(handle) => handle,
+    };
+    let kept = kept_of(api, handle).await?;
+    let found: Vec<_> = kept.into_iter().filter(is_meant).map(|server| server.machine_id).collect();
+    match found.as_slice() {
+        [one] => Ok(one.clone()),
+        [] => {
+            let next = format!("`svcctl list --deleted --handle {handle}` shows its ended machines");
+            Err(Failure::new(Exit::Refused, anyhow!("no server of {handle} is kept\n  next: {next}")))
+        }
+        several => {
+            let next = format!("name one by its id: {}", several.join(", "));
+            Err(Failure::new(Exit::Refused, anyhow!("{handle} has several kept servers\n  next: {next}")))
+        }
+    }
+}
+
+/// The kept servers of all slots under a handle. The copies of a slot are in the record of each of its machines.
+async fn kept_of(api: &Api, handle: &Handle) -> Result<Vec<KeptServer>, Failure> {
+    let query = [("handle", handle.to_string()), ("deleted", "true".to_owned())];
+    let page: Machines = api.get(&["vps"], &query).await?.read()?;
+    let (mut slots, mut kept) = (Vec::new(), Vec::new());
+    for ended in page.machines {
+        if slots.contains(&ended.slot) {
+            continue;
+        }
+        let machine: Machine = api.get(&["vps", &ended.machine_id], &[]).await?.read()?;
+        kept.extend(machine.copies.into_iter().flat_map(|copies| copies.kept));
+        slots.push(ended.slot);
+    }
+    Ok(kept)
+}

@@ -1,0 +1,60 @@
+//! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
+
+use crate::ctl::args::{Delete, Discard, Recover};
+
+const LOSS_ACCEPTED: &str =
+    "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
+const LOSS_ASKED: &str = "If the host answers and cannot make it, the operation waits for your decision.";
+
+/// Before the machine of a slot is replaced.
+pub fn of_recovery(args: &Recover) -> String {
+    let mut lines = vec![format!(
+        "This replaces the machine of {} (slot {}). Its host is asked for a last backup first.",
+        args.user, args.slot
+    )];
+    lines.extend(args.snapshot.as_ref().map(|key| {
+        format!("The new machine begins with {key}: what was written after that snapshot is not on it.")
+    }));
+    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned());
+    lines.push(if args.replace_first {
+        "--replace-first deletes the old server before the new one is created: if the new machine does not start, no \
+         server is left, and snapshots are the only copy."
+            .to_owned()
+    } else {
+        "The old server is switched off and kept until the new machine has proven itself; if the recovery fails before \
+         that, it serves again."
+            .to_owned()
+    });
+    lines.join("\n")
+}
+
+/// Before a machine is deleted.
+pub fn of_deletion(args: &Delete) -> String {
+    let kept = if args.now {
+        "--now deletes its server right after that backup: this cannot be undone, and a new machine starts from the \
+         snapshot."
+            .to_owned()
+    } else {
+        format!(
+            "Its server is switched off and kept for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete \
+             {}` brings it back.",
+            args.machine
+        )
+    };
+    let what = format!(
+        "This deletes machine {}. Its host is asked for a last backup first; its snapshots stay.",
+        args.machine
+    );
+    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
+    [what.as_str(), loss, kept.as_str()].join("\n")
+}
+
+/// Before the kept server of a machine is deleted.
+pub fn of_discard(args: &Discard) -> String {
+    let mut what =
+        format!("This deletes the kept server of machine {}: this cannot be undone.", args.machine);
+    if args.accept_loss {
+        what.push_str("\n--accept-loss: what no snapshot holds of it is lost for good.");
+    }
+    what
+}

@@ -1,0 +1,133 @@
+//! Which copies of a slot's data exist, and what the loss of a server would cost now.
+
+use serde::Deserialize;
+
+use super::human::{seconds, span, when};
+use super::machine::Machine;
+use super::table::Cell;
+use super::{Colour, View};
+
+/// Backups are hourly: more than one missed is worth a colour.
+const MAX_CALM_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Copies {
+    pub live: Option<LiveServer>,
+    #[serde(default)]
+    pub kept: Vec<KeptServer>,
+    pub newest_snapshot_at: Option<String>,
+    pub exposed_seconds: Option<u64>,
+}
+
+/// The server of the machine that holds the slot.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct LiveServer {
+    pub machine_id: String,
+    pub provider_server_id: Option<String>,
+}
+
+/// A server that was switched off and not deleted.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct KeptServer {
+    pub machine_id: String,
+    pub provider_server_id: Option<String>,
+    pub reason: String,
+    /// `None` while it waits for a successor to serve, or for an operator.
+    pub until: Option<String>,
+    /// What was written since is on this server alone.
+    pub unsaved_since: Option<String>,
+    /// When its machine left the slot. The API's copies lack it: it comes from the machine's own record.
+    #[serde(skip)]
+    pub left_at: Option<String>,
+}
+
+impl Copies {
+    /// The rows of a machine's view.
+    pub fn rows(&self, view: &View, machine: &Machine) -> Vec<(&'static str, Cell)> {
+        let mut rows = vec![("live server", self.live_cell(machine))];
+        rows.extend(self.kept.iter().map(|kept| ("kept server", self.kept_cell(view, kept))));
+        rows.push(("snapshot", self.snapshot_cell(view)));
+        rows.push(("at risk", self.risk_cell()));
+        rows
+    }
+
+    fn live_cell(&self, machine: &Machine) -> Cell {
+        let Some(live) = &self.live else { return Cell::painted(Some(Colour::Moving), "none") };
+        let server = named(live.provider_server_id.as_ref());
+        if live.machine_id == machine.machine_id {
+            return server.into();
+        }
+        format!("{server} of machine {}", live.machine_id).into()
+    }
+
+    fn kept_cell(&self, view: &View, kept: &KeptServer) -> Cell {
+        let id = &kept.machine_id;
+        let server = format!("{} of {} machine {id}", named(kept.provider_server_id.as_ref()), kept.reason);
+        if let Some(since) = &kept.unsaved_since {
+            let held = unsaved(view, since, kept.left_at.as_deref());
+            let line = format!("{server}: holds {held}; kept until `svcctl discard {id} --accept-loss`");
+            return Cell::painted(Some(Colour::Bad), line);
+        }
+        let Some(until) = &kept.until else {
+            return format!("{server}: kept until a new machine has proven itself").into();
+        };
+        if seconds(&view.now.to_string(), until).is_some_and(|left| left <= 0.0) {
+            return format!("{server}: being deleted").into();
+        }
+        let undo = if kept.reason == "deleted" && self.live.is_none() {
+            format!("; `svcctl undelete {id}` brings it back")
+        } else {
+            String::new()
+        };
+        format!("{server}: kept until {}{undo}", when(view.now, until)).into()
+    }
+
+    fn snapshot_cell(&self, view: &View) -> Cell {
+        match &self.newest_snapshot_at {
+            Some(at) => when(view.now, at).into(),
+            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), "none known"),
+        }
+    }
+
+    fn risk_cell(&self) -> Cell {
+        let Some(exposed) = self.exposed_seconds else { return "".into() };
+        let colour = (exposed > MAX_CALM_EXPOSURE_SECONDS).then_some(Colour::Bad);
+        Cell::painted(colour, format!("losing the live server now would cost {}", self.cost(exposed)))
+    }
+
+    fn cost(&self, exposed: u64) -> String {
+        match self.newest_snapshot_at {
+            Some(_) => format!("{} of changes", span(exposed)),
+            None => format!("all of its data, {} old: no snapshot holds any", span(exposed)),
+        }
+    }
+
+    /// `newest snapshot 9 min ago; 9 min of changes are on its server alone`.
+    pub fn stake(&self, view: &View) -> String {
+        let newest = self.newest_snapshot_at.as_deref();
+        let newest = newest.map_or_else(
+            || "it has no snapshot".to_owned(),
+            |at| format!("its newest snapshot is of {}", when(view.now, at)),
+        );
+        match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
+            Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
+            None => newest,
+        }
+    }
+}
+
+/// `43 min of changes that no snapshot has`, of a machine that left its slot then, if that is known.
+pub fn unsaved(view: &View, since: &str, left_at: Option<&str>) -> String {
+    let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
+    match length {
+        Some(length) => format!("{} of changes that no snapshot has", span(length as u64)),
+        None => format!("changes since {} that no snapshot has", when(view.now, since)),
+    }
+}
+
+fn named(server: Option<&String>) -> String {
+    server.cloned().unwrap_or_else(|| "unknown".to_owned())
+}

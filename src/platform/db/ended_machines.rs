@@ -1,0 +1,52 @@
+//! Machines that left their slots and still need a person: a kept server with changes that no snapshot has, a removal
+//! that was given up, an operation that waits for a decision.
+
+use deadpool_postgres::GenericClient;
+
+use super::{DbError, rows};
+use crate::machine::id::{MachineId, OperationId};
+
+/// One such machine.
+#[derive(Debug, Clone)]
+pub struct EndedMachineRow {
+    pub machine: MachineId,
+    pub user: String,
+    pub slot: String,
+    pub handle: String,
+    pub status: String,
+    pub is_deleted: bool,
+    /// Its server holds what no snapshot does, and no operator has given that up.
+    pub has_unsaved_changes: bool,
+    pub is_removal_abandoned: bool,
+    pub waiting_operation: Option<OperationId>,
+}
+
+/// The oldest first. Only machines whose servers may still exist are looked at, so the cost does not grow with history.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
+    let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
+                   m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \
+                   m.removal_abandoned_at IS NOT NULL AS abandoned, \
+                   (SELECT operation_id FROM operations WHERE operations.machine_id = m.machine_id \
+                       AND state = 'running' AND question IS NOT NULL ORDER BY created_at LIMIT 1) AS waiting \
+               FROM user_machines m WHERE m.server_deleted_at IS NULL \
+                   AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)) ended \
+               WHERE unsaved OR abandoned OR waiting IS NOT NULL ORDER BY machine_id";
+    let found = rows(client, sql, &[]).await?;
+    Ok(found
+        .iter()
+        .map(|row| EndedMachineRow {
+            machine: MachineId(row.get(0)),
+            user: row.get(1),
+            slot: row.get(2),
+            handle: row.get(3),
+            status: row.get(4),
+            is_deleted: row.get(5),
+            has_unsaved_changes: row.get(6),
+            is_removal_abandoned: row.get(7),
+            waiting_operation: row.get::<_, Option<_>>(8).map(OperationId),
+        })
+        .collect())
+}

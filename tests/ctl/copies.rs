@@ -1,0 +1,273 @@
+//! `svcctl` against a real platform where data is at stake: what it says of copies, how an operation asks, and every way
+//! back. Servers are records of the simulator; the test plays their hosts.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::StatusCode;
+use kit::provider::Power;
+use serde_json::{Value, json};
+use svc::http::server::{Limits, serve};
+use svc::http::tls;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use super::svcctl;
+use crate::platform::stack::{BUCKET, Guest, Process, SECRET, Stack, beat_of, registration};
+
+const USER: &str = "user_1";
+const HANDLE: &str = "h-user-1";
+
+struct Operator {
+    stack: Stack,
+    process: Process,
+    /// The epoch that each machine was last given.
+    epochs: Mutex<BTreeMap<String, Value>>,
+}
+
+impl Operator {
+    async fn start(settings: &[(&str, &str)]) -> Self {
+        let stack = Stack::start().await;
+        let quick = [("RESIZE_SHUTDOWN_SECONDS", "0"), ("LAST_BACKUP_DEADLINE_SECONDS", "1")];
+        let settings: Vec<_> = quick.iter().chain(settings).copied().collect();
+        let process = stack.platform_with(&settings);
+        Self { stack, process, epochs: Mutex::default() }
+    }
+
+    /// What it prints on both streams while hosts live; it must end with `code`.
+    async fn does(&self, code: i32, args: &[&str]) -> String {
+        let env = [("PLATFORM_PUBLIC_URL", self.process.base.as_str()), ("PLATFORM_SECRET", SECRET)];
+        let output = tokio::select! {
+            output = svcctl(args, &env) => output,
+            () = self.play_hosts() => unreachable!("hosts live on"),
+        };
+        let said =
+            format!("{}{}", String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {said}\n{}", self.stack.log());
+        said
+    }
+
+    async fn json(&self, args: &[&str]) -> Value {
+        let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
+        serde_json::from_str(&self.does(0, &args).await).unwrap()
+    }
+
+    /// Each server that is switched on registers, and beats under the epoch that it was last given.
+    async fn play_hosts(&self) {
+        loop {
+            for server in self.stack.provider.servers() {
+                if server.status == Power::Running {
+                    self.live(&Guest::of(&server)).await;
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    async fn live(&self, guest: &Guest) {
+        let record = self.stack.get(&self.process, &format!("/vps/{}", guest.machine)).await.body;
+        if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
+            self.stack.register(&self.process, guest).await;
+        }
+        let mut beat = beat_of(guest);
+        if let Some(epoch) = self.epochs.lock().unwrap().get(&guest.machine) {
+            beat["epoch"] = epoch.clone();
+        }
+        if let Some(answer) = self.stack.try_beat(&self.process.base, guest, &beat).await {
+            let epoch = answer["epoch"].clone();
+            if epoch.is_u64() {
+                self.epochs.lock().unwrap().insert(guest.machine.clone(), epoch);
+            }
+        }
+    }
+
+    /// A running machine; no host answers on its address.
+    async fn running(&self) -> Guest {
+        self.stack.running(&self.process, USER).await
+    }
+
+    /// A running machine whose host answers every internal call with `status`.
+    async fn running_with_host(&self, status: StatusCode) -> (Guest, PlayedHost) {
+        let made = self.stack.provision(&self.process, USER).await;
+        let guest = self.stack.guest(&self.process, made["machineId"].as_str().unwrap()).await;
+        let server = self.stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
+        let identity = tls::self_signed(&["host".to_owned()]).unwrap();
+        let mut body = registration(&guest.machine, 1);
+        body["tlsSpkiSha256"] = json!(identity.pin().unwrap().to_string());
+        let answer = self.stack.register_as(&self.process, &guest.registration_token, &body).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let listener = TcpListener::bind((server.ipv4, self.stack.provider.https_port())).await.unwrap();
+        let stop = CancellationToken::new();
+        let router = axum::Router::new().fallback(move || async move { status });
+        let tls = Some(Arc::new(identity.server_config().unwrap()));
+        tokio::spawn(serve(listener, tls, router, Limits::default(), stop.clone()));
+        (guest, PlayedHost(stop))
+    }
+
+    fn has_server(&self, machine: &str) -> bool {
+        self.stack.provider.server_by_name(&format!("svc-{machine}")).is_some()
+    }
+
+    async fn server_goes(&self, machine: &str) {
+        let gone = || async { (!self.has_server(machine)).then_some(()) };
+        self.stack.eventually("its server is deleted", gone).await;
+    }
+}
+
+struct PlayedHost(CancellationToken);
+
+impl Drop for PlayedHost {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+fn has(said: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn delete_of_silent_host_is_told_undone_and_discarded() {
+    let operator = Operator::start(&[]).await;
+    let guest = operator.running().await;
+    let id = guest.machine.as_str();
+    operator.stack.snapshot(USER);
+
+    let said = operator.does(0, &["delete", HANDLE, "--yes"]).await;
+    has(
+        &said,
+        &["status     deleted", "snapshot   none known", &format!("undo       `svcctl undelete {id}` until")],
+    );
+    let said = operator.does(0, &["undelete", HANDLE, "--wait=60"]).await;
+    has(&said, &["status       running", "epoch        2", "live server"]);
+
+    // Its host cannot be called: what it was written since its registration is on its server alone.
+    let answer = operator.json(&["delete", HANDLE, "--yes"]).await;
+    assert!(answer["undeletableUntil"].is_string() && answer["newestSnapshotAt"].is_null(), "{answer}");
+    let operation = answer["operationId"].as_str().unwrap();
+    operator.stack.ended(&operator.process, operation).await;
+    let held = format!("of changes that no snapshot has; kept until `svcctl discard {id} --accept-loss`");
+    has(&operator.does(0, &["status", id]).await, &["status       deleted", "kept server", &held]);
+    has(
+        &operator.does(0, &["fleet"]).await,
+        &[HANDLE, "deleted", "unsaved_changes", &format!("svcctl status {id}")],
+    );
+    let said = operator.does(65, &["discard", HANDLE, "--yes"]).await;
+    has(&said, &["invalid_state", "No snapshot holds", "next: ", "--accept-loss"]);
+    assert!(operator.has_server(id), "a refusal deletes nothing");
+
+    operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
+    operator.server_goes(id).await;
+    let said = operator.does(65, &["undelete", id]).await;
+    has(&said, &["invalid_state", "Its server is deleted or about to be", "next: "]);
+    has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
+    has(&operator.does(0, &["fleet"]).await, &["no machine needs anybody"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
+    let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
+    let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    operator.stack.snapshot(USER);
+    let said = operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    has(
+        &said,
+        &[
+            "the recover waits for your decision",
+            "the host answers 500",
+            "svcctl operation continue",
+            "svcctl operation abandon",
+        ],
+    );
+
+    let status = operator.does(0, &["status", HANDLE]).await;
+    has(
+        &status,
+        &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it goes ahead", "kept server"],
+    );
+    has(&operator.does(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
+    let machine = operator.json(&["status", HANDLE]).await;
+    let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
+    has(&operator.does(64, &["operation", "continue", &operation]).await, &["--accept-loss"]);
+    // For programs the question is in the failure, and the exit says that nothing is over.
+    let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
+    let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();
+    assert_eq!(shown["exit"], 75, "{shown}");
+    assert!(shown["next"].as_str().unwrap().contains("svcctl operation abandon"), "{shown}");
+
+    has(&operator.does(0, &["operation", "abandon", &operation]).await, &["recover  failed  abandoned"]);
+    let said = operator.does(69, &["operation", "show", &operation, "--wait=60"]).await;
+    has(&said, &["recover failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)]);
+    let said = operator.does(0, &["status", HANDLE]).await;
+    has(&said, &[&guest.machine, "status       running", "epoch        3"]);
+    has(&operator.does(65, &["operation", "abandon", &operation]).await, &["invalid_state", "has ended"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn accepted_loss_lets_recovery_go_ahead_and_keeps_old_server() {
+    let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
+    let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    operator.stack.snapshot(USER);
+    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    let machine = operator.json(&["status", HANDLE]).await;
+    let operation = machine["operations"][0]["operationId"].as_str().unwrap();
+    let said = operator.does(0, &["operation", "continue", operation, "--accept-loss", "--wait=60"]).await;
+    has(&said, &["recover  succeeded", "the operator accepted the loss"]);
+    let status = operator.does(0, &["status", HANDLE]).await;
+    has(&status, &["status       running", &format!("of replaced machine {}: kept until ", guest.machine)]);
+    assert!(operator.has_server(&guest.machine));
+    operator.does(0, &["discard", &guest.machine, "--yes"]).await;
+    operator.server_goes(&guest.machine).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_recovery_names_machine_that_has_the_slot() {
+    let operator = Operator::start(&[]).await;
+    let guest = operator.running().await;
+    operator.stack.snapshot(USER);
+    let recovery =
+        operator.json(&["recover", USER, "--server-type", "cpx32", "--location", "hel1", "--yes"]).await;
+    let new = operator.stack.guest(&operator.process, recovery["machineId"].as_str().unwrap()).await;
+    let record = operator.stack.get(&operator.process, &format!("/vps/{}", new.machine)).await.body;
+    assert_eq!((&record["serverType"], &record["location"]), (&json!("cpx32"), &json!("hel1")));
+    let path = format!("/vps/{}/boot-failure", new.machine);
+    let failure = operator.stack.request(&operator.process, http::Method::POST, &path);
+    let failure =
+        failure.bearer_auth(&new.registration_token).json(&json!({"stage": "restore", "message": "no room"}));
+    assert_eq!(operator.stack.send(failure).await.status, 202);
+    let operation = recovery["operationId"].as_str().unwrap();
+    let said = operator.does(69, &["operation", "show", operation, "--wait=60"]).await;
+    has(&said, &["boot_reported at restore: no room", &format!("machine {} ", guest.machine), "next: "]);
+    let serves = || async {
+        let said = operator.does(0, &["status", HANDLE]).await;
+        (said.contains("status       running") && said.contains(&guest.machine)).then_some(())
+    };
+    operator.stack.eventually("the old machine serves again", serves).await;
+    operator.server_goes(&new.machine).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_fail_is_taken_back_by_resume() {
+    let operator = Operator::start(&[]).await;
+    let guest = operator.running().await;
+    operator.live(&guest).await;
+    let said = operator.does(0, &["fail", HANDLE, "--reason", "a wrong alarm", "--yes"]).await;
+    has(&said, &["status       failed", &format!("svcctl resume {}", guest.machine)]);
+    has(&operator.does(0, &["resume", HANDLE]).await, &["status       running"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshot_too_large_for_disk_advises_a_type() {
+    let operator = Operator::start(&[]).await;
+    operator.running().await;
+    let key = format!("{}.json", operator.stack.snapshot(USER));
+    let mut side: Value = serde_json::from_slice(&operator.stack.store.read(BUCKET, &key).unwrap()).unwrap();
+    side["database"] = json!({"owner": null, "sizeBytes": 500_u64 << 30, "grants": null, "settings": []});
+    operator.stack.store.write(BUCKET, &key, side.to_string());
+    let said = operator.does(65, &["recover", USER, "--yes"]).await;
+    has(&said, &["disk_too_small", "next: ", "--server-type"]);
+    has(&operator.does(0, &["status", HANDLE]).await, &["status       running"]);
+}

@@ -1,0 +1,96 @@
+//! What an operator decides, as it is sent; and what a wait shows of a question and of a boot.
+
+use super::*;
+
+#[tokio::test]
+async fn options_and_decisions_reach_the_platform() {
+    let sent = async |args: &[&str], replies: Vec<Reply>| {
+        let platform = Platform::start(replies).await;
+        let output = platform.svcctl(args).await;
+        assert!(output.status.success(), "{args:?}: {}", stderr(&output));
+        let last = platform.seen().pop().unwrap();
+        assert!(last.header("idempotency-key").is_some(), "{args:?}");
+        let body = serde_json::from_str(&last.body).unwrap_or(Value::Null);
+        (last.line, body)
+    };
+    let record = || Reply::Json(200, record("running", None));
+    let options = [
+        "--accept-loss",
+        "--replace-first",
+        "--server-type",
+        "cpx32",
+        "--location",
+        "hel1",
+        "--image-version",
+        "v2",
+    ];
+    let recover: Vec<&str> = ["recover", "user_1", "--yes"].into_iter().chain(options).collect();
+    let (line, body) = sent(&recover, vec![accepted()]).await;
+    assert_eq!(line, "POST /vps/recover HTTP/1.1");
+    assert_eq!(
+        body,
+        json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
+               "serverType": "cpx32", "location": "hel1", "imageVersion": "v2"})
+    );
+    // What is not allowed is not said: platforms of an earlier release refuse fields that they do not know.
+    let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
+    assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
+    let (_, body) =
+        sent(&["provision", "user_1", "--handle", "ada", "--accept-loss"], vec![accepted()]).await;
+    assert_eq!(body["acceptLoss"], true);
+    let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
+    let (line, _) = sent(&delete, vec![record(), accepted()]).await;
+    assert_eq!(line, format!("DELETE /vps/{MACHINE}?now=true&acceptLoss=true HTTP/1.1"));
+    let (line, _) = sent(&["delete", MACHINE, "--yes"], vec![record(), accepted()]).await;
+    assert_eq!(line, format!("DELETE /vps/{MACHINE} HTTP/1.1"));
+    let decided = || Reply::Json(200, operation("recover", "running", &[]));
+    let (line, body) = sent(&["operation", "continue", OPERATION, "--accept-loss"], vec![decided()]).await;
+    assert_eq!(line, format!("POST /vps/operations/{OPERATION}/continue HTTP/1.1"));
+    assert_eq!(body, json!({"acceptLoss": true}));
+    let (line, _) = sent(&["operation", "abandon", OPERATION], vec![decided()]).await;
+    assert_eq!(line, format!("POST /vps/operations/{OPERATION}/abandon HTTP/1.1"));
+    let (line, _) = sent(&["undelete", MACHINE], vec![accepted()]).await;
+    assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
+    let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
+    assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
+    let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;
+    assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
+}
+
+#[tokio::test]
+async fn wait_ends_with_the_question_of_a_waiting_operation() {
+    let mut waiting = operation("delete", "waiting", &[]);
+    waiting["question"] =
+        json!({"code": "last_backup_missing", "detail": "No last backup: its disk is full."});
+    let platform = Platform::start([
+        Reply::Json(200, record("running", None)),
+        accepted(),
+        Reply::Json(200, record("running", Some(waiting))),
+    ])
+    .await;
+    let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
+    assert_eq!(output.status.code(), Some(75));
+    let said = stderr(&output);
+    for part in ["its disk is full", "next: either `svcctl operation continue", "the deletion is undone"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[tokio::test]
+async fn wait_shows_boot_progress_once_for_each_ten_percent() {
+    let at = |bytes: u64| {
+        let mut booting = record("recovering", Some(operation("recover", "running", &[])));
+        booting["bootProgress"] = json!({"stage": "restore", "bytes": bytes, "totalBytes": 1000});
+        Reply::Json(200, booting)
+    };
+    let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
+    let platform = Platform::start([accepted(), at(50), at(420), at(440), at(990), done]).await;
+    let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
+    let said = stderr(&output);
+    assert!(output.status.success(), "{said}");
+    let lines: Vec<_> = said.lines().filter(|line| line.contains("downloaded")).map(str::trim).collect();
+    assert_eq!(
+        lines,
+        ["boot: restore 42 %, 420 B of 1000 B downloaded", "boot: restore 99 %, 990 B of 1000 B downloaded"]
+    );
+}
