@@ -173,7 +173,7 @@ async fn only_the_current_machine_gets_any() {
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    stack.assert_no_server();
+    stack.assert_only_server(&other.machine);
     ask(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
