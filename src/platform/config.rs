@@ -90,6 +90,15 @@ pub struct Timing {
     /// How long a host may say nothing of an update that it was asked for.
     pub rollout_silence: Duration,
     pub keys: KeyTiming,
+    pub retention: Retention,
+}
+
+/// How long rows stay that nothing needs any more.
+#[derive(Debug, Clone, Copy)]
+pub struct Retention {
+    /// Ended operations with their logs, and ended rollouts.
+    pub operations: Duration,
+    pub audit: Duration,
 }
 
 /// When proof keys change.
@@ -99,6 +108,8 @@ pub struct KeyTiming {
     pub rotate: Duration,
     /// How long an old key stays after every host has acknowledged the new one.
     pub overlap: Duration,
+    /// A host without a heartbeat for this long is not waited for.
+    pub max_silence: Duration,
 }
 
 impl PlatformConfig {
@@ -141,6 +152,11 @@ impl PlatformConfig {
             keys: KeyTiming {
                 rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
                 overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),
+                max_silence: seconds(env, "PROOF_KEY_SILENCE_SECONDS", 86_400).max(Duration::from_secs(1)),
+            },
+            retention: Retention {
+                operations: days(env, "OPERATION_RETENTION_DAYS", 400),
+                audit: days(env, "AUDIT_RETENTION_DAYS", 3653),
             },
         };
         Some(Self {
@@ -162,6 +178,10 @@ impl PlatformConfig {
 
 fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
     Duration::from_secs(env.or(name, default))
+}
+
+fn days(env: &mut Env, name: &str, default: u64) -> Duration {
+    Duration::from_secs(env.or(name, default).clamp(1, 36_500) * 86_400)
 }
 
 fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {

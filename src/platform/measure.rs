@@ -12,12 +12,12 @@ use serde_json::Value;
 use super::db::{self, Db, DbError};
 use super::fleet;
 use super::operations::step::{Answer, StepError};
-use super::operations::{OperationKind, Step};
+use super::operations::{OperationKind, Step, vocabulary};
 use crate::http::problem::chain;
 use crate::metrics::{
     BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
     OPERATION_DURATION, OPERATION_STEP_DURATION, OPERATION_STEPS, OPERATIONS, OPERATIONS_IN_PROGRESS,
-    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
+    OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 
 /// A scraper gives up after some ten seconds.
@@ -84,6 +84,7 @@ async fn installation(db: &Db) -> Result<(), DbError> {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
+    OPERATIONS_UNKNOWN.set([], db::operations::unknown(&session, &vocabulary()).await? as f64);
     if let Some(left) = db::budget::left(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }

@@ -40,7 +40,7 @@ use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::rate_budget::SharedBudget;
-use self::router::RouterContext;
+use self::router::{Freshness, RouterContext};
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::{Env, platform_env_file};
@@ -119,11 +119,13 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let seal = Seal::new(&config.key);
     // Its own connections: they live on the router's threads, and end with those.
     let sessions = Db::new(&config.database).or_exit(Exit::Internal)?;
+    let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
     let routes = RouterContext {
         pool: sessions.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
         proof: keys.clone(),
+        freshness: freshness.clone(),
         stop: stop.clone(),
     };
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
@@ -138,6 +140,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         installation,
         db: db.clone(),
         keys,
+        routes: freshness,
         nudge: Notify::new(),
         reconcile: Notify::new(),
         stop: stop.clone(),

@@ -268,6 +268,12 @@ impl Stack {
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
+    /// Waits until the process has read its first routes.
+    pub async fn routing(&self, process: &Process) {
+        let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
+        self.eventually("routes are loaded", ready).await;
+    }
+
     pub async fn status(&self, process: &Process, machine: &str) -> Value {
         self.get(process, &format!("/vps/{machine}")).await.body["status"].clone()
     }

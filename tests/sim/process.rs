@@ -20,7 +20,7 @@ use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
-use svc::platform::router::{self, RouterContext};
+use svc::platform::router::{self, Freshness, RouterContext};
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
 use svc::store::Bucket;
@@ -88,11 +88,13 @@ impl Process {
         let config = config(&seat.url());
         let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
+        let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
         let routes = RouterContext {
             pool: seat.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
             proof: seat.keys.clone(),
+            freshness: freshness.clone(),
             stop: switch.token(),
         };
         let platform = Arc::new(Platform {
@@ -103,6 +105,7 @@ impl Process {
             db: seat.db.clone(),
             installation: seat.installation,
             keys: seat.keys.clone(),
+            routes: freshness,
             nudge: Notify::new(),
             reconcile: Notify::new(),
             stop,

@@ -12,7 +12,7 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Answer, Content, Operation, fields, one_of};
+use crate::http::openapi::{Answer, Content, Operation, extensible, fields, one_of};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
@@ -46,7 +46,7 @@ pub async fn handle(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
-    let mut fields = call.fields()?;
+    let mut fields = call.host_fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
@@ -74,7 +74,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            fields(&[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))], &[])
+            let stages = one_of(&["bundle", "database", "restore", "gateway", "register"]);
+            extensible(fields(&[("stage", stages)], &[]))
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],

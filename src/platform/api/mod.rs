@@ -47,7 +47,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 31] = [
+pub static ENDPOINTS: [&Endpoint; 32] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -77,6 +77,7 @@ pub static ENDPOINTS: [&Endpoint; 31] = [
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,
+    &health::READY_TO_CONTROL,
     &metrics::ENDPOINT,
     &DESCRIPTION,
 ];

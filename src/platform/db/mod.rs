@@ -13,6 +13,7 @@ pub mod machine_row;
 pub mod machines;
 pub mod migrate;
 pub mod operations;
+pub mod retention;
 pub mod rollouts;
 pub mod servers;
 pub mod slots;

@@ -180,16 +180,21 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that were filed longer ago than `deadline`, deletions apart.
+/// Operations under way that were filed longer ago than `deadline`, deletions and those of a newer release apart.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn hanging(client: &impl GenericClient, deadline: Duration) -> Result<Vec<OperationRow>, DbError> {
+pub async fn hanging(
+    client: &impl GenericClient,
+    deadline: Duration,
+    known: &Vocabulary<'_>,
+) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind <> 'delete' \
-         AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
+         AND kind = ANY($2) AND step = ANY($3) AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
     );
-    Ok(rows(client, &sql, &[&deadline.as_secs_f64()]).await?.iter().map(OperationRow::parse).collect())
+    let params: super::Params<'_> = &[&deadline.as_secs_f64(), &known.kinds, &known.steps];
+    Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
 /// Ends an operation that hangs, if nothing else has.
@@ -242,7 +247,13 @@ pub async fn lease_lingers(
     Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
 }
 
-/// Takes the operation that has been due the longest and that nobody holds.
+/// The kinds and steps that this release can run; everything else is a newer release's.
+pub struct Vocabulary<'a> {
+    pub kinds: &'a [&'a str],
+    pub steps: &'a [&'a str],
+}
+
+/// Takes the operation that has been due the longest, that nobody holds, and that this release can run.
 ///
 /// # Errors
 /// [`DbError`].
@@ -250,14 +261,27 @@ pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
+    known: &Vocabulary<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
          WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
+           AND kind = ANY($3) AND step = ANY($4) \
            AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
            ORDER BY due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
-    Ok(row(client, &sql, &[&owner, &lease.as_secs_f64()]).await?.as_ref().map(OperationRow::parse))
+    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
+    Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+}
+
+/// How many operations under way this release cannot run.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn unknown(client: &impl GenericClient, known: &Vocabulary<'_>) -> Result<i64, DbError> {
+    let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
+               AND NOT (kind = ANY($1) AND step = ANY($2))";
+    Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// What a held operation is moved on to. A lease of nothing gives it up.

@@ -10,10 +10,14 @@ pub mod delete;
 pub mod held;
 pub mod reconcile;
 pub mod resize;
+pub mod retention;
 pub mod runner;
 pub mod step;
 
 use std::str::FromStr;
+use std::sync::LazyLock;
+
+use crate::platform::db::operations::Vocabulary;
 
 /// What an operation does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,6 +49,14 @@ pub enum Step {
     PowerOn,
     /// Waits for the host's word that it is well, and says which type the server has.
     AwaitHealth,
+}
+
+/// The kinds and steps that this release knows.
+pub fn vocabulary() -> Vocabulary<'static> {
+    static KINDS: LazyLock<Vec<&str>> =
+        LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
+    static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
+    Vocabulary { kinds: &KINDS, steps: &STEPS }
 }
 
 impl OperationKind {

@@ -6,8 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::OperationKind;
-use super::{census, held};
+use super::{OperationKind, census, held, retention, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
@@ -46,7 +45,7 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("hanging_operations", hanging(platform).await);
     report("servers", servers(platform, unless_within).await);
     report("leftovers", leftovers(platform).await);
-    report("idempotency_keys", idempotency(platform).await);
+    report("retention", retention::prune(platform).await);
 }
 
 fn report(part: &'static str, end: anyhow::Result<()>) {
@@ -100,7 +99,8 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
 /// A deletion is not among them: it goes on until the server is gone.
 async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let found = db::operations::hanging(&session, platform.config.timing.operation_deadline).await?;
+    let found =
+        db::operations::hanging(&session, platform.config.timing.operation_deadline, &vocabulary()).await?;
     drop(session);
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
@@ -148,11 +148,5 @@ async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     if !found.is_empty() {
         platform.nudge.notify_one();
     }
-    Ok(())
-}
-
-async fn idempotency(platform: &Platform) -> anyhow::Result<()> {
-    let session = platform.db.session().await?;
-    db::idempotency::prune(&session).await?;
     Ok(())
 }

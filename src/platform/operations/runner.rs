@@ -13,7 +13,7 @@ use uuid::Uuid;
 use super::held::Held;
 use super::resize::{self, Verdict};
 use super::step::{self, Answer, Record, StepError};
-use super::{OperationKind, Place, Step};
+use super::{OperationKind, Place, Step, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
@@ -30,10 +30,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// Drives operations until `stop`, then lets the steps under way end.
 pub async fn run(platform: Arc<Platform>) {
-    let owner = Uuid::now_v7();
     let mut driven = JoinSet::new();
     while !platform.stop.is_cancelled() {
         while driven.len() < AT_ONCE {
+            // Of this claim alone: a process that claims again what it has lost is another owner.
+            let owner = Uuid::now_v7();
             match claim(&platform, owner).await {
                 Ok(Some(operation)) => {
                     let platform = platform.clone();
@@ -60,7 +61,7 @@ pub async fn run(platform: Arc<Platform>) {
 
 async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
     let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease).await
+    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary()).await
 }
 
 /// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
