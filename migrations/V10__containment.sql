@@ -24,3 +24,14 @@ CREATE INDEX session_codes_expired ON session_codes (expires_at);
 CREATE INDEX idempotency_keys_created ON idempotency_keys (created_at);
 CREATE INDEX operations_ended ON operations (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX operator_audit_at ON operator_audit (at);
+
+-- What is wrong with the fleet or the provider as a whole: one row each, shown by the fleet. Without an end of its own it
+-- stands until it is cleared; a fuse that an operator has released lets work through until then.
+CREATE TABLE fleet_alarms (
+    alarm           text PRIMARY KEY,
+    since           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at         timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at      timestamptz,
+    detail          jsonb NOT NULL DEFAULT '{}',
+    released_until  timestamptz
+);

@@ -75,6 +75,16 @@ pub static OPERATIONS_UNKNOWN: Gauges<0> = Gauges::new(
     "Operations under way of a kind or at a step that this release does not know; a newer one runs them.",
     [],
 );
+pub static ALARMS: Gauges<1> = Gauges::new(
+    "svc_alarms",
+    "Alarms of the fleet as `svcctl fleet` shows them: 1 where one stands, by its name.",
+    ["alarm"],
+);
+pub static OPERATIONS_OVERDUE: Gauges<0> = Gauges::new(
+    "svc_operations_overdue",
+    "Operations that have been under way for longer than 30 minutes.",
+    [],
+);
 pub static MACHINES: Gauges<1> =
     Gauges::new("svc_machines", "Active machines of the whole installation, by status.", ["status"]);
 pub static MACHINES_BY_HEALTH: Gauges<1> = Gauges::new(

@@ -85,6 +85,8 @@ pub struct Timing {
     pub resize_health: Duration,
     /// No operation but a deletion goes on for longer.
     pub operation_deadline: Duration,
+    /// How long a host must have been silent before its server counts as gone.
+    pub server_silence: Duration,
     /// How long a server of ours that belongs to no known machine is left alone.
     pub orphan_grace: Duration,
     /// How long a host may say nothing of an update that it was asked for.
@@ -147,6 +149,7 @@ impl PlatformConfig {
             resize_change: seconds(env, "RESIZE_CHANGE_SECONDS", 600),
             resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
             operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
+            server_silence: seconds(env, "SERVER_GONE_SILENCE_SECONDS", 120),
             orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
             rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),
             keys: KeyTiming {

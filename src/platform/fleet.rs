@@ -109,8 +109,10 @@ fn reasons(row: &FleetRow) -> Vec<String> {
     let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| speaks && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
-    let stuck = row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
-        || row.operation_attempts >= STUCK_ATTEMPTS;
+    // What the provider's account holds up is one alarm for all, not a reason for each.
+    let stuck = !row.operation_waits_for_account
+        && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
+            || row.operation_attempts >= STUCK_ATTEMPTS);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
@@ -161,6 +163,7 @@ mod tests {
             has_drill_failed: false,
             operation_age: None,
             operation_attempts: 0,
+            operation_waits_for_account: false,
         }
     }
 

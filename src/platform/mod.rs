@@ -2,6 +2,7 @@
 //!
 //! Args → configuration → bind → migrate → ready → serve until a signal → drain.
 
+pub mod alarms;
 pub mod api;
 pub mod config;
 pub mod context;

@@ -38,6 +38,9 @@ async fn unknown_operations_are_left_alone() {
     assert_eq!(version(&stack, &kind).await, kind_before, "claimed or ended");
     assert_eq!(version(&stack, &step).await, step_before, "claimed or ended");
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
+    assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
     // What it knows is not held up.
     let made = stack.provision(&process, "user_2").await;
     let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;

@@ -49,8 +49,8 @@ async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_
     let process = stack.platform();
     stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
-    let secret_words = "resource_limit_exceeded";
-    let refusal = Fault::Status { status: 403, code: secret_words.into(), reset_in_seconds: None };
+    let secret_words = "unsupported_error";
+    let refusal = Fault::Status { status: 422, code: secret_words.into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::once("POST", "/servers", refusal));
     let body = json!({"idpUserId": "user_1"});
     let first = stack.post(&process, "/vps/recover", &body).await.body;

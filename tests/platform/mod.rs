@@ -15,6 +15,7 @@ mod deploy;
 mod described;
 mod fail;
 mod fleet;
+mod fuse;
 mod idempotency;
 mod key_rotation;
 mod kills;

@@ -79,6 +79,7 @@ impl Stack {
             ("PLATFORM_LEASE_SECONDS", "2"),
             ("PLATFORM_POLL_MS", "50"),
             ("RECONCILE_SECONDS", "1"),
+            ("SERVER_GONE_SILENCE_SECONDS", "1"),
             ("PROVIDER_AMBIGUOUS_WAIT_SECONDS", "2"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "2"),
             ("RESIZE_SHUTDOWN_SECONDS", "2"),

@@ -78,6 +78,7 @@ pub fn config(database: &str) -> PlatformConfig {
     config.timing.poll = Duration::from_millis(150);
     config.timing.lease = Duration::from_millis(800);
     config.timing.reconcile = Duration::from_millis(400);
+    config.timing.server_silence = Duration::from_millis(400);
     config.timing.last_backup_deadline = Duration::from_millis(300);
     config
 }

@@ -16,7 +16,7 @@ use url::Url;
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
-pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
+pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, SlotCommand};
 use crate::applet;
 use crate::machine::id::OperationId;
 
@@ -88,6 +88,9 @@ pub enum Command {
     /// Totals, the age of backups, and which machines need somebody
     #[command(after_help = "Example: svcctl fleet --json | jq -r '.attention[].handle'")]
     Fleet,
+    /// Alarms of the fleet as a whole, which `svcctl fleet` lists
+    #[command(subcommand, after_help = "Example: svcctl alarm release servers_missing")]
+    Alarm(AlarmCommand),
     /// Replace the machine of a slot, restoring its latest snapshot
     #[command(
         after_help = "What was written after the latest backup is lost: `svcctl backup now` first, where the \

@@ -34,6 +34,7 @@ pub struct FleetRow {
     /// Of the operation under way.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
+    pub operation_waits_for_account: bool,
 }
 
 /// # Errors
@@ -48,8 +49,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
                coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
                coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
-               coalesce(m.checks #>> '{drill,status}' = 'error', false) \
-               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts FROM operations \
+               coalesce(m.checks #>> '{drill,status}' = 'error', false), \
+               coalesce(o.error_code = 'provider_account', false) \
+               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, error_code FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
                    ORDER BY created_at LIMIT 1) o ON true \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
@@ -75,6 +77,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             update_outcome: row.get(15),
             is_snapshot_damaged: row.get(16),
             has_drill_failed: row.get(17),
+            operation_waits_for_account: row.get(18),
         })
         .collect())
 }

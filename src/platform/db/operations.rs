@@ -180,7 +180,8 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that were filed longer ago than `deadline`, deletions and those of a newer release apart.
+/// Operations under way that were filed longer ago than `deadline`. Deletions are not among them, nor those of a newer
+/// release, nor those that the provider's account holds up.
 ///
 /// # Errors
 /// [`DbError`].
@@ -191,10 +192,45 @@ pub async fn hanging(
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind <> 'delete' \
-         AND kind = ANY($2) AND step = ANY($3) AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
+         AND error_code IS DISTINCT FROM $4 AND kind = ANY($2) AND step = ANY($3) AND created_at <= clock_timestamp() - make_interval(secs => $1) ORDER BY created_at LIMIT 100"
     );
-    let params: super::Params<'_> = &[&deadline.as_secs_f64(), &known.kinds, &known.steps];
+    let params: super::Params<'_> =
+        &[&deadline.as_secs_f64(), &known.kinds, &known.steps, &WAITS_FOR_ACCOUNT];
     Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// An operation that has been under way for long, whatever its machine is by now.
+pub struct Overdue {
+    pub operation: OperationRow,
+    pub handle: String,
+    pub age: f64,
+}
+
+/// Operations under way that were filed longer ago than `age`, the oldest first, at most `limit`; how many there are.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn overdue(
+    client: &impl GenericClient,
+    age: Duration,
+    limit: i64,
+) -> Result<(Vec<Overdue>, i64), DbError> {
+    let columns: Vec<String> = COLUMNS.split(", ").map(|column| format!("o.{}", column.trim())).collect();
+    let sql = format!(
+        "SELECT {}, m.handle, extract(epoch FROM clock_timestamp() - o.created_at)::float8 AS age, \
+         count(*) OVER () AS total FROM operations o JOIN user_machines m USING (machine_id) \
+         WHERE o.state = 'running' AND o.created_at <= now() - make_interval(secs => $1) \
+         ORDER BY o.created_at LIMIT $2",
+        columns.join(", ")
+    );
+    let found = rows(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
+    let total = found.first().map_or(0, |row| row.get("total"));
+    let overdue = |row: &Row| Overdue {
+        operation: OperationRow::parse(row),
+        handle: row.get("handle"),
+        age: row.get("age"),
+    };
+    Ok((found.iter().map(overdue).collect(), total))
 }
 
 /// Ends an operation that hangs, if nothing else has.
@@ -246,6 +282,9 @@ pub async fn lease_lingers(
                AND lease_until > clock_timestamp() LIMIT 1";
     Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
 }
+
+/// The error code of an operation under way that the provider's account holds up: no deadline ends it.
+pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
 
 /// The kinds and steps that this release can run; everything else is a newer release's.
 pub struct Vocabulary<'a> {

@@ -6,11 +6,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::{OperationKind, census, held, retention, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
+use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::operations::OperationRow;
@@ -43,6 +46,7 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("registrations", registrations(platform).await);
     report("previews", previews(platform).await);
     report("hanging_operations", hanging(platform).await);
+    report("unknown_operations", unknown_operations(platform).await);
     report("servers", servers(platform, unless_within).await);
     report("leftovers", leftovers(platform).await);
     report("retention", retention::prune(platform).await);
@@ -105,6 +109,17 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
         end_hanging(platform, &operation).await?;
+    }
+    Ok(())
+}
+
+/// What this release cannot run is left to a newer one, and said.
+async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let unknown = db::operations::unknown(&session, &vocabulary()).await?;
+    drop(session);
+    if unknown > 0 {
+        alarms::inform(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
     }
     Ok(())
 }

@@ -17,10 +17,12 @@ use super::{OperationKind, Place, Step, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
+use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
 use crate::platform::db::{self, DbError};
 use crate::platform::measure;
+use crate::provider::{ErrorKind, ProviderError};
 
 /// Operations that one process drives at a time.
 const AT_ONCE: usize = 16;
@@ -143,6 +145,10 @@ async fn one_step(
             set_aside(&held, to, None).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
+        // Without the account nothing can be switched on: the machine is not failed for it.
+        Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
+            retry(&held, step, &error).await.map(|()| None)
+        }
         Err(error) if kind == OperationKind::Resize => match late(&held, step, Some(&error)).await? {
             Some(end) => Ok(end),
             None => retry(&held, step, &error).await.map(|()| None),
@@ -236,6 +242,11 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     let operation = held.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
+    if let Some(cause) = account_error(error) {
+        alarms::inform_of(held.platform, cause).await;
+        let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
+        return wait_for_account(held, to, &error.to_string()).await;
+    }
     let bounded = matches!(held.kind, OperationKind::Provision | OperationKind::Recover);
     if bounded && held.age().await? > GIVE_UP {
         held.refuse(step.as_str(), "it could not be done in an hour of trying").await?;
@@ -243,6 +254,12 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     }
     let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
     set_aside(held, to, Some(("retry", Some(&error.to_string())))).await
+}
+
+/// What the provider's account does not allow is nobody's failure: it is retried for as long as it takes.
+fn account_error(error: &StepError) -> Option<&ProviderError> {
+    let StepError::Transient { source, .. } = error else { return None };
+    source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
 /// Doubles from half a second to a minute, each spread over its second half.
@@ -267,6 +284,13 @@ async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), 
     store(held, to, None, line, Record::Nothing).await
 }
 
+/// [`set_aside`], marked so that no deadline of the operation ends it.
+async fn wait_for_account(held: &Held<'_>, to: Next<'_>, why: &str) -> Result<(), StepError> {
+    let error_code = Some(db::operations::WAITS_FOR_ACCOUNT);
+    write(held, to, Writing { lease: None, line: Some(("retry", Some(why))), error_code }, Record::Nothing)
+        .await
+}
+
 async fn store(
     held: &Held<'_>,
     to: Next<'_>,
@@ -274,15 +298,34 @@ async fn store(
     line: Line<'_>,
     record: Record,
 ) -> Result<(), StepError> {
+    write(held, to, Writing { lease, line, error_code: None }, record).await
+}
+
+struct Writing<'a> {
+    lease: Option<Duration>,
+    line: Line<'a>,
+    error_code: Option<&'a str>,
+}
+
+async fn write(
+    held: &Held<'_>,
+    to: Next<'_>,
+    Writing { lease, line, error_code }: Writing<'_>,
+    record: Record,
+) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
+    if let Record::CreateAccepted { .. } = record {
+        // Machines are locked before their operations, everywhere.
+        db::machines::locked(&tx, held.operation.machine).await?;
+    }
     let advance = Advance {
         state: "running",
         step: to.step.as_str(),
         facts: to.facts,
         attempts: to.attempts,
-        error_code: None,
+        error_code,
         due_in: to.due_in,
         lease,
     };
