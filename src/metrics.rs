@@ -60,6 +60,31 @@ pub static ROLLOUTS: Counters<1> =
     Counters::new("svc_rollouts_total", "Rollouts that ended by themselves, by state.", ["state"]);
 pub static ROLLOUT_MACHINES: Counters<1> =
     Counters::new("svc_rollout_machines_total", "Machines of rollouts that ended, by how.", ["state"]);
+pub static ROUTES_AGE: Gauges<0> = Gauges::new(
+    "svc_router_routes_age_seconds",
+    "Since the router last read its routes; above a few seconds the database is unreachable and routes are stale.",
+    [],
+);
+pub static RETENTION_DELETED: Counters<1> = Counters::new(
+    "svc_retention_deleted_total",
+    "Rows that the reconciler deleted because their retention had ended, by table.",
+    ["table"],
+);
+pub static OPERATIONS_UNKNOWN: Gauges<0> = Gauges::new(
+    "svc_operations_unknown",
+    "Operations under way of a kind or at a step that this release does not know; a newer one runs them.",
+    [],
+);
+pub static ALARMS: Gauges<1> = Gauges::new(
+    "svc_alarms",
+    "Alarms of the fleet as `svcctl fleet` shows them: 1 where one stands, by its name.",
+    ["alarm"],
+);
+pub static OPERATIONS_OVERDUE: Gauges<0> = Gauges::new(
+    "svc_operations_overdue",
+    "Operations that have been under way for longer than 30 minutes.",
+    [],
+);
 pub static MACHINES: Gauges<1> =
     Gauges::new("svc_machines", "Active machines of the whole installation, by status.", ["status"]);
 pub static MACHINES_BY_HEALTH: Gauges<1> = Gauges::new(
@@ -224,11 +249,15 @@ impl<const N: usize> Counters<N> {
     }
 
     pub fn add_one(&self, values: [&'static str; N]) {
+        self.add(values, 1);
+    }
+
+    pub fn add(&self, values: [&'static str; N], count: u64) {
         let make = |family: &Family<_, N>, labels: Vec<Label>| {
             metrics::describe_counter!(family.name, family.help);
             metrics::counter!(family.name, labels)
         };
-        self.0.with(values, make, |counter| counter.increment(1));
+        self.0.with(values, make, |counter| counter.increment(count));
     }
 }
 

@@ -42,7 +42,7 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
                 }
                 None => {
                     let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
-                    for check in ["platform", "fleet"] {
+                    for check in ["platform", "router", "fleet"] {
                         findings.extend(Findings::of(check).skipped(why).into_list());
                     }
                 }
@@ -76,6 +76,7 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
 async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
     diagnosis::make(vec![
         Check::new("platform", DEADLINE, ready(api)),
+        Check::new("router", DEADLINE, routes(api)),
         Check::new("fleet", DEADLINE, fleet(api)),
     ])
     .await
@@ -91,7 +92,7 @@ struct Readiness {
 async fn ready(api: &Api) -> Findings {
     let findings = Findings::of("platform");
     let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
-    match api.look(&["readyz"]).await {
+    match api.look(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
             Ok(_) if status.is_success() => findings.ok("it runs, and reaches its database and its store"),
             Ok(ready) => findings.problem(
@@ -104,6 +105,31 @@ async fn ready(api: &Api) -> Findings {
             ),
         },
         Err(error) => findings.problem(without_advice(&error), next),
+    }
+}
+
+/// What `/readyz` says of the router.
+#[derive(serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Routing {
+    routes: String,
+    routes_age_seconds: Option<u64>,
+}
+
+async fn routes(api: &Api) -> Findings {
+    let findings = Findings::of("router");
+    let next = "make the platform's database reachable: routes are read again within a second";
+    match api.look(&["readyz"]).await {
+        Ok((status, body)) => match serde_json::from_str::<Routing>(&body) {
+            Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
+            Ok(Routing { routes, routes_age_seconds }) => {
+                let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
+                let what = format!("its routes are {routes}{age}");
+                if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
+            }
+            Err(_) => findings.skipped("the platform is of an older release and does not say"),
+        },
+        Err(error) => findings.skipped(without_advice(&error)),
     }
 }
 

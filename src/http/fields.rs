@@ -17,11 +17,30 @@ pub struct Fields {
     errors: Vec<FieldError>,
     /// Every name that was looked for.
     known: Vec<String>,
+    unknown: Unknown,
+}
+
+/// What becomes of a field that nothing looked for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Unknown {
+    #[default]
+    Refused,
+    Ignored,
 }
 
 impl Fields {
     pub fn of_body(map: Map<String, Value>) -> Self {
-        Self { left: map, prefix: "/".to_owned(), errors: Vec::new(), known: Vec::new() }
+        Self::new(map, "/".to_owned(), Unknown::Refused)
+    }
+
+    fn new(left: Map<String, Value>, prefix: String, unknown: Unknown) -> Self {
+        Self { left, prefix, errors: Vec::new(), known: Vec::new(), unknown }
+    }
+
+    /// Ignores fields that are not known, here and in nested objects: for bodies of programs that may be newer.
+    pub fn ignoring_unknown(mut self) -> Self {
+        self.unknown = Unknown::Ignored;
+        self
     }
 
     pub fn of_query(query: &str) -> Self {
@@ -33,8 +52,7 @@ impl Fields {
     }
 
     fn of_pairs(text: &str, prefix: &str) -> Self {
-        let mut fields =
-            Self { left: Map::new(), prefix: prefix.to_owned(), errors: Vec::new(), known: Vec::new() };
+        let mut fields = Self::new(Map::new(), prefix.to_owned(), Unknown::Refused);
         for (name, value) in url::form_urlencoded::parse(text.as_bytes()) {
             if fields.left.insert(name.to_string(), value.into_owned().into()).is_some() {
                 fields.wrong(&name, "is given twice");
@@ -222,7 +240,7 @@ impl Fields {
             self.wrong(name, "must be an object");
             return None;
         };
-        Some(Self { left, prefix, errors: Vec::new(), known: Vec::new() })
+        Some(Self::new(left, prefix, self.unknown))
     }
 
     /// The objects of an array, each to be given back with [`Self::close`].
@@ -243,7 +261,7 @@ impl Fields {
                 return None;
             };
             let prefix = format!("{}/{index}/", self.pointer(name));
-            opened.push(Self { left, prefix, errors: Vec::new(), known: Vec::new() });
+            opened.push(Self::new(left, prefix, self.unknown));
         }
         Some(opened)
     }
@@ -257,6 +275,9 @@ impl Fields {
     }
 
     fn all_errors(mut self) -> Vec<FieldError> {
+        if self.unknown == Unknown::Ignored {
+            return self.errors;
+        }
         let unknown: Vec<String> = self.left.keys().cloned().collect();
         let why = match self.known.join(", ") {
             none if none.is_empty() => "is not a field of this request, which takes none".to_owned(),

@@ -97,11 +97,22 @@ pub struct Timing {
     pub operation_deadline: Duration,
     /// So does one that takes this long in all, and a boot that has not led to a registration by then.
     pub operation_limit: Duration,
+    /// How long a host must have been silent before its server counts as gone.
+    pub server_silence: Duration,
     /// How long a server of ours that belongs to no known machine is left alone.
     pub orphan_grace: Duration,
     /// How long a host may say nothing of an update that it was asked for.
     pub rollout_silence: Duration,
     pub keys: KeyTiming,
+    pub retention: Retention,
+}
+
+/// How long rows stay that nothing needs any more.
+#[derive(Debug, Clone, Copy)]
+pub struct Retention {
+    /// Ended operations with their logs, and ended rollouts.
+    pub operations: Duration,
+    pub audit: Duration,
 }
 
 /// When proof keys change.
@@ -111,6 +122,8 @@ pub struct KeyTiming {
     pub rotate: Duration,
     /// How long an old key stays after every host has acknowledged the new one.
     pub overlap: Duration,
+    /// A host without a heartbeat for this long is not waited for.
+    pub max_silence: Duration,
 }
 
 impl PlatformConfig {
@@ -153,11 +166,17 @@ impl PlatformConfig {
             resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
             operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
             operation_limit: seconds(env, "OPERATION_LIMIT_SECONDS", 86_400),
+            server_silence: seconds(env, "SERVER_GONE_SILENCE_SECONDS", 120),
             orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
             rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),
             keys: KeyTiming {
                 rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
                 overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),
+                max_silence: seconds(env, "PROOF_KEY_SILENCE_SECONDS", 86_400).max(Duration::from_secs(1)),
+            },
+            retention: Retention {
+                operations: days(env, "OPERATION_RETENTION_DAYS", 400),
+                audit: days(env, "AUDIT_RETENTION_DAYS", 3653),
             },
         };
         Some(Self {
@@ -179,6 +198,10 @@ impl PlatformConfig {
 
 fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
     Duration::from_secs(env.or(name, default))
+}
+
+fn days(env: &mut Env, name: &str, default: u64) -> Duration {
+    Duration::from_secs(env.or(name, default).clamp(1, 36_500) * 86_400)
 }
 
 fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {

@@ -10,6 +10,7 @@ use super::config::PlatformConfig;
 use super::db::Db;
 use super::host_store::HostStore;
 use super::keys::SigningSet;
+use super::router::Freshness;
 use super::tokens::TokenMint;
 use crate::provider::Provider;
 use crate::store::Bucket;
@@ -25,6 +26,8 @@ pub struct Platform {
     /// Labels our servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
+    /// How old the routes of this process's router are.
+    pub routes: Arc<Freshness>,
     /// Wakes the runner of this process before its next poll.
     pub nudge: Notify,
     /// Wakes the reconciler of this process before its time.

@@ -110,7 +110,9 @@ fn reasons(row: &FleetRow) -> Vec<String> {
     let failing = |part: Option<&str>| speaks && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
     let waiting = row.waiting_operation.is_some();
+    // What the provider's account holds up is one alarm for all, not a reason for each.
     let stuck = !waiting
+        && !row.operation_waits_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let mut reasons = Vec::new();
@@ -165,6 +167,7 @@ mod tests {
             operation_age: None,
             operation_attempts: 0,
             waiting_operation: None,
+            operation_waits_for_account: false,
         }
     }
 

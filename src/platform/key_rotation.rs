@@ -1,7 +1,9 @@
 //! Signing keys change with overlap: a successor is made when a key is old.
 //!
-//! A new proof key is delivered by heartbeats and signed with where a host has acknowledged it; the old one goes when no
-//! host that may be routed to needs it any more. A new app key signs after the overlap, when every router has read it;
+//! A new proof key is delivered by heartbeats and signed with where a host has acknowledged it; the old one is retired
+//! when every host that may be routed to and that sends heartbeats has a newer one. A host that has been silent for
+//! longer does not hold up the others: the retired key that it acknowledged still signs for it alone, until it
+//! acknowledges another. A new app key signs after the overlap, when every router has read it;
 //! the old one goes when no token of it can be good any more.
 //!
 //! Owns the schedule. The invariant: at every moment whoever has to accept a signature has the key of it.
@@ -13,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{APP, Acknowledged, PROOF, Standing};
+use super::db::keys::{APP, Acknowledged, Laggards, PROOF, Standing};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::router::app_token;
@@ -71,7 +73,7 @@ fn due_app(standing: &[Standing], timing: KeyTiming) -> Due {
     if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
 }
 
-/// For keys that hosts read. `without`: how many hosts that matter do not have the newest key.
+/// For keys that hosts read. `without`: how many hosts that send heartbeats do not have the newest key.
 fn due_proof(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
     let Some(newest) = standing.last() else { return Due::Nothing };
     if standing.len() > 1 {
@@ -95,10 +97,13 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
     db::lock(&tx, LOCK).await?;
     let standing = db::keys::standing(&tx, purpose).await?;
     let Some(newest) = standing.last().map(|key| key.kid.clone()) else { return Ok(()) };
-    let due = if purpose == PROOF {
-        due_proof(&standing, db::keys::without(&tx, &newest).await?, timing)
-    } else {
-        due_app(&standing, timing)
+    let laggards = match purpose {
+        PROOF => db::keys::without(&tx, &newest, timing.max_silence).await?,
+        _ => Laggards::default(),
+    };
+    let due = match purpose {
+        PROOF => due_proof(&standing, laggards.speaking, timing),
+        _ => due_app(&standing, timing),
     };
     match due {
         Due::Nothing => return Ok(()),
@@ -109,7 +114,11 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
         Due::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
         Due::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
-            tracing::info!(kid = newest, retired, "nobody needs the older signing keys; they are retired");
+            tracing::info!(kid = newest, retired, "older signing keys are retired");
+            if laggards.silent > 0 {
+                let hosts = laggards.silent;
+                tracing::warn!(hosts, "silent hosts keep a retired proof key until their next heartbeat");
+            }
         }
     }
     Ok(db::commit(tx).await?)
@@ -119,8 +128,11 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
 mod tests {
     use super::*;
 
-    const TIMING: KeyTiming =
-        KeyTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
+    const TIMING: KeyTiming = KeyTiming {
+        rotate: Duration::from_secs(1000),
+        overlap: Duration::from_secs(100),
+        max_silence: Duration::from_secs(10_000),
+    };
 
     fn key(age: u64, acknowledged_for: Option<u64>) -> Standing {
         Standing {

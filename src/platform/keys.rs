@@ -14,6 +14,9 @@ use secrecy::{ExposeSecret, SecretSlice};
 use super::db::{self, Db, DbError};
 use crate::http::proof::{ProofKeys, Signer};
 
+/// Retired keys that still sign for hosts that know no newer one.
+const MAX_RETIRED: i64 = 8;
+
 /// What is locked by whoever changes the set of keys.
 pub const LOCK: &str = "signing keys";
 
@@ -22,6 +25,8 @@ pub struct SigningSet {
     pub current: Arc<Signer>,
     /// Takes over where the host has acknowledged it.
     pub next: Option<Arc<Signer>>,
+    /// The newest first: for hosts that were silent while these were replaced, and know no other.
+    pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,
 }
@@ -34,11 +39,12 @@ pub struct AppKeys {
 }
 
 impl SigningSet {
-    /// The key to sign with for a machine whose host has acknowledged these: the newest, or, before its first word,
-    /// the oldest, which was in its user-data.
+    /// The key to sign with for a machine whose host has acknowledged these: the newest of them. Before the first
+    /// heartbeat it is the oldest active one, which was in the user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
         let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
-        self.next.as_ref().filter(known).unwrap_or(&self.current)
+        let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
+        newest_first.into_iter().find(known).unwrap_or(&self.current)
     }
 }
 
@@ -105,6 +111,9 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     let app = stored(db, seal, db::keys::APP).await?;
     let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
     let app = opened(app, seal)?;
+    let session = db.session().await?;
+    let retired = db::keys::retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
+    drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let app_signer = app.get(nth).cloned().ok_or_else(none)?;
     // The oldest key signs proofs until hosts know the newest one.
@@ -112,6 +121,7 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     Ok(SigningSet {
         current: signers.next().ok_or_else(none)?,
         next: signers.next_back(),
+        retired: retired.into_iter().filter_map(|key| opened(vec![key], seal).ok()?.pop()).collect(),
         public: public(&proof),
         app: AppKeys { current: app_signer, public: public(&app) },
     })
@@ -168,6 +178,7 @@ fn public(signers: &[Arc<Signer>]) -> ProofKeys {
 pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
+        && one.retired.first().map(|signer| signer.kid()) == other.retired.first().map(|signer| signer.kid())
         && one.app.current.kid() == other.app.current.kid()
 }
 

@@ -9,15 +9,16 @@ use deadpool_postgres::Pool;
 use jiff::Timestamp;
 use serde_json::Value;
 
+use super::alarms::Alarm;
 use super::db::{self, Db, DbError};
 use super::operations::step::{Answer, StepError};
-use super::operations::{OperationKind, Step};
+use super::operations::{OperationKind, Step, vocabulary};
 use super::{ended_machines, fleet};
 use crate::http::problem::chain;
 use crate::metrics::{
-    BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
+    ALARMS, BACKUP_AGE, BACKUP_NEVER, FLEET_READ, MACHINES, MACHINES_BY_HEALTH, MACHINES_NEEDING_ATTENTION,
     OPERATION_DURATION, OPERATION_STEP_DURATION, OPERATION_STEPS, OPERATIONS, OPERATIONS_IN_PROGRESS,
-    POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
+    OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 
 /// A scraper gives up after some ten seconds.
@@ -84,6 +85,14 @@ async fn installation(db: &Db) -> Result<(), DbError> {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
     }
+    let (_, overdue) = db::operations::overdue(&session, Duration::from_secs(1800), 1).await?;
+    OPERATIONS_OVERDUE.set([], overdue as f64);
+    let alarms = db::alarms::active(&session).await?;
+    for alarm in Alarm::ALL {
+        let stands = alarms.iter().any(|row| row.alarm == alarm.as_str());
+        ALARMS.set([alarm.as_str()], f64::from(u8::from(stands)));
+    }
+    OPERATIONS_UNKNOWN.set([], db::operations::unknown(&session, &vocabulary()).await? as f64);
     if let Some(left) = db::budget::left(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }

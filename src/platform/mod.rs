@@ -2,6 +2,7 @@
 //!
 //! Args → configuration → bind → migrate → ready → serve until a signal → drain.
 
+pub mod alarms;
 pub mod api;
 pub mod config;
 pub mod context;
@@ -42,7 +43,7 @@ use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::rate_budget::SharedBudget;
-use self::router::RouterContext;
+use self::router::{Freshness, RouterContext};
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::{Env, platform_env_file};
@@ -121,11 +122,13 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let seal = Seal::new(&config.key);
     // Its own connections: they live on the router's threads, and end with those.
     let sessions = Db::new(&config.database).or_exit(Exit::Internal)?;
+    let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
     let routes = RouterContext {
         pool: sessions.pool().clone(),
         database: config.database.clone(),
         config: config.routing.clone(),
         proof: keys.clone(),
+        freshness: freshness.clone(),
         stop: stop.clone(),
     };
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
@@ -140,6 +143,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         installation,
         db: db.clone(),
         keys,
+        routes: freshness,
         nudge: Notify::new(),
         reconcile: Notify::new(),
         stop: stop.clone(),

@@ -11,8 +11,11 @@ pub enum ErrorKind {
     NotFound,
     /// The name is taken.
     Conflict,
-    /// Asking again will be refused again.
+    /// Asking again will be refused again: for what was asked, not for who asks.
     Refused,
+    /// The account, its token or its limits, or the provider's capacity: no failure of the one server that was asked for,
+    /// and over when somebody or the provider has put it right. Nothing was done.
+    Account,
     /// It did not happen, or asking again does no harm.
     Transient,
     /// It may have happened; look before asking again.
@@ -25,6 +28,7 @@ impl ErrorKind {
             Self::NotFound => "not_found",
             Self::Conflict => "conflict",
             Self::Refused => "refused",
+            Self::Account => "account",
             Self::Transient => "transient",
             Self::Ambiguous => "ambiguous",
         }
@@ -49,6 +53,14 @@ impl ProviderError {
 
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// The provider's own code; empty where it gave none.
+    pub fn code(&self) -> &str {
+        match &self.cause {
+            Cause::Answer { code, .. } => code,
+            _ => "",
+        }
     }
 
     /// Whether the same call may be made again as it is.

@@ -49,8 +49,8 @@ async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
-    let secret_words = "resource_limit_exceeded";
-    let refusal = Fault::Status { status: 403, code: secret_words.into(), reset_in_seconds: None };
+    let secret_words = "unsupported_error";
+    let refusal = Fault::Status { status: 422, code: secret_words.into(), reset_in_seconds: None };
     // The first of these calls asks the old server to shut down.
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});

@@ -129,3 +129,33 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
     };
     stack.eventually("the first key is retired", gone).await;
 }
+
+/// It is silent for longer than others wait for it, and serves all the time.
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_host_holds_up_no_rotation_and_keeps_its_own_key() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
+    let host = host(&stack, &process).await;
+    beat(&stack, &process, &host).await;
+    let first = kids(&host.keys.lock().unwrap()).remove(0);
+    let client = stack.database.connect().await.unwrap();
+    let retired = || async {
+        let sql = "SELECT 1 FROM signing_keys WHERE kid = $1 AND retired_at IS NOT NULL";
+        (!client.query(sql, &[&first]).await.unwrap().is_empty()).then_some(())
+    };
+    stack.eventually("the silent host's key is retired", retired).await;
+    // Until the process has read the keys again it may still sign with what it had.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let path = format!("/vps/{}/backup", host.guest.machine);
+    let ask = || async { stack.post(&process, &path, &json!({})).await.status };
+    assert_eq!(ask().await, 202, "its proofs are signed with the key that it has");
+    // Its next heartbeat brings the new keys and takes none that still signs for it.
+    let given = beat(&stack, &process, &host).await;
+    assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
+    assert_eq!(ask().await, 202);
+    beat(&stack, &process, &host).await;
+    assert_eq!(ask().await, 202);
+    let given = beat(&stack, &process, &host).await;
+    assert!(!given.contains(&first), "{given:?}");
+    assert_eq!(ask().await, 202);
+}

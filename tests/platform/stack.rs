@@ -79,6 +79,7 @@ impl Stack {
             ("PLATFORM_LEASE_SECONDS", "2"),
             ("PLATFORM_POLL_MS", "50"),
             ("RECONCILE_SECONDS", "1"),
+            ("SERVER_GONE_SILENCE_SECONDS", "1"),
             ("PROVIDER_AMBIGUOUS_WAIT_SECONDS", "2"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "1"),
             ("LAST_BACKUP_STALL_SECONDS", "3"),
@@ -272,6 +273,12 @@ impl Stack {
     pub async fn try_beat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
+    }
+
+    /// Waits until the process has read its first routes.
+    pub async fn routing(&self, process: &Process) {
+        let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
+        self.eventually("routes are loaded", ready).await;
     }
 
     pub async fn status(&self, process: &Process, machine: &str) -> Value {

@@ -11,30 +11,40 @@ async fn without_its_database_it_says_so_and_comes_back() {
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
     server.create_database("svc").await.unwrap();
     let process = stack.platform_with(&[("PLATFORM_DATABASE_URL", &server.url("svc"))]);
-    assert_eq!(stack.get(&process, "/readyz").await.status, 200);
+    stack.routing(&process).await;
+    assert_eq!(stack.get(&process, "/readyz/control").await.status, 200);
     server.kill9().await.unwrap();
     stack.get(&process, "/vps").await.assert_problem(503, "database_unavailable");
-    let ready = stack.get(&process, "/readyz").await;
+    let ready = stack.get(&process, "/readyz/control").await;
     assert_eq!(
         (ready.status, &ready.body["database"], &ready.body["store"]),
         (503, &"failing".into(), &"ok".into())
     );
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
+    // Its routes still serve, so no load balancer takes it out.
+    let stale = || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
+    stack.eventually("the routes are stale", stale).await;
+    let routing = stack.get(&process, "/readyz").await;
+    assert_eq!(routing.status, 200, "{routing:?}");
+    assert!(stack.get(&process, "/metrics").await.text.contains("svc_router_routes_age_seconds "));
+    assert!(stack.log().contains("serving stale routes"));
     server.start_again().await.unwrap();
-    let back = || async { (stack.get(&process, "/readyz").await.status == 200).then_some(()) };
+    let back = || async { (stack.get(&process, "/readyz/control").await.status == 200).then_some(()) };
     stack.eventually("ready again", back).await;
     let made = stack.provision(&process, "user_1").await;
     assert_eq!(stack.ended(&process, made["operationId"].as_str().unwrap()).await["state"], "succeeded");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_its_store_it_is_not_ready_and_what_waits_for_it_goes_on_after() {
+async fn lost_store_stops_control_and_drains_no_router() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=1*sleep(1500)")]);
     stack.subscribe(&process, "user_1").await;
+    stack.routing(&process).await;
     let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await.body;
     stack.store.down();
-    let ready = stack.get(&process, "/readyz").await;
+    assert_eq!(stack.get(&process, "/readyz").await.status, 200);
+    let ready = stack.get(&process, "/readyz/control").await;
     assert_eq!(
         (ready.status, &ready.body["database"], &ready.body["store"]),
         (503, &"ok".into(), &"failing".into())
@@ -44,4 +54,18 @@ async fn without_its_store_it_is_not_ready_and_what_waits_for_it_goes_on_after()
     stack.store.up().unwrap();
     let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn process_is_not_ready_before_its_first_routes() {
+    let stack = Stack::start().await;
+    // The rows cannot be read while another transaction holds the table.
+    let mut client = stack.database.connect().await.unwrap();
+    let locked = client.transaction().await.unwrap();
+    locked.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();
+    let process = stack.platform();
+    let ready = stack.get(&process, "/readyz").await;
+    assert_eq!((ready.status, &ready.body["routes"]), (503, &"not_loaded".into()), "{ready:?}");
+    locked.rollback().await.unwrap();
+    stack.routing(&process).await;
 }

@@ -7,11 +7,11 @@ use kit::provider::{Fault, FaultRule, RateLimit};
 use super::*;
 
 #[tokio::test]
-async fn a_quota_is_a_refusal() {
+async fn quota_is_the_accounts_and_not_a_refusal() {
     let simulator =
         Simulator::start(SimulatorOptions { server_limit: 0, ..SimulatorOptions::record() }).await.unwrap();
     let error = adapter(&simulator).create(&order("svc-1")).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Refused);
+    assert_eq!(error.kind(), ErrorKind::Account);
     assert_eq!(simulator.call_count("POST", "/servers"), 1);
 }
 
@@ -127,7 +127,7 @@ async fn the_log_gets_the_providers_words_the_caller_and_the_token_do_not() {
     let simulator = simulator().await;
     let provider = adapter_with(&simulator, "a-token-that-is-wrong", FAST);
     let error = provider.find("svc-1").await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Refused);
+    assert_eq!(error.kind(), ErrorKind::Account);
     assert!(!error.to_string().contains("authenticate"), "{error}");
     assert!(error.source().unwrap().to_string().contains("unable to authenticate"));
     let all = format!("{error:?} {:?}", error.source());

@@ -149,7 +149,9 @@ async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
     world.keys.keys = vec![new.public()];
     let public = world.keys.clone();
     let app = of_apps().1;
-    world.signing.send_replace(SigningSet { current: old, next: Some(new), public, app }.into());
+    world
+        .signing
+        .send_replace(SigningSet { current: old, next: Some(new), retired: Vec::new(), public, app }.into());
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{old,new}'").await?;
     let began = std::time::Instant::now();
     loop {

@@ -6,6 +6,7 @@ mod changes;
 mod described;
 mod forwarding;
 mod machine;
+mod poll_cost;
 mod proxy;
 mod sessions;
 mod streams;

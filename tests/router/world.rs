@@ -15,7 +15,7 @@ use svc::http::proof::{Claims, ProofKeys, Signer};
 use svc::http::server::{Limits, serve_on};
 use svc::http::shards::Shards;
 use svc::platform::keys::{AppKeys, SigningSet};
-use svc::platform::router::{RouterConfig, RouterContext, router};
+use svc::platform::router::{Freshness, RouterConfig, RouterContext, router};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::{Client, NoTls};
@@ -89,7 +89,8 @@ impl World {
         let proof_signer = signer("k1");
         let keys = ProofKeys { keys: vec![proof_signer.public()] };
         let (app_signer, app) = of_apps();
-        let set = SigningSet { current: proof_signer, next: None, public: keys.clone(), app };
+        let set =
+            SigningSet { current: proof_signer, next: None, retired: Vec::new(), public: keys.clone(), app };
         let (signing, proof) = watch::channel(Arc::new(set));
         let stop = CancellationToken::new();
         let mut database: tokio_postgres::Config = match database {
@@ -104,7 +105,8 @@ impl World {
         database.connect_timeout(Duration::from_secs(2));
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
-        let app = router(RouterContext { pool, database, config, proof, stop: stop.clone() })?;
+        let freshness = Arc::new(Freshness::new(config.max_staleness));
+        let app = router(RouterContext { pool, database, config, proof, freshness, stop: stop.clone() })?;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let addr = listener.local_addr()?;
         let limits = Limits { drain: Duration::ZERO, ..Limits::default() };

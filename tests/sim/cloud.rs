@@ -167,7 +167,7 @@ impl Cloud {
             }
             Some(CloudFault::ServerError) => return Err(failure(call, unclear, 503, "")),
             Some(CloudFault::Refused) => {
-                return Err(failure(call, ErrorKind::Refused, 403, "resource_limit_exceeded"));
+                return Err(failure(call, ErrorKind::Refused, 422, "unsupported_error"));
             }
             _ => {}
         }
@@ -263,9 +263,7 @@ impl Provider for AtThePort {
                 Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
             Some(CloudFault::ServerError) => Err(failure(CALL, ErrorKind::Ambiguous, 503, "")),
-            Some(CloudFault::Refused) => {
-                Err(failure(CALL, ErrorKind::Refused, 403, "resource_limit_exceeded"))
-            }
+            Some(CloudFault::Refused) => Err(failure(CALL, ErrorKind::Refused, 422, "unsupported_error")),
             Some(CloudFault::LostReply) => {
                 let _ = self.0.order(order);
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))

@@ -20,7 +20,7 @@ use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
-use svc::platform::router::{self, RouterContext};
+use svc::platform::router::{self, Freshness, RouterContext};
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
 use svc::store::Bucket;
@@ -78,6 +78,7 @@ pub fn config(database: &str) -> PlatformConfig {
     config.timing.poll = Duration::from_millis(150);
     config.timing.lease = Duration::from_millis(800);
     config.timing.reconcile = Duration::from_millis(400);
+    config.timing.server_silence = Duration::from_millis(400);
     config.timing.last_backup_deadline = Duration::from_millis(300);
     config
 }
@@ -88,11 +89,13 @@ impl Process {
         let config = config(&seat.url());
         let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
         let stop = CancellationToken::new();
+        let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
         let routes = RouterContext {
             pool: seat.db.pool().clone(),
             database: config.database.clone(),
             config: config.routing.clone(),
             proof: seat.keys.clone(),
+            freshness: freshness.clone(),
             stop: switch.token(),
         };
         let platform = Arc::new(Platform {
@@ -103,6 +106,7 @@ impl Process {
             db: seat.db.clone(),
             installation: seat.installation,
             keys: seat.keys.clone(),
+            routes: freshness,
             nudge: Notify::new(),
             reconcile: Notify::new(),
             stop,

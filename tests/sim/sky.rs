@@ -124,7 +124,7 @@ fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
         CloudFault::LostReply => Fault::LostReplyAfterCommit,
         CloudFault::Late => Fault::LostRequest,
         CloudFault::Slow => Fault::SlowReply { ms: 200 },
-        CloudFault::Refused => status(403, "resource_limit_exceeded"),
+        CloudFault::Refused => status(422, "unsupported_error"),
         CloudFault::ActionError => Fault::ActionError,
     };
     FaultRule::times(u32::from(times), method, path, fault)

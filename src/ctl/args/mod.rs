@@ -17,7 +17,7 @@ use url::Url;
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Discard, Fail, List, Provision, Recover, Resize, Resume, Target, Undelete};
-pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
+pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, SlotCommand};
 pub use self::operation::{Operation, OperationCommand};
 use crate::applet;
 
@@ -89,6 +89,9 @@ pub enum Command {
     /// Totals, the age of backups, and which machines need somebody
     #[command(after_help = "Example: svcctl fleet --json | jq -r '.attention[].handle'")]
     Fleet,
+    /// Alarms of the fleet as a whole, which `svcctl fleet` lists
+    #[command(subcommand, after_help = "Example: svcctl alarm release servers_missing")]
+    Alarm(AlarmCommand),
     /// Replace the machine of a slot, restoring its latest snapshot
     #[command(
         after_help = "The old host stops its writers and takes a last backup. Its server is switched off, and deleted \

@@ -61,6 +61,23 @@ impl Subscription {
 }
 
 #[derive(Debug, Subcommand)]
+pub enum AlarmCommand {
+    /// Let through, for an hour, what a fuse holds back
+    #[command(
+        after_help = "servers_missing: machines whose servers the provider does not show fail. unknown_servers: servers \
+of this installation that no machine is known for are deleted, with their disks.\n\n\
+Example: svcctl alarm release servers_missing"
+    )]
+    Release {
+        /// Its name, as `svcctl fleet` shows it
+        alarm: String,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
 pub enum BackupCommand {
     /// Ask a running machine for a backup now
     #[command(after_help = "With --wait it ends when a new snapshot is verified and is the latest.\n\n\

@@ -1,5 +1,6 @@
 //! One function per command: what it sends, and what it prints.
 
+mod alarm;
 mod backup;
 mod deploy;
 mod dump;
@@ -60,6 +61,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Resize(args) => machine::resize(api, args, out).await,
         Command::Fail(args) => machine::fail(api, args, out).await,
         Command::Delete(args) => machine::delete(api, args, out).await,
+        Command::Alarm(command) => alarm::run(api, command, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Undelete(args) => kept::undelete(api, args, out).await,

@@ -20,6 +20,62 @@ pub struct Fleet {
     pub attention_total: Option<usize>,
     /// The one that is open.
     pub rollout: Option<Rollout>,
+    /// Of the fleet or the provider as a whole.
+    #[serde(default)]
+    pub alarms: Vec<Alarm>,
+    #[serde(default)]
+    pub overdue_operations: Vec<Overdue>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Alarm {
+    pub alarm: String,
+    pub since: String,
+    pub detail: BTreeMap<String, serde_json::Value>,
+    pub released_until: Option<String>,
+    pub next: String,
+}
+
+impl Alarm {
+    /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
+    fn line(&self) -> String {
+        let figures: Vec<String> =
+            self.detail.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        let figures = if figures.is_empty() { String::new() } else { format!(" ({})", figures.join(", ")) };
+        let released = self
+            .released_until
+            .as_ref()
+            .map_or_else(String::new, |until| format!(", released until {until}"));
+        format!("{}{figures} since {}{released}", self.alarm, self.since)
+    }
+}
+
+/// An operation that has been under way for too long.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Overdue {
+    pub operation_id: String,
+    pub handle: String,
+    pub kind: String,
+    pub step: String,
+    pub age_seconds: u64,
+}
+
+impl Overdue {
+    fn line(&self) -> String {
+        let Self { handle, kind, step, .. } = self;
+        format!("{kind} of {handle} at {step} for {}", span(self.age_seconds))
+    }
+
+    fn advice(&self) -> String {
+        format!("svcctl operation {}", self.operation_id)
+    }
+}
+
+/// What is said of an alarm that was released.
+pub fn released(alarm: &Alarm) -> String {
+    format!("{}\n", alarm.line())
 }
 
 #[derive(Debug, Deserialize)]
@@ -74,6 +130,13 @@ const MOST_NAMED: usize = 20;
 impl Fleet {
     /// Who needs somebody, as findings.
     pub fn findings(&self, findings: Findings) -> Findings {
+        let findings =
+            self.alarms.iter().fold(findings, |found, alarm| found.problem(alarm.line(), alarm.next.clone()));
+        let findings = self
+            .overdue_operations
+            .iter()
+            .take(MOST_NAMED)
+            .fold(findings, |found, overdue| found.warning(overdue.line(), overdue.advice()));
         let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
             let reasons = machine.reasons.join(", ");
             let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
@@ -102,6 +165,14 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             ("rollout", rollout(fleet.rollout.as_ref())),
         ],
     );
+    for alarm in &fleet.alarms {
+        let line = view.paint(Some(Colour::Bad), &format!("alarm: {}", alarm.line()));
+        shown.push_str(&format!("\n{line}\n  next: {}\n", alarm.next));
+    }
+    for overdue in &fleet.overdue_operations {
+        let line = view.paint(Some(Colour::Bad), &overdue.line());
+        shown.push_str(&format!("\n{line}\n  next: {}\n", overdue.advice()));
+    }
     if fleet.attention.is_empty() {
         shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs anybody")));
         return shown;

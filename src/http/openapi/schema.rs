@@ -83,6 +83,21 @@ pub fn nullable(mut schema: Value) -> Value {
     schema
 }
 
+/// The same object and those nested in it, with members that are not described: a newer program may send more.
+pub fn extensible(mut schema: Value) -> Value {
+    match &mut schema {
+        Value::Object(members) => {
+            members.shift_remove("additionalProperties");
+            for member in members.values_mut() {
+                *member = extensible(member.take());
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(|item| *item = extensible(item.take())),
+        _ => {}
+    }
+    schema
+}
+
 /// A request's object with exactly these members; an optional one that is null is as good as absent.
 pub fn fields(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let optional: Vec<(&str, Value)> =

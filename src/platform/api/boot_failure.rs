@@ -11,7 +11,7 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
-use crate::http::openapi::{Operation, fields, object, text_to, uuid};
+use crate::http::openapi::{Operation, extensible, fields, object, text_to, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -34,7 +34,7 @@ pub async fn handle(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
-    let mut fields = call.fields()?;
+    let mut fields = call.host_fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
@@ -65,7 +65,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            fields(&[("stage", text_to(LONGEST_STAGE)), ("message", text_to(LONGEST_MESSAGE))], &[])
+            extensible(fields(
+                &[("stage", text_to(LONGEST_STAGE)), ("message", text_to(LONGEST_MESSAGE))],
+                &[],
+            ))
         }),
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])

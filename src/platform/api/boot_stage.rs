@@ -15,7 +15,7 @@ use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::fields::Fields;
-use crate::http::openapi::{Answer, Content, Operation, count, fields, one_of};
+use crate::http::openapi::{Answer, Content, Operation, count, extensible, fields, one_of};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
@@ -50,7 +50,7 @@ pub async fn handle(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
-    let mut fields = call.fields()?;
+    let mut fields = call.host_fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
@@ -134,10 +134,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[MACHINE_ID],
         body: Some(|| {
             let figures = ["bytes", "totalBytes", "rows", "totalRows"].map(|name| (name, count()));
-            fields(
-                &[("stage", one_of(&["bundle", "database", "restore", "gateway", "register"]))],
-                &[("progress", fields(&[], &figures))],
-            )
+            let stages = one_of(&["bundle", "database", "restore", "gateway", "register"]);
+            extensible(fields(&[("stage", stages)], &[("progress", extensible(fields(&[], &figures)))]))
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],

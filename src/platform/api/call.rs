@@ -129,9 +129,19 @@ impl Call {
         }
     }
 
-    /// Refuses a body that says anything, where none is needed.
-    pub fn nothing_said(&self) -> Result<(), Problem> {
+    /// The fields of a host's body: what a newer release of the host adds is ignored, so that a platform can be older.
+    pub fn host_fields(&self) -> Result<Fields, Problem> {
+        Ok(self.fields()?.ignoring_unknown())
+    }
+
+    /// Refuses an operator's body that says anything, where none is needed.
+    pub fn no_body(&self) -> Result<(), Problem> {
         if self.body.is_empty() { Ok(()) } else { self.fields()?.finish(Some(())) }
+    }
+
+    /// Passes a host's request that needs no body: a newer host may send an object.
+    pub fn nothing_needed(&self) -> Result<(), Problem> {
+        if self.body.is_empty() { Ok(()) } else { self.host_fields()?.finish(Some(())) }
     }
 
     pub fn query(&self) -> Fields {

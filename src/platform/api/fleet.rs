@@ -1,6 +1,8 @@
-//! GET `/vps/fleet`: all active machines in one look, those that need somebody, and the rollout that is open.
+//! GET `/vps/fleet`: all active machines in one look, those that need somebody, operations that take too long, alarms,
+//! and the rollout that is open.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::{Request, State};
@@ -11,12 +13,18 @@ use super::endpoint::{Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, s
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::openapi::{Operation, array, count, named, nullable, object, one_of, text, time, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::platform::alarms;
 use crate::platform::context::Platform;
+use crate::platform::db::operations::Overdue;
 use crate::platform::db::{self, rollouts};
 use crate::platform::{ended_machines, fleet};
 use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
+
+/// An operation that is under way for longer needs somebody, whatever its machine is.
+const OPERATION_OVERDUE: Duration = Duration::from_secs(1800);
+const MAX_LISTED: i64 = 100;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
@@ -28,8 +36,26 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
     let open = rollouts::open(&session).await?;
     body["rollout"] = rollouts::summaries(&session, open.as_slice()).await?.pop().into();
+    let (overdue, total) = db::operations::overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
+    body["overdueOperations"] = overdue.iter().map(overdue_record).collect();
+    body["overdueOperationsTotal"] = total.into();
+    body["alarms"] = alarms::active(&session).await?.into();
     body["asOf"] = rfc3339_ms(now_ms()).into();
     Ok(Json(body).into_response())
+}
+
+fn overdue_record(overdue: &Overdue) -> Value {
+    let operation = &overdue.operation;
+    json!({
+        "operationId": operation.id,
+        "machineId": operation.machine,
+        "handle": overdue.handle,
+        "kind": operation.kind,
+        "step": operation.step,
+        "attempts": operation.attempts,
+        "errorCode": operation.error_code,
+        "ageSeconds": overdue.age.max(0.0) as u64,
+    })
 }
 
 /// The route and its description.
@@ -72,12 +98,28 @@ fn shape() -> Value {
         ],
         &[("ended", one_of(&["deleted", "replaced"])), ("operationId", nullable(uuid()))],
     );
+    let overdue = object(
+        &[
+            ("operationId", uuid()),
+            ("machineId", uuid()),
+            ("handle", handle_name()),
+            ("kind", text()),
+            ("step", text()),
+            ("attempts", count()),
+            ("errorCode", nullable(text())),
+            ("ageSeconds", count()),
+        ],
+        &[],
+    );
     object(
         &[
             ("totals", totals),
             ("backups", backups),
             ("attention", array(in_need)),
             ("attentionTotal", count()),
+            ("overdueOperations", array(overdue)),
+            ("overdueOperationsTotal", count()),
+            ("alarms", array(named("Alarm"))),
             ("rollout", nullable(named("RolloutSummary"))),
             ("asOf", time()),
         ],

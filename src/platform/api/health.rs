@@ -1,4 +1,8 @@
-//! GET `/livez` and `/readyz`: whether the process lives; whether database and object store can be reached.
+//! GET `/livez`, `/readyz` and `/readyz/control`: whether the process lives; whether it routes; whether it can change
+//! machines.
+//!
+//! Routing needs neither the object store nor, for a while, the database: a load balancer that asks `/readyz` keeps
+//! users' requests coming while either is unreachable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +15,11 @@ use object_store::path::Path;
 use serde_json::json;
 
 use super::endpoint::{Endpoint, told, well};
-use crate::http::openapi::{Operation, object};
+use crate::http::openapi::{Operation, count, nullable, object, one_of};
 use crate::http::problem::chain;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
+use crate::platform::router::Routes;
 use axum::routing::get;
 
 const PROBE: Duration = Duration::from_secs(3);
@@ -24,11 +29,24 @@ pub async fn live() -> Response {
 }
 
 pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
+    let routes = platform.routes.routes();
+    let ok = routes.are_served() && !platform.stop.is_cancelled();
+    let age = platform.routes.age().map(|age| age.as_secs());
+    answer(ok, json!({"status": word(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
+}
+
+pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
     let (database, store) = tokio::join!(database(&platform), store(&platform));
-    let word = |ok: bool| if ok { "ok" } else { "failing" };
     let ok = database && store && !platform.stop.is_cancelled();
+    answer(ok, json!({"status": word(ok), "database": word(database), "store": word(store)}))
+}
+
+fn word(ok: bool) -> &'static str {
+    if ok { "ok" } else { "failing" }
+}
+
+fn answer(ok: bool, body: serde_json::Value) -> Response {
     let status = if ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let body = json!({"status": word(ok), "database": word(database), "store": word(store)});
     (status, Json(body)).into_response()
 }
 
@@ -82,7 +100,7 @@ pub static READY: Endpoint = Endpoint {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Whether it can serve.",
+        summary: "Whether the router can serve: its routes are loaded and young enough. For load balancers.",
         credentials: &[],
         parameters: &[],
         body: None,
@@ -92,6 +110,27 @@ pub static READY: Endpoint = Endpoint {
     serve: || get(ready),
 };
 
+/// The route and its description.
+pub static READY_TO_CONTROL: Endpoint = Endpoint {
+    operation: Operation {
+        id: "readyToControl",
+        method: Method::GET,
+        path: "/readyz/control",
+        summary: "Whether the control plane can work: it reaches its database and its object store. For alerts.",
+        credentials: &[],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "It can.", control_readiness), told(503, "It cannot now.", control_readiness)],
+        problems: &[],
+    },
+    serve: || get(ready_to_control),
+};
+
 fn readiness() -> serde_json::Value {
+    let routes = [Routes::NotLoaded, Routes::Current, Routes::Stale, Routes::TooOld].map(Routes::as_str);
+    object(&[("status", well()), ("routes", one_of(&routes)), ("routesAgeSeconds", nullable(count()))], &[])
+}
+
+fn control_readiness() -> serde_json::Value {
     object(&[("status", well()), ("database", well()), ("store", well())], &[])
 }

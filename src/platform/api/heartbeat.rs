@@ -16,7 +16,7 @@ use super::endpoint::{
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
-    Operation, any_text, array, boolean, count, fields, nullable, object, one_of, text, uuid,
+    Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
 };
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
@@ -97,7 +97,7 @@ pub async fn handle(
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
     let session = platform.db.session().await?;
-    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
     let mut answer = json!({
@@ -166,7 +166,7 @@ pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> R
 }
 
 fn beat(call: &Call) -> Result<Beat, Problem> {
-    let mut fields = call.fields()?;
+    let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");
     let epoch = fields.required_number("epoch").map(|epoch| Epoch(u32::try_from(epoch).unwrap_or(0)));
     let health = health(&mut fields);
@@ -311,7 +311,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
 fn said() -> Value {
     let word = || one_of(&["ok", "failing"]);
     let kids = json!({ "type": "array", "items": any_text(), "maxItems": MOST_KIDS });
-    fields(
+    extensible(fields(
         &[
             ("imageVersion", image_version()),
             ("epoch", count()),
@@ -325,7 +325,7 @@ fn said() -> Value {
             ("updating", boolean()),
             ("proofKids", kids),
         ],
-    )
+    ))
 }
 
 fn known() -> Value {

@@ -1,5 +1,6 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
+pub mod alarm;
 pub mod backup;
 pub mod backup_file;
 pub mod backups;
@@ -52,12 +53,13 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 36] = [
+pub static ENDPOINTS: [&Endpoint; 38] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
     &list::ENDPOINT,
     &fleet::ENDPOINT,
+    &alarm::RELEASE,
     &machine::ENDPOINT,
     &delete::ENDPOINT,
     &resize::ENDPOINT,
@@ -87,6 +89,7 @@ pub static ENDPOINTS: [&Endpoint; 36] = [
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,
+    &health::READY_TO_CONTROL,
     &metrics::ENDPOINT,
     &DESCRIPTION,
 ];
@@ -101,6 +104,7 @@ const API: Api = Api {
         ("Rollout", shape::rollout),
         ("RolloutSummary", shape::rollout_summary),
         ("Subscription", shape::subscription),
+        ("Alarm", alarm::shape),
         ("OwnSlot", router::own_slot),
     ],
 };

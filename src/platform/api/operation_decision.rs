@@ -66,7 +66,7 @@ async fn abandon(
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     call.operator(&platform)?;
-    call.nothing_said()?;
+    call.no_body()?;
     decide(&platform, &call, &id, Decision::Abandon).await
 }
 

@@ -17,7 +17,7 @@ use subtle::ConstantTimeEq;
 use super::call::{Call, registration_rejected};
 use super::endpoint::{Endpoint, REGISTRATION, image_version, sha256, told};
 use super::mutation::{self, Changed};
-use crate::http::openapi::{Operation, count, fields, object, one_of, uuid};
+use crate::http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::tls::SpkiPin;
 use crate::machine::event::Event;
@@ -71,7 +71,7 @@ pub async fn authentic(tx: &Transaction<'_>, claimed: MachineId, token: &str) ->
 }
 
 fn asked(call: &Call) -> Result<(Asked, SpkiPin), Problem> {
-    let mut fields = call.fields()?;
+    let mut fields = call.host_fields()?;
     let machine = fields.required("machineId");
     let image_version = fields.required("imageVersion");
     let digest: Option<String> = fields.required("bundleSha256");
@@ -153,7 +153,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[],
         body: Some(|| {
-            fields(
+            extensible(fields(
                 &[
                     ("machineId", uuid()),
                     ("imageVersion", image_version()),
@@ -161,7 +161,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("tlsSpkiSha256", sha256()),
                 ],
                 &[("bootMs", count())],
-            )
+            ))
         }),
         answers: &[told(200, "It is running.", || {
             object(&[("status", one_of(&["running"])), ("epoch", count())], &[])

@@ -36,7 +36,7 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     call.operator(&platform)?;
-    call.nothing_said()?;
+    call.no_body()?;
     let id = path_id("machineId", &id)?;
     let mutation = Mutation::of(&call)?;
     Ok(resume(&platform, id, &mutation).await?.into_response())

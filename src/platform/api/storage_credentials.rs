@@ -33,7 +33,7 @@ pub async fn handle(
     if id != machine.id {
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
     }
-    call.nothing_said()?;
+    call.nothing_needed()?;
     let life = if machine.is_active() {
         Life::Whole
     } else if heartbeat::still_needed(&platform, &machine).await? {

@@ -36,6 +36,7 @@ pub struct FleetRow {
     pub operation_attempts: i32,
     /// The operation under way, where it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
+    pub operation_waits_for_account: bool,
 }
 
 /// # Errors
@@ -50,8 +51,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
                coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
                coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
-               coalesce(m.checks #>> '{drill,status}' = 'error', false), o.waiting \
-               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, \
+               coalesce(m.checks #>> '{drill,status}' = 'error', false), o.waiting, \
+               coalesce(o.error_code = 'provider_account', false) \
+               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
                    ORDER BY created_at LIMIT 1) o ON true \
@@ -79,6 +81,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             is_snapshot_damaged: row.get(16),
             has_drill_failed: row.get(17),
             waiting_operation: row.get::<_, Option<_>>(18).map(OperationId),
+            operation_waits_for_account: row.get(19),
         })
         .collect())
 }

@@ -41,11 +41,3 @@ pub async fn put(
         .await
         .map(drop)
 }
-
-/// Forgets keys that nobody will send again.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn prune(client: &impl GenericClient) -> Result<u64, DbError> {
-    execute(client, "DELETE FROM idempotency_keys WHERE created_at < now() - interval '7 days'", &[]).await
-}

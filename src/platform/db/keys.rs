@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
+use tokio_postgres::Row;
 
 use super::{DbError, execute, rows};
 use crate::http::proof::{ProofKey, ProofKeys};
@@ -29,31 +30,56 @@ pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<St
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
-    let found = rows(client, sql, &[&purpose]).await?;
-    Ok(found
-        .iter()
-        .map(|row| StoredKey {
-            kid: row.get(0),
-            public_key: row.get(1),
-            sealed: row.get(2),
-            age: span(row.get(3)),
-        })
-        .collect())
+    Ok(rows(client, sql, &[&purpose]).await?.iter().map(stored).collect())
+}
+
+/// Keys of a purpose that are retired, the newest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn retired(
+    client: &impl GenericClient,
+    purpose: &str,
+    limit: i64,
+) -> Result<Vec<StoredKey>, DbError> {
+    let sql = "SELECT kid, public_key, sealed, \
+               extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
+               WHERE purpose = $1 AND retired_at IS NOT NULL ORDER BY created_at DESC, kid DESC LIMIT $2";
+    Ok(rows(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
+}
+
+fn stored(row: &Row) -> StoredKey {
+    StoredKey { kid: row.get(0), public_key: row.get(1), sealed: row.get(2), age: span(row.get(3)) }
 }
 
 fn span(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default()
 }
 
-/// The public halves of all keys that are not retired, as hosts get them.
+/// The public halves of all active keys, as a new host gets them.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn public(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
-    let found = active(client, purpose).await?;
-    Ok(ProofKeys {
-        keys: found.into_iter().map(|key| ProofKey { kid: key.kid, x: key.public_key }).collect(),
-    })
+    public_for(client, purpose, &[]).await
+}
+
+/// The public halves of the keys that a host needs: all active ones, and, for a host that has acknowledged only retired
+/// ones, those as well. They sign for it until a router has read its next acknowledgement.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn public_for(
+    client: &impl GenericClient,
+    purpose: &str,
+    acknowledged: &[String],
+) -> Result<ProofKeys, DbError> {
+    let sql = "SELECT kid, public_key FROM signing_keys WHERE purpose = $1 AND (retired_at IS NULL \
+               OR kid = ANY($2) AND NOT EXISTS (SELECT 1 FROM signing_keys active WHERE active.purpose = $1 \
+                   AND active.retired_at IS NULL AND active.kid = ANY($2))) ORDER BY created_at, kid";
+    let found = rows(client, sql, &[&purpose, &acknowledged]).await?;
+    let keys = found.iter().map(|row| ProofKey { kid: row.get(0), x: row.get(1) }).collect();
+    Ok(ProofKeys { keys })
 }
 
 /// How long a key has been there, and how long all hosts that matter have had it.
@@ -83,14 +109,28 @@ pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<
         .collect())
 }
 
-/// Machines that may be routed to, now or again, and whose hosts have not acknowledged this key.
-///
+/// Machines that may be routed to, now or again, and whose hosts have not acknowledged a key.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Laggards {
+    pub speaking: i64,
+    /// Without a heartbeat for too long to be waited for.
+    pub silent: i64,
+}
+
 /// # Errors
 /// [`DbError`].
-pub async fn without(client: &impl GenericClient, kid: &str) -> Result<i64, DbError> {
-    let sql = "SELECT count(*) FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
-               AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))";
-    Ok(rows(client, sql, &[&kid]).await?.first().map_or(0, |row| row.get(0)))
+pub async fn without(
+    client: &impl GenericClient,
+    kid: &str,
+    max_silence: Duration,
+) -> Result<Laggards, DbError> {
+    let sql = "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
+               greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
+               FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
+               AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
+    let found = rows(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
+    let counts = |row: &Row| Laggards { speaking: row.get(0), silent: row.get(1) };
+    Ok(found.first().map(counts).unwrap_or_default())
 }
 
 /// Notes that from now on every host that matters has this key; or that this is not so any more.

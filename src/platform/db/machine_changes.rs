@@ -407,7 +407,7 @@ pub async fn heartbeat(
         &beat.checks,
     ];
     execute(client, sql, params).await?;
-    // Apart, because naming this column wakes every router.
+    // Apart, because naming this column has every router read the machine's keys again.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
 }

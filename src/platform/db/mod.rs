@@ -3,6 +3,7 @@
 //! Nothing here decides what may happen to a machine. The invariant: no statement waits without end, and an error
 //! says whether the database could not be reached or refused what was asked.
 
+pub mod alarms;
 pub mod audit;
 pub mod budget;
 pub mod ended_machines;
@@ -14,6 +15,7 @@ pub mod machine_row;
 pub mod machines;
 pub mod migrate;
 pub mod operations;
+pub mod retention;
 pub mod rollouts;
 pub mod servers;
 pub mod slots;

@@ -210,9 +210,9 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`. Those that
-/// wait for an operator are left alone, and so are removals of servers: they are repeated until an operator gives them
-/// up.
+/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`. Left alone are
+/// those that wait for an operator, those of a newer release, those that the provider's account holds up, and deletions
+/// and removals of servers: they are repeated until an operator gives them up.
 ///
 /// # Errors
 /// [`DbError`].
@@ -220,15 +220,51 @@ pub async fn hanging(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
+    known: &Vocabulary<'_>,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
-         AND question IS NULL \
+         AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
               OR created_at <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
     );
-    let params: super::Params<'_> = &[&deadline.as_secs_f64(), &limit.as_secs_f64()];
+    let params: super::Params<'_> =
+        &[&deadline.as_secs_f64(), &limit.as_secs_f64(), &known.kinds, &known.steps, &WAITS_FOR_ACCOUNT];
     Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
+}
+
+/// An operation that has been under way for long, whatever its machine is by now.
+pub struct Overdue {
+    pub operation: OperationRow,
+    pub handle: String,
+    pub age: f64,
+}
+
+/// Operations under way that were filed longer ago than `age`, the oldest first, at most `limit`; how many there are.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn overdue(
+    client: &impl GenericClient,
+    age: Duration,
+    limit: i64,
+) -> Result<(Vec<Overdue>, i64), DbError> {
+    let columns: Vec<String> = COLUMNS.split(", ").map(|column| format!("o.{}", column.trim())).collect();
+    let sql = format!(
+        "SELECT {}, m.handle, extract(epoch FROM clock_timestamp() - o.created_at)::float8 AS age, \
+         count(*) OVER () AS total FROM operations o JOIN user_machines m USING (machine_id) \
+         WHERE o.state = 'running' AND o.created_at <= now() - make_interval(secs => $1) \
+         ORDER BY o.created_at LIMIT $2",
+        columns.join(", ")
+    );
+    let found = rows(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
+    let total = found.first().map_or(0, |row| row.get("total"));
+    let overdue = |row: &Row| Overdue {
+        operation: OperationRow::parse(row),
+        handle: row.get("handle"),
+        age: row.get("age"),
+    };
+    Ok((found.iter().map(overdue).collect(), total))
 }
 
 /// Sets a held operation aside until an operator decides; says whether `owner` still held it.
@@ -373,7 +409,16 @@ pub async fn lease_lingers(
     Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
 }
 
-/// Takes the operation that has been due the longest and that nobody holds.
+/// The error code of an operation under way that the provider's account holds up: no deadline ends it.
+pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
+
+/// The kinds and steps that this release can run; everything else is a newer release's.
+pub struct Vocabulary<'a> {
+    pub kinds: &'a [&'a str],
+    pub steps: &'a [&'a str],
+}
+
+/// Takes the operation that has been due the longest, that nobody holds, and that this release can run.
 ///
 /// # Errors
 /// [`DbError`].
@@ -381,14 +426,27 @@ pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
+    known: &Vocabulary<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
          WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
-           AND question IS NULL AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
+           AND question IS NULL AND kind = ANY($3) AND step = ANY($4) \
+           AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
            ORDER BY due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
-    Ok(row(client, &sql, &[&owner, &lease.as_secs_f64()]).await?.as_ref().map(OperationRow::parse))
+    let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
+    Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+}
+
+/// How many operations under way this release cannot run.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn unknown(client: &impl GenericClient, known: &Vocabulary<'_>) -> Result<i64, DbError> {
+    let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
+               AND NOT (kind = ANY($1) AND step = ANY($2))";
+    Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
 /// What a held operation is moved on to. A lease of nothing gives it up.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
+use tokio_postgres::Row;
 use uuid::Uuid;
 
 use super::{DbError, execute, row, rows};
@@ -16,6 +17,8 @@ use crate::machine::id::MachineId;
 pub struct Live {
     pub machine: MachineId,
     pub server: i64,
+    /// Since its host's last heartbeat, or its registration.
+    pub silent_for: Duration,
 }
 
 /// The id of this platform, the same for all its processes.
@@ -40,11 +43,29 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
 /// # Errors
 /// [`DbError`].
 pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
-    let sql = "SELECT machine_id, provider_server_id FROM user_machines WHERE deleted_at IS NULL \
+    let sql = "SELECT machine_id, provider_server_id, \
+               extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
+               FROM user_machines WHERE deleted_at IS NULL \
                AND retired_at IS NULL AND provider_server_id IS NOT NULL \
                AND (status IN ('running', 'resizing') OR status = 'failed' AND failure_cause IN ('resize', 'reinstating'))";
     let found = rows(client, sql, &[]).await?;
-    Ok(found.iter().map(|row| Live { machine: MachineId(row.get(0)), server: row.get(1) }).collect())
+    let live = |row: &Row| Live {
+        machine: MachineId(row.get(0)),
+        server: row.get(1),
+        silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
+    };
+    Ok(found.iter().map(live).collect())
+}
+
+/// How many machines failed within this time because their servers were gone.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
+    let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
+               AND at > now() - make_interval(secs => $1)";
+    let count: i64 = row(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
+    Ok(usize::try_from(count).unwrap_or_default())
 }
 
 /// Notes servers that are there.

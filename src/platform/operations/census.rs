@@ -1,11 +1,13 @@
 //! The servers that the provider has, against the machines that we know: late ones, vanished ones, orphans.
 //!
 //! The invariant: a listing alone proves nothing. A machine fails only after its server was asked for by id and absent
-//! twice; a server is deleted only if its machine has ended, or if it is ours and unknown for a long time.
+//! twice, while its host sent no heartbeat; a server is deleted only if its machine has ended, or if it is ours and unknown
+//! for a long time. Beyond a few at once neither happens: a fuse trips, and an operator decides.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
+use deadpool_postgres::Object;
 use jiff::Timestamp;
 use serde_json::json;
 
@@ -13,6 +15,7 @@ use super::create::{INSTALLATION_LABEL, MACHINE_LABEL};
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
+use crate::platform::alarms::{self, Alarm, Fuse};
 use crate::platform::context::Platform;
 use crate::platform::db::servers::Live;
 use crate::platform::db::{self};
@@ -21,8 +24,10 @@ use crate::provider::{Server, ServerId};
 
 /// Between the two looks at a server that seems to be gone, at least.
 const CONFIRM: Duration = Duration::from_secs(10);
-/// So many machines without any server at once are no accident of theirs, but a token of another project.
-const TOO_MANY: usize = 4;
+/// Over this time losses are counted together.
+const WINDOW: Duration = Duration::from_secs(3600);
+/// A provider that shows none of this many or more is asked with the token of another project.
+const NONE_SHOWN: usize = 4;
 
 /// # Errors
 /// Where provider or database do not do their part; then the next pass goes on.
@@ -30,7 +35,13 @@ pub async fn take(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let began = db::servers::now(&session).await?;
     drop(session);
-    let listed = platform.provider.find_by_label(MACHINE_LABEL).await?;
+    let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
+        Ok(listed) => listed,
+        Err(error) => {
+            alarms::inform_of(platform, &error).await;
+            return Err(error.into());
+        }
+    };
     strays(platform, &listed, began).await?;
     vanished(platform, &listed).await?;
     orphans(platform, &listed).await
@@ -59,27 +70,63 @@ async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
     let live = db::servers::live(&session).await?;
     let there: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
     db::servers::seen(&session, &there).await?;
-    drop(session);
     let there: HashSet<i64> = there.into_iter().collect();
-    let (_, missing): (Vec<&Live>, Vec<&Live>) = live.iter().partition(|live| there.contains(&live.server));
-    if missing.len() == live.len() && missing.len() >= TOO_MANY {
-        anyhow::bail!("the provider shows none of {} servers: is its token another project's?", live.len());
+    let missing: Vec<&Live> = live.iter().filter(|live| !there.contains(&live.server)).collect();
+    // A list that lacks many is not gone through one by one: that would cost the provider's budget and prove nothing.
+    if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
+        return Ok(());
     }
+    drop(session);
+    let missing = confirmed(platform, missing).await?;
+    let session = platform.db.session().await?;
+    if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
+        return Ok(());
+    }
+    let mut lost = Vec::new();
     for machine in missing {
-        if platform.provider.get(ServerId(machine.server)).await?.is_some() {
-            // Somebody took its label away; it is there.
-            let session = platform.db.session().await?;
-            db::servers::seen(&session, &[machine.server]).await?;
-            continue;
-        }
-        let session = platform.db.session().await?;
         let missing_for = db::servers::missing(&session, machine).await?;
-        drop(session);
-        if missing_for >= platform.config.timing.reconcile.min(CONFIRM).mul_f64(0.9) {
-            gone(platform, machine).await?;
+        let is_silent = machine.silent_for >= platform.config.timing.server_silence;
+        if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM).mul_f64(0.9) {
+            lost.push(machine);
         }
+    }
+    drop(session);
+    for machine in lost {
+        gone(platform, machine).await?;
     }
     Ok(())
+}
+
+/// Those that the provider does not know by their id either.
+async fn confirmed<'a>(platform: &Platform, missing: Vec<&'a Live>) -> anyhow::Result<Vec<&'a Live>> {
+    let mut confirmed = Vec::new();
+    for machine in missing {
+        if platform.provider.get(ServerId(machine.server)).await?.is_some() {
+            // Its label was taken away; it is there.
+            let session = platform.db.session().await?;
+            db::servers::seen(&session, &[machine.server]).await?;
+        } else {
+            confirmed.push(machine);
+        }
+    }
+    Ok(confirmed)
+}
+
+/// Those of this pass count with those of the last hour: a slow loss is a mass loss, too.
+async fn fuse(session: &Object, live: &[Live], missing: usize) -> anyhow::Result<Fuse> {
+    let failed = db::servers::failed_as_gone(session, WINDOW).await?;
+    let limit = alarms::limit(live.len());
+    let none_shown = missing == live.len() && missing >= NONE_SHOWN;
+    let is_over = missing.saturating_add(failed) > limit || none_shown;
+    let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
+    let fuse = alarms::fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
+    if fuse == Fuse::Tripped && none_shown {
+        tracing::error!(
+            servers = missing,
+            "the provider shows none of them: is its token another project's?"
+        );
+    }
+    Ok(fuse)
 }
 
 async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
@@ -114,7 +161,8 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Servers that carry our own label and belong to no machine that we know: after a grace they are deleted. What another
+/// Servers that carry our own label and belong to no machine that we know: after a grace they are deleted, unless they are
+/// many, as after the database was restored from an older copy. What another
 /// platform has made in the same project is not looked at.
 async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
@@ -130,7 +178,15 @@ async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
         .map(|(server, _)| server.0)
         .collect();
     let grown_old = db::servers::unknown(&session, &unknown, platform.config.timing.orphan_grace).await?;
+    let live = db::servers::live(&session).await?.len();
+    let limit = alarms::limit(live);
+    let detail = json!({"unknown": unknown.len(), "live": live, "limit": limit});
+    let is_over = unknown.len() > limit;
+    let fuse = alarms::fuse(&session, Alarm::UnknownServers, unknown.len(), is_over, &detail).await?;
     drop(session);
+    if fuse == Fuse::Tripped {
+        return Ok(());
+    }
     for server in &unknown {
         tracing::warn!(server, "a server of ours belongs to no machine that is known");
     }

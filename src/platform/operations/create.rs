@@ -71,7 +71,7 @@ async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> 
             Some(found) => Ok(adopted(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Refused | ErrorKind::NotFound | ErrorKind::Transient => {
+        ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
             held.order_refused().await?;
             Err(StepError::from(error))
         }

@@ -22,7 +22,7 @@ pub struct Held<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
-    /// This process, for the database.
+    /// Of the claim that this process holds it by.
     pub owner: Uuid,
 }
 
@@ -82,6 +82,8 @@ impl Held<'_> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease;
+        // Machines are locked before their operations, everywhere.
+        db::machines::locked(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }

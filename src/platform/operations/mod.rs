@@ -14,10 +14,14 @@ pub mod predecessor;
 pub mod reconcile;
 pub mod reinstate;
 pub mod resize;
+pub mod retention;
 pub mod runner;
 pub mod step;
 
 use std::str::FromStr;
+use std::sync::LazyLock;
+
+use crate::platform::db::operations::Vocabulary;
 
 pub use options::OperationOptions;
 
@@ -62,6 +66,14 @@ pub enum Step {
     SwitchOn,
     /// Opens its writers, and waits until its host is well under the new epoch.
     AwaitHost,
+}
+
+/// The kinds and steps that this release knows.
+pub fn vocabulary() -> Vocabulary<'static> {
+    static KINDS: LazyLock<Vec<&str>> =
+        LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
+    static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
+    Vocabulary { kinds: &KINDS, steps: &STEPS }
 }
 
 impl OperationKind {

@@ -6,12 +6,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::{OperationKind, OperationOptions};
-use super::{census, held};
+use super::{census, held, retention, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
+use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::operations::OperationRow;
@@ -44,9 +47,10 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("registrations", registrations(platform).await);
     report("previews", previews(platform).await);
     report("hanging_operations", hanging(platform).await);
+    report("unknown_operations", unknown_operations(platform).await);
     report("servers", servers(platform, unless_within).await);
     report("leftovers", leftovers(platform).await);
-    report("idempotency_keys", idempotency(platform).await);
+    report("retention", retention::prune(platform).await);
 }
 
 fn report(part: &'static str, end: anyhow::Result<()>) {
@@ -100,11 +104,23 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
 async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
-    let found = db::operations::hanging(&session, timing.operation_deadline, timing.operation_limit).await?;
+    let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
+    let found = db::operations::hanging(&session, deadline, limit, &vocabulary()).await?;
     drop(session);
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
         end_hanging(platform, &operation).await?;
+    }
+    Ok(())
+}
+
+/// What this release cannot run is left to a newer one, and said.
+async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let unknown = db::operations::unknown(&session, &vocabulary()).await?;
+    drop(session);
+    if unknown > 0 {
+        alarms::inform(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
     }
     Ok(())
 }
@@ -148,11 +164,5 @@ async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     if !found.is_empty() {
         platform.nudge.notify_one();
     }
-    Ok(())
-}
-
-async fn idempotency(platform: &Platform) -> anyhow::Result<()> {
-    let session = platform.db.session().await?;
-    db::idempotency::prune(&session).await?;
     Ok(())
 }

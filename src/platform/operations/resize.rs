@@ -16,13 +16,12 @@ use crate::machine::event::Event;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
-/// The action under way, and that the server was once not there, among an operation's facts.
+/// The action under way, among an operation's facts.
 const ACTION: &str = "action";
-const GONE: &str = "gone";
 const ASKED: &str = "asked";
 
-/// Between two looks that both must say that the server is gone.
-const CONFIRM_GONE: Duration = Duration::from_secs(2);
+/// Between two reads of a server that the provider does not show.
+const LOOK_FOR_GONE: Duration = Duration::from_secs(2);
 
 pub async fn shut_down(held: &Held<'_>) -> Result<Answer, StepError> {
     let Looked { server, age, .. } = match look(held).await? {
@@ -201,13 +200,8 @@ async fn look(held: &Held<'_>) -> Result<Result<Looked, Answer>, StepError> {
     if let Some(server) = held.platform.provider.get(ServerId(id)).await? {
         return Ok(Ok(Looked { machine, server, to, age }));
     }
-    let mut facts = held.facts();
-    if facts.contains_key(GONE) {
-        let note = "the provider no longer has the server";
-        return Ok(Err(Answer::End { event: Event::ServerGone, note }));
-    }
-    facts.insert(GONE.to_owned(), json!(true));
-    Ok(Err(Answer::Wait { again_in: CONFIRM_GONE, facts: Some(facts) }))
+    // Whether it is gone for good is the census's to say, which knows of the host and of all other servers.
+    Ok(Err(Answer::wait(LOOK_FOR_GONE)))
 }
 
 /// Waits for the action that this step has begun; one that failed is begun anew after a pause.

@@ -14,14 +14,16 @@ use uuid::Uuid;
 use super::held::Held;
 use super::resize::{self, Verdict};
 use super::step::{self, Answer, Question, Record, StepError};
-use super::{OperationKind, Place, Step};
+use super::{OperationKind, Place, Step, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
+use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
 use crate::platform::db::{self, DbError, machine_changes};
 use crate::platform::measure;
+use crate::provider::{ErrorKind, ProviderError};
 
 /// Operations that one process drives at a time.
 const AT_ONCE: usize = 16;
@@ -31,10 +33,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// Drives operations until `stop`, then lets the steps under way end.
 pub async fn run(platform: Arc<Platform>) {
-    let owner = Uuid::now_v7();
     let mut driven = JoinSet::new();
     while !platform.stop.is_cancelled() {
         while driven.len() < AT_ONCE {
+            // Of this claim alone: a process that claims again what it has lost is another owner.
+            let owner = Uuid::now_v7();
             match claim(&platform, owner).await {
                 Ok(Some(operation)) => {
                     let platform = platform.clone();
@@ -61,7 +64,7 @@ pub async fn run(platform: Arc<Platform>) {
 
 async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
     let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease).await
+    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary()).await
 }
 
 /// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
@@ -145,6 +148,10 @@ async fn one_step(
             set_aside(&held, to, None).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
+        // Without the account nothing can be switched on: the machine is not failed for it.
+        Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
+            retry(&held, step, &error).await.map(|()| None)
+        }
         Err(error) if kind == OperationKind::Resize => match late(&held, step, Some(&error)).await? {
             Some(end) => Ok(end),
             None => retry(&held, step, &error).await.map(|()| None),
@@ -238,6 +245,11 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     let operation = held.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
+    if let Some(cause) = account_error(error) {
+        alarms::inform_of(held.platform, cause).await;
+        let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
+        return wait_for_account(held, to, &error.to_string()).await;
+    }
     if makes_a_machine(held.kind) && held.step_age().await? > GIVE_UP {
         held.refuse(step.as_str(), "retries exhausted after 1 h").await?;
         return Ok(());
@@ -267,6 +279,12 @@ async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), Step
     Ok(db::commit(tx).await?)
 }
 
+/// What the provider's account does not allow is no machine's failure: it is retried for as long as it takes.
+fn account_error(error: &StepError) -> Option<&ProviderError> {
+    let StepError::Transient { source, .. } = error else { return None };
+    source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
+}
+
 /// Doubles from half a second to a minute, each spread over its second half.
 fn pause(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
@@ -289,6 +307,13 @@ async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), 
     store(held, to, None, line, Record::Nothing).await
 }
 
+/// [`set_aside`], marked so that no deadline of the operation ends it.
+async fn wait_for_account(held: &Held<'_>, to: Next<'_>, why: &str) -> Result<(), StepError> {
+    let error_code = Some(db::operations::WAITS_FOR_ACCOUNT);
+    write(held, to, Writing { lease: None, line: Some(("retry", Some(why))), error_code }, Record::Nothing)
+        .await
+}
+
 async fn store(
     held: &Held<'_>,
     to: Next<'_>,
@@ -296,15 +321,31 @@ async fn store(
     line: Line<'_>,
     record: Record,
 ) -> Result<(), StepError> {
+    write(held, to, Writing { lease, line, error_code: None }, record).await
+}
+
+struct Writing<'a> {
+    lease: Option<Duration>,
+    line: Line<'a>,
+    error_code: Option<&'a str>,
+}
+
+async fn write(
+    held: &Held<'_>,
+    to: Next<'_>,
+    Writing { lease, line, error_code }: Writing<'_>,
+    record: Record,
+) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
+    lock_machine_of(held, &tx, &record).await?;
     let advance = Advance {
         state: "running",
         step: to.step.as_str(),
         facts: to.facts,
         attempts: to.attempts,
-        error_code: None,
+        error_code,
         due_in: to.due_in,
         lease,
     };
@@ -316,6 +357,19 @@ async fn store(
     }
     write_record(held, &tx, record).await?;
     Ok(db::commit(tx).await?)
+}
+
+/// Machines are locked before their operations, everywhere.
+async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record) -> Result<(), DbError> {
+    let machine = match record {
+        Record::Nothing => return Ok(()),
+        Record::CreateAccepted { .. } => held.operation.machine,
+        Record::Saved { machine, .. }
+        | Record::Unsaved { machine, .. }
+        | Record::Released { machine }
+        | Record::SwitchedOn { machine } => *machine,
+    };
+    db::machines::locked(tx, machine).await.map(drop)
 }
 
 async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
@@ -336,6 +390,7 @@ async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) ->
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
+    lock_machine_of(held, &tx, &record).await?;
     let advance = Advance {
         state: "succeeded",
         step: step.as_str(),

@@ -138,6 +138,7 @@ impl From<ProviderError> for StepError {
     fn from(error: ProviderError) -> Self {
         match error.kind() {
             ErrorKind::Refused => Self::permanent("the provider refused", error),
+            ErrorKind::Account => Self::transient("the provider's account does not allow it now", error),
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
                 Self::transient("the provider did not do it", error)
             }

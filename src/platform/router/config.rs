@@ -12,6 +12,8 @@ use super::door::Door;
 
 /// A change of a machine must be obeyed within a second.
 const SLOWEST_POLL_MS: u64 = 500;
+/// Safe for as long, because a machine answers only by the key that it registered.
+const MAX_STALE_SECONDS: u64 = 1800;
 
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
@@ -25,11 +27,13 @@ pub struct RouterConfig {
     pub legacy_fallback: Option<Url>,
     pub chain_check: ChainCheck,
     pub poll: Duration,
+    /// How long routes are served while the database is unreachable.
+    pub max_staleness: Duration,
 }
 
 impl RouterConfig {
     /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_PUBLIC_SCHEME`, `IDP_*`, `LEGACY_FALLBACK_URL`,
-    /// `CUSTOMER_VPS_TLS_VERIFY` and `PLATFORM_ROUTES_POLL_MS`; `None` after a mistake was said.
+    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS` and `ROUTER_MAX_STALE_SECONDS`; `None` after a mistake was said.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<PublicHost> = env.required("APP_HOST");
         let code_host: Option<PublicHost> = env.required("CODE_HOST");
@@ -55,6 +59,7 @@ impl RouterConfig {
         let legacy_fallback = web_url(env, "LEGACY_FALLBACK_URL");
         let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", crate::config::Flag::Off);
         let poll = env.or("PLATFORM_ROUTES_POLL_MS", SLOWEST_POLL_MS).clamp(10, SLOWEST_POLL_MS);
+        let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
         Some(Self {
             app_host: app_host?,
             code_host: code_host?,
@@ -64,6 +69,7 @@ impl RouterConfig {
             legacy_fallback,
             chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },
             poll: Duration::from_millis(poll),
+            max_staleness: Duration::from_secs(max_stale),
         })
     }
 

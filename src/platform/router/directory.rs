@@ -1,30 +1,29 @@
-//! Which machine serves a user: the active rows of `user_machines` in memory, and how old that knowledge is.
+//! Which machine serves a user: the active rows of `user_machines` in memory.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: a way exists exactly for a running, active row,
 //! and is closed, with all that goes over it, when its row is no longer that.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::http::tls::ChainCheck;
 use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 
+use super::freshness::Freshness;
 use super::machine::{Machine, Row, Way};
-
-/// Without the database the last table serves this long.
-const TRUSTED: Duration = Duration::from_secs(15);
 
 pub(super) struct Directory {
     check: ChainCheck,
+    freshness: Arc<Freshness>,
     table: RwLock<Table>,
 }
 
 #[derive(Default)]
 struct Table {
     users: Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>,
-    seen: Option<Instant>,
+    machines: HashMap<MachineId, Arc<Machine>>,
 }
 
 /// What there is for a user.
@@ -47,8 +46,8 @@ impl Found {
 }
 
 impl Directory {
-    pub(super) fn new(check: ChainCheck) -> Self {
-        Self { check, table: RwLock::default() }
+    pub(super) fn new(check: ChainCheck, freshness: Arc<Freshness>) -> Self {
+        Self { check, freshness, table: RwLock::default() }
     }
 
     /// The machine of the chosen slot; without a choice, or where the chosen slot is gone, the running one of
@@ -80,14 +79,23 @@ impl Directory {
     }
 
     fn trusted(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-        let trusted = table.seen.is_some_and(|seen| seen.elapsed() < TRUSTED);
-        trusted.then(|| Arc::clone(&table.users))
+        let trusted = self.freshness.routes().are_served();
+        trusted.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
     /// Nothing has changed up to `seen`.
     pub(super) fn confirm(&self, seen: Instant) {
-        self.table.write().unwrap_or_else(PoisonError::into_inner).seen = Some(seen);
+        self.freshness.confirm(seen);
+    }
+
+    /// Takes the keys that hosts have acknowledged; routes stay as they are.
+    pub(super) fn acknowledge(&self, acknowledged: Vec<(MachineId, Vec<String>)>) {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        for (id, kids) in acknowledged {
+            if let Some(machine) = table.machines.get(&id) {
+                machine.acknowledge(kids);
+            }
+        }
     }
 
     /// Takes all active rows, as they were not before `seen`.
@@ -112,8 +120,11 @@ impl Directory {
             };
             users.entry(row.user.clone()).or_default().push(Arc::new(Machine::new(row, way)));
         }
+        let machines =
+            users.values().flatten().map(|machine| (machine.row.id, Arc::clone(machine))).collect();
         *self.table.write().unwrap_or_else(PoisonError::into_inner) =
-            Table { users: Arc::new(users), seen: Some(seen) };
+            Table { users: Arc::new(users), machines };
+        self.freshness.confirm(seen);
         for gone in ways.into_values() {
             gone.proxy.close();
         }

@@ -89,13 +89,18 @@ impl Gate {
                 Err(error) => Err(Refusal::Bearer(error)),
             };
         }
-        let session = match cookie::get(headers, door.session_cookie()) {
-            Some(token) => self.sessions.find(door, token, now).await?,
-            None => None,
+        let found = match cookie::get(headers, door.session_cookie()) {
+            Some(token) => self.sessions.find(door, token, now).await,
+            None => Ok(None),
         };
         let token = cookie::get(headers, cookie::IDP);
+        // Without the database, the provider's cookie still proves who asks.
+        let (session, failure) = match found {
+            Ok(session) => (session, None),
+            Err(error) => (None, Some(error)),
+        };
         match (session, token) {
-            (None, None) => Ok(None),
+            (None, None) => failure.map_or(Ok(None), |error| Err(error.into())),
             (Some(session), None) => Ok(Some(Identity::Session(session))),
             // Nobody with a session waits for the provider; but another user may have signed in on this browser.
             (Some(session), Some(token)) => match self.check_with_known_keys(token, now) {
@@ -105,7 +110,7 @@ impl Gate {
             (None, Some(token)) => match self.check(token, now).await {
                 Ok(subject) => Ok(Some(Identity::Cookie(subject))),
                 Err(JwtError::NoKeys) => Err(Refusal::NoKeys),
-                Err(_) => Ok(None),
+                Err(_) => failure.map_or(Ok(None), |error| Err(error.into())),
             },
         }
     }

@@ -10,7 +10,7 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::http::proof::{Claims, ISSUER, MAX_LIFE_SECONDS, Route};
+use crate::http::proof::{Claims, ISSUER, MAX_LIFE_SECONDS, Route, Signer};
 use crate::http::proxy::{Dial, Io, Proxy, ProxyLimits};
 use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
 use crate::machine::id::MachineId;
@@ -30,6 +30,7 @@ pub(super) struct Row {
     pub(super) handle: Handle,
     pub(super) status: Status,
     pub(super) endpoint: Option<Endpoint>,
+    /// As they were when the row was read; [`Machine::acknowledge`] has later ones.
     pub(super) proof_kids: Vec<String>,
     pub(super) created_at: Timestamp,
 }
@@ -46,13 +47,19 @@ pub(super) struct Machine {
     pub(super) row: Row,
     /// Present exactly while it is routed to.
     pub(super) way: Option<Arc<Way>>,
-    proofs: Mutex<Vec<Vouched>>,
+    vouching: Mutex<Vouching>,
 }
 
 /// The connections to one endpoint; they survive changes of the row that leave the endpoint as it is.
 pub(super) struct Way {
     pub(super) endpoint: Endpoint,
     pub(super) proxy: Proxy,
+}
+
+/// The keys that the host has acknowledged, and the proofs that were signed for it in the last seconds.
+struct Vouching {
+    kids: Vec<String>,
+    proofs: Vec<Vouched>,
 }
 
 struct Vouched {
@@ -64,7 +71,16 @@ struct Vouched {
 
 impl Machine {
     pub(super) fn new(row: Row, way: Option<Arc<Way>>) -> Self {
-        Self { row, way, proofs: Mutex::default() }
+        let vouching = Vouching { kids: row.proof_kids.clone(), proofs: Vec::new() };
+        Self { row, way, vouching: Mutex::new(vouching) }
+    }
+
+    /// Signs with what the host has acknowledged now.
+    pub(super) fn acknowledge(&self, kids: Vec<String>) {
+        let mut vouching = self.vouching.lock().unwrap_or_else(PoisonError::into_inner);
+        if vouching.kids != kids {
+            *vouching = Vouching { kids, proofs: Vec::new() };
+        }
     }
 
     /// The proof for a request to this machine; the owner is the only user that it can be about.
@@ -76,19 +92,20 @@ impl Machine {
         now: Timestamp,
     ) -> HeaderValue {
         let now = now.as_second();
-        let mut proofs = self.proofs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut vouching = self.vouching.lock().unwrap_or_else(PoisonError::into_inner);
+        let Vouching { kids, proofs } = &mut *vouching;
         proofs.retain(|vouched| (0..PROOF_REUSE_SECONDS).contains(&(now - vouched.made)));
         let known = proofs.iter().find(|known| known.route == route && known.app.as_deref() == app);
         if let Some(known) = known {
             return known.header.clone();
         }
-        let header = self.sign(route, app, keys, now);
+        let header = self.sign(route, app, keys.signer_for(kids), now);
         let app = app.map(str::to_owned);
         proofs.push(Vouched { route, app, made: now, header: header.clone() });
         header
     }
 
-    fn sign(&self, route: Route, app: Option<&str>, keys: &SigningSet, now: i64) -> HeaderValue {
+    fn sign(&self, route: Route, app: Option<&str>, signer: &Signer, now: i64) -> HeaderValue {
         let claims = Claims {
             iss: ISSUER.to_owned(),
             aud: self.row.id,
@@ -103,7 +120,7 @@ impl Machine {
             iat: now,
             exp: now + MAX_LIFE_SECONDS,
         };
-        let token = keys.signer_for(&self.row.proof_kids).sign(&claims);
+        let token = signer.sign(&claims);
         let mut header = HeaderValue::from_str(&token).expect("a JWT is base64url and dots");
         header.set_sensitive(true);
         header

@@ -10,6 +10,7 @@ mod cookie;
 mod directory;
 mod door;
 mod frame;
+mod freshness;
 mod headers;
 mod identity;
 mod machine;
@@ -31,6 +32,7 @@ use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
+pub use freshness::{Freshness, Routes};
 pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};
 
@@ -49,6 +51,8 @@ pub struct RouterContext {
     pub database: tokio_postgres::Config,
     pub config: RouterConfig,
     pub proof: channel::Receiver<Arc<SigningSet>>,
+    /// Shared with the process's readiness.
+    pub freshness: Arc<Freshness>,
     pub stop: CancellationToken,
 }
 
@@ -67,12 +71,13 @@ struct Site {
 /// When the HTTP client for the identity provider cannot be made.
 pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     let client = client::build(client::Deadlines::CALL).context("the identity provider's client")?;
-    let directory = Arc::new(Directory::new(ctx.config.chain_check));
-    let sessions = Arc::new(Sessions::new(ctx.pool));
+    let directory = Arc::new(Directory::new(ctx.config.chain_check, Arc::clone(&ctx.freshness)));
+    let sessions = Arc::new(Sessions::new(ctx.pool, Arc::clone(&ctx.freshness)));
     let watcher = Watcher {
         database: ctx.database,
         directory: Arc::clone(&directory),
         sessions: Arc::clone(&sessions),
+        freshness: ctx.freshness,
         every: ctx.config.poll,
     };
     tokio::spawn(watcher.run(ctx.stop));

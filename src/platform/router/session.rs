@@ -17,6 +17,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::door::Door;
+use super::freshness::{Freshness, Routes};
 use crate::machine::name::{IdpUserId, Slot};
 use crate::metrics::SESSIONS_OPENED;
 
@@ -53,6 +54,8 @@ pub(super) enum SessionError {
     Statement(#[from] tokio_postgres::Error),
     #[error("the database did not answer in time")]
     Deadline,
+    #[error("the database is unreachable")]
+    Unreachable,
     #[error("the system has no randomness")]
     Randomness,
     #[error("a stored session cannot be read")]
@@ -61,6 +64,7 @@ pub(super) enum SessionError {
 
 pub(super) struct Sessions {
     pool: Pool,
+    freshness: Arc<Freshness>,
     kept: Mutex<HashMap<Hash, Kept>>,
 }
 
@@ -77,8 +81,8 @@ pub(super) struct Handed {
 }
 
 impl Sessions {
-    pub(super) fn new(pool: Pool) -> Self {
-        Self { pool, kept: Mutex::default() }
+    pub(super) fn new(pool: Pool, freshness: Arc<Freshness>) -> Self {
+        Self { pool, freshness, kept: Mutex::default() }
     }
 
     /// The live session of a cookie's value.
@@ -203,6 +207,10 @@ impl Sessions {
     }
 
     async fn row(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<Option<Row>, SessionError> {
+        // The watcher has been without the database for seconds: nobody waits for the deadline again.
+        if matches!(self.freshness.routes(), Routes::Stale | Routes::TooOld) {
+            return Err(SessionError::Unreachable);
+        }
         let work = async {
             let client: Object = self.pool.get().await?;
             let statement = client.prepare_cached(sql).await?;

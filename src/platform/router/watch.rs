@@ -1,8 +1,8 @@
 //! Keeps directory and sessions true: polls the database, sooner when it is nudged by NOTIFY.
 //!
 //! A sequence is not commit order, so no "last number seen" is kept: the poll compares a digest over the numbers of
-//! all active rows, which changes whenever the committed set does. Sessions are few per second and are read again for
-//! longer than any of our transactions lasts.
+//! all active rows, which changes whenever the committed set does. Changed sessions and acknowledged keys are few per
+//! second and are read again for longer than any of our transactions lasts, each by the index of its time.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -15,10 +15,12 @@ use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
 use super::directory::Directory;
+use super::freshness::{Freshness, Routes};
 use super::machine::{Endpoint, Row};
 use super::session::Sessions;
 use crate::http::resolve;
 use crate::machine::id::MachineId;
+use crate::metrics::ROUTES_AGE;
 
 const DEADLINE: Duration = Duration::from_secs(2);
 /// A storm of notifications polls no faster.
@@ -27,29 +29,31 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
+/// `now()` is stable within a statement, so that the index serves it; `clock_timestamp()` would be compared row by row.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
-     FROM sessions WHERE changed_at > clock_timestamp() - interval '15 seconds'";
+     FROM sessions WHERE changed_at > now() - interval '15 seconds'";
+const CHANGED_KIDS: &str = "SELECT machine_id, proof_kids FROM user_machines \
+     WHERE proof_kids_at > now() - interval '15 seconds' AND deleted_at IS NULL AND retired_at IS NULL";
 
 pub(super) struct Watcher {
     pub(super) database: Config,
     pub(super) directory: Arc<Directory>,
     pub(super) sessions: Arc<Sessions>,
+    pub(super) freshness: Arc<Freshness>,
     pub(super) every: Duration,
 }
 
 impl Watcher {
     pub(super) async fn run(self, stop: CancellationToken) {
-        let mut down = false;
+        let mut outage = Outage::default();
         let mut last = None;
         loop {
             let watched = tokio::select! {
                 () = stop.cancelled() => return,
-                watched = self.watch(&mut last, &mut down) => watched,
+                watched = self.watch(&mut last, &mut outage) => watched,
             };
             let Err(error) = watched;
-            if !std::mem::replace(&mut down, true) {
-                tracing::warn!(error = format!("{error:#}"), "the database is not seen; routes get old");
-            }
+            outage.report(&self.freshness, &error);
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(self.every) => {}
@@ -61,23 +65,25 @@ impl Watcher {
     async fn watch(
         &self,
         last: &mut Option<Instant>,
-        down: &mut bool,
+        outage: &mut Outage,
     ) -> anyhow::Result<std::convert::Infallible> {
         let nudge = Arc::new(Notify::new());
         let connection = tokio::time::timeout(DEADLINE, Connection::open(&self.database, Arc::clone(&nudge)));
         let mut connection = connection.await.context("connect: no answer in time")??;
         loop {
             let began = Instant::now();
+            let has_gap = last.is_none_or(|last| began.duration_since(last) > LONGEST_GAP);
+            if has_gap {
+                connection.known = None;
+            }
             tokio::time::timeout(DEADLINE, self.poll(&mut connection, began))
                 .await
                 .context("poll: no answer in time")??;
-            if last.is_none_or(|last| began.duration_since(last) > LONGEST_GAP) {
+            if has_gap {
                 self.sessions.forget_all();
             }
             *last = Some(began);
-            if std::mem::replace(down, false) {
-                tracing::info!("the database is seen again");
-            }
+            outage.end(&self.freshness);
             tokio::time::sleep(SHORTEST_PAUSE.min(self.every)).await;
             tokio::select! {
                 () = nudge.notified() => {}
@@ -87,9 +93,15 @@ impl Watcher {
     }
 
     async fn poll(&self, connection: &mut Connection, began: Instant) -> anyhow::Result<()> {
-        let Connection { client, digest, machines, sessions, known } = connection;
-        let (now, changed) =
-            tokio::try_join!(client.query_one(&*digest, &[]), client.query(&*sessions, &[]))?;
+        let Connection { client, digest, machines, sessions, kids, known } = connection;
+        let (now, changed, acknowledged) = tokio::try_join!(
+            client.query_one(&*digest, &[]),
+            client.query(&*sessions, &[]),
+            client.query(&*kids, &[])
+        )?;
+        let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
+        // Before the rows, which may be newer.
+        self.directory.acknowledge(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
         let now: (i64, i64) = (now.try_get(0)?, now.try_get(1)?);
         if *known == Some(now) {
             self.directory.confirm(began);
@@ -105,12 +117,50 @@ impl Watcher {
     }
 }
 
+/// What was logged of a time without the database, so that each state is logged once.
+#[derive(Default)]
+struct Outage {
+    logged: Option<Routes>,
+}
+
+impl Outage {
+    fn report(&mut self, freshness: &Freshness, error: &anyhow::Error) {
+        let routes = match freshness.routes() {
+            // One failed poll already: the next ones decide for how long.
+            Routes::Current => Routes::Stale,
+            routes => routes,
+        };
+        ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
+        if self.logged.replace(routes) == Some(routes) {
+            return;
+        }
+        let (error, max_seconds) = (format!("{error:#}"), freshness.max_staleness().as_secs());
+        match routes {
+            Routes::NotLoaded => {
+                tracing::error!(error, "database unreachable; no routes loaded yet, requests get 503");
+            }
+            Routes::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
+            Routes::Stale | Routes::Current => {
+                tracing::warn!(error, max_seconds, "database unreachable; serving stale routes");
+            }
+        }
+    }
+
+    fn end(&mut self, freshness: &Freshness) {
+        ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
+        if self.logged.take().is_some() {
+            tracing::info!("database reachable; routes are current");
+        }
+    }
+}
+
 /// The watcher's own connection, with its statements; `known` is the digest of what the directory holds.
 struct Connection {
     client: Client,
     digest: Statement,
     machines: Statement,
     sessions: Statement,
+    kids: Statement,
     known: Option<(i64, i64)>,
 }
 
@@ -136,6 +186,7 @@ impl Connection {
             digest: client.prepare(&digest).await?,
             machines: client.prepare(&machines).await?,
             sessions: client.prepare(CHANGED_SESSIONS).await?,
+            kids: client.prepare(CHANGED_KIDS).await?,
             client,
             known: None,
         })

@@ -242,8 +242,13 @@ fn judge(status: StatusCode, code: &str, repeat: Repeat) -> (ErrorKind, Again) {
         "uniqueness_error" => return (ErrorKind::Conflict, Again::Never),
         "not_found" => return (ErrorKind::NotFound, Again::Never),
         // Nothing was done, and the provider says that this passes.
-        "resource_unavailable" | "maintenance" => return (ErrorKind::Transient, Again::Never),
-        "placement_error" => return (ErrorKind::Refused, Again::Never),
+        "maintenance" => return (ErrorKind::Transient, Again::Never),
+        "resource_limit_exceeded"
+        | "resource_unavailable"
+        | "placement_error"
+        | "unauthorized"
+        | "token_readonly"
+        | "forbidden" => return (ErrorKind::Account, Again::Never),
         _ => {}
     }
     match status {
@@ -251,6 +256,9 @@ fn judge(status: StatusCode, code: &str, repeat: Repeat) -> (ErrorKind, Again) {
         StatusCode::NOT_FOUND => (ErrorKind::NotFound, Again::Never),
         StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT if repeat == Repeat::Harmless => {
             (ErrorKind::Transient, Again::AfterBackoff)
+        }
+        StatusCode::UNAUTHORIZED | StatusCode::PAYMENT_REQUIRED | StatusCode::FORBIDDEN => {
+            (ErrorKind::Account, Again::Never)
         }
         status if status.is_client_error() => (ErrorKind::Refused, Again::Never),
         _ => (unclear(repeat), Again::Never),
@@ -263,7 +271,7 @@ mod tests {
 
     #[test]
     fn codes_and_statuses_have_the_kind_that_drives_retries() {
-        use ErrorKind::{Ambiguous, Conflict, NotFound, Refused, Transient};
+        use ErrorKind::{Account, Ambiguous, Conflict, NotFound, Refused, Transient};
         let cases = [
             (429, "rate_limit_exceeded", Transient, Transient),
             (409, "conflict", Transient, Transient),
@@ -271,10 +279,12 @@ mod tests {
             (409, "uniqueness_error", Conflict, Conflict),
             (404, "not_found", NotFound, NotFound),
             (422, "invalid_input", Refused, Refused),
-            (403, "resource_limit_exceeded", Refused, Refused),
-            (401, "unauthorized", Refused, Refused),
-            (503, "placement_error", Refused, Refused),
-            (412, "resource_unavailable", Transient, Transient),
+            (403, "resource_limit_exceeded", Account, Account),
+            (401, "unauthorized", Account, Account),
+            (401, "", Account, Account),
+            (403, "token_readonly", Account, Account),
+            (503, "placement_error", Account, Account),
+            (412, "resource_unavailable", Account, Account),
             (500, "server_error", Transient, Ambiguous),
             (502, "", Transient, Ambiguous),
             (503, "unavailable", Transient, Ambiguous),

@@ -55,7 +55,7 @@ impl World {
     }
 
     fn path_of(&self, operation: &Operation, id: &str) -> String {
-        let path = operation.path.replace("{id}", id);
+        let path = operation.path.replace("{id}", id).replace("{alarm}", "servers_missing");
         path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz").replace("{name}", DUMP)
     }
 
@@ -247,7 +247,9 @@ async fn without_database(world: &World) {
         match operation.id {
             // An operator's bundle needs the store alone.
             "getBundle" => assert_eq!(answer.status, 200),
-            "ready" => assert_eq!(answer.status, 503),
+            // The last routes still serve.
+            "ready" => assert_eq!(answer.status, 200),
+            "readyToControl" => assert_eq!(answer.status, 503),
             _ if needs => answer.assert_problem(503, "database_unavailable"),
             _ => assert_eq!(answer.status, 200, "{answer:?}"),
         }
@@ -304,6 +306,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         let refused = match operation.id {
             "backUp" | "drill" => Some((502, "host_unreachable")),
             "recover" => Some((409, "snapshot_unusable")),
+            // Nothing is missing.
+            "releaseAlarm" => Some((404, "not_found")),
             // The machine that waited has registered by then.
             "reportBootFailure" => Some((409, "invalid_state")),
             // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.

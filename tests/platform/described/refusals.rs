@@ -187,6 +187,7 @@ async fn rollouts(rows: &mut Rows<'_>) {
     let (path, world) = ("/vps/deploy", rows.world);
     let of = |word: &str| format!("/vps/deploy/{}/{word}", world.rollout);
     rows.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
+    rows.post("/vps/fleet/alarms/servers_missing/release", &json!({}), 404, "not_found").await;
     rows.row(world.ask(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request").await;
     world.send(world.ask(Method::POST, &of("abort"), &json!({}))).await;
     let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});

@@ -209,17 +209,17 @@ async fn seen_ready(root: &Root, process: &mut Child, url: &str, stack: &Stack) 
     let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
     let deadline = Instant::now() + START;
     let answer = loop {
-        match client.get(format!("{url}/readyz")).send().await {
+        match client.get(format!("{url}/readyz/control")).send().await {
             Ok(answer) if answer.status().is_success() => break answer.text().await?,
             Ok(_) | Err(_) if Instant::now() < deadline => {
                 ensure!(process.try_wait()?.is_none(), "the platform ended at its start");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            Ok(answer) => bail!("/readyz: {}", answer.status()),
+            Ok(answer) => bail!("/readyz/control: {}", answer.status()),
             Err(error) => return Err(error.into()),
         }
     };
-    ensure!(answer.contains("\"database\":\"ok\""), "/readyz says {answer}");
+    ensure!(answer.contains("\"database\":\"ok\""), "/readyz/control says {answer}");
     let environ = String::from_utf8_lossy(&fs::read(format!("/proc/{}/environ", process.id()))?).into_owned();
     ensure!(!environ.contains(&stack.secret), "the secret is in the process's environment");
     let owner = fs::metadata(format!("/proc/{}", process.id()))?.uid();

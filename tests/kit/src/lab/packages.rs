@@ -15,7 +15,7 @@ const SHORT: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(400);
 const API: &str = "127.0.0.1:9701";
 const ROUTER: &str = "127.0.0.1:9702";
-const READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz";
+const READY: &str = "curl -sS --max-time 10 http://127.0.0.1:9701/readyz/control";
 const PID: &str = "systemctl show -P MainPID svc-platform.service";
 const GATEWAY: &str = "systemctl show -P MainPID svc-gateway.service";
 const RUN_CONTAINER: &str = "podman run --detach --name svc-platform --network host --read-only --cap-drop all \
@@ -43,7 +43,7 @@ pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<
     on.run("systemctl enable --now svc-platform.service", LONG).await?.good().context("start it")?;
     let ready = async || {
         let said = on.run(READY, SHORT).await?.good()?;
-        ensure!(said.contains("\"database\":\"ok\""), "/readyz says {said}");
+        ensure!(said.contains("\"database\":\"ok\""), "/readyz/control says {said}");
         Ok(())
     };
     eventually("the packaged platform is ready", LONG, ready).await?;

@@ -55,7 +55,7 @@ fn default_size() -> usize {
 async fn list(State(cloud): Shared, Query(listing): Query<Listing>) -> Answer {
     let book = cloud.book();
     let mut found = Vec::new();
-    for record in book.servers.values() {
+    for record in book.servers.values().filter(|record| !book.hidden.contains(&record.name)) {
         let named = listing.name.as_ref().is_none_or(|name| *name == record.name);
         if named && labels::selects(&listing.label_selector, &record.labels)? {
             found.push(wire::server(record, book.is_locked(record.id)));
@@ -82,7 +82,9 @@ async fn create(State(cloud): Shared, outcome: Option<Extension<Outcome>>, body:
 
 async fn one(State(cloud): Shared, Path(id): Path<i64>) -> Answer {
     let book = cloud.book();
-    Ok(Json(json!({"server": wire::server(book.server(id)?, book.is_locked(id))})))
+    let found = Some(book.server(id)?).filter(|record| !book.hidden.contains(&record.name));
+    let found = found.ok_or_else(|| Refusal::not_found("server", id))?;
+    Ok(Json(json!({"server": wire::server(found, book.is_locked(id))})))
 }
 
 async fn delete(State(cloud): Shared, Path(id): Path<i64>) -> Answer {

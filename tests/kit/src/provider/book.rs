@@ -2,7 +2,7 @@
 //!
 //! The invariant: one server per name, one running action per server, and a disk never becomes smaller.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 
 use jiff::Timestamp;
@@ -96,6 +96,8 @@ fn yes() -> bool {
 
 pub(super) struct Book {
     pub(super) servers: BTreeMap<i64, Record>,
+    /// Servers that reads deny: they run, and neither a listing nor a look by id shows them.
+    pub(super) hidden: BTreeSet<String>,
     actions: BTreeMap<i64, ActionRecord>,
     creations: Vec<Creation>,
     addresses: Addresses,
@@ -107,6 +109,7 @@ impl Book {
     pub(super) fn new(addresses: Addresses, server_limit: usize) -> Self {
         Self {
             servers: BTreeMap::new(),
+            hidden: BTreeSet::new(),
             actions: BTreeMap::new(),
             creations: Vec::new(),
             addresses,

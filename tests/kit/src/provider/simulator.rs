@@ -170,6 +170,11 @@ impl Simulator {
         self.cloud.vanish(name).await
     }
 
+    /// From now on reads show none of these servers, which run on; an empty list shows all again.
+    pub fn hide_servers(&self, names: &[String]) {
+        self.cloud.book().hidden = names.iter().cloned().collect();
+    }
+
     /// Whether the operating system of the server hears the power button (it does, unless told otherwise here).
     pub fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
         self.cloud.obey_shutdown(name, obeys)

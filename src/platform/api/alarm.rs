@@ -1,0 +1,96 @@
+//! POST `/vps/fleet/alarms/:alarm/release`: an operator lets through, for an hour, what a fuse holds back.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use super::call::Call;
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
+use super::mutation::{Changed, Mutation, Reply};
+use crate::http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::platform::alarms::{self, Alarm, RELEASED_FOR};
+use crate::platform::context::Platform;
+use crate::platform::db::{self};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(alarm): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    call.fields()?.finish(Some(()))?;
+    let not_found = || Problem::new(Code::NotFound, "No fuse of this name has tripped.");
+    let alarm: Alarm = alarm.parse().ok().filter(|alarm: &Alarm| alarm.is_fuse()).ok_or_else(not_found)?;
+    let mutation = Mutation::of(&call)?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply.into_response());
+    }
+    let before = db::alarms::get(&tx, alarm.as_str()).await?.ok_or_else(not_found)?;
+    let after = db::alarms::release(&tx, alarm.as_str(), RELEASED_FOR).await?.ok_or_else(not_found)?;
+    let (before, after) = (alarms::record(&before), alarms::record(&after));
+    let reply = Reply::new(StatusCode::OK, after.clone());
+    let changed = Changed {
+        action: "alarm.release",
+        target: alarm.as_str(),
+        before: Some(&before),
+        after: Some(&after),
+    };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    tracing::warn!(alarm = alarm.as_str(), "an operator released the alarm");
+    platform.reconcile.notify_one();
+    Ok(reply.into_response())
+}
+
+/// The route and its description.
+pub static RELEASE: Endpoint = Endpoint {
+    operation: Operation {
+        id: "releaseAlarm",
+        method: Method::POST,
+        path: "/vps/fleet/alarms/{alarm}/release",
+        summary: "Lets through, for an hour, what a fuse holds back: failing machines, deleting unknown servers.",
+        credentials: &[OPERATOR],
+        parameters: &[
+            Parameter {
+                name: "alarm",
+                place: Place::Path,
+                schema: text,
+                about: "Its name, as the fleet shows it.",
+            },
+            IDEMPOTENCY_KEY,
+        ],
+        body: Some(|| fields(&[], &[])),
+        answers: &[told(200, "It is released.", || named("Alarm"))],
+        problems: &[
+            Code::NotFound,
+            Code::InvalidRequest,
+            Code::IdempotencyMismatch,
+            Code::DatabaseUnavailable,
+        ],
+    },
+    serve: || post(handle),
+};
+
+/// One alarm of the fleet.
+pub fn shape() -> Value {
+    object(
+        &[
+            ("alarm", text()),
+            ("since", time()),
+            ("seenAt", time()),
+            ("detail", json!({ "type": "object" })),
+            ("releasedUntil", nullable(time())),
+            ("next", text()),
+        ],
+        &[],
+    )
+}

@@ -1,0 +1,109 @@
+//! `fleet_alarms`: what is wrong with the fleet as a whole, one row each.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+use serde_json::Value;
+use tokio_postgres::Row;
+
+use super::{DbError, execute, row, rows};
+
+#[derive(Debug, Clone)]
+pub struct AlarmRow {
+    pub alarm: String,
+    pub since: Timestamp,
+    pub seen_at: Timestamp,
+    pub detail: Value,
+    /// Until then an operator lets work through.
+    pub released_until: Option<Timestamp>,
+}
+
+const STANDS: &str = "(expires_at IS NULL OR expires_at > clock_timestamp())";
+const COLUMNS: &str = "alarm, since, seen_at, detail, \
+     CASE WHEN released_until > clock_timestamp() THEN released_until END AS released_until";
+
+fn parse(row: &Row) -> AlarmRow {
+    AlarmRow {
+        alarm: row.get("alarm"),
+        since: row.get("since"),
+        seen_at: row.get("seen_at"),
+        detail: row.get("detail"),
+        released_until: row.get("released_until"),
+    }
+}
+
+/// How long an alarm stands that nothing raises again.
+#[derive(Debug, Clone, Copy)]
+pub enum Lasting {
+    UntilCleared,
+    For(Duration),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Raised {
+    /// It did not stand before.
+    pub is_new: bool,
+    pub is_released: bool,
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn raise(
+    client: &impl GenericClient,
+    alarm: &str,
+    detail: &Value,
+    lasting: Lasting,
+) -> Result<Raised, DbError> {
+    let sql = "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
+               VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
+               ON CONFLICT (alarm) DO UPDATE SET detail = excluded.detail, seen_at = excluded.seen_at, \
+               since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
+               expires_at = excluded.expires_at \
+               RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)";
+    let seconds = match lasting {
+        Lasting::UntilCleared => None,
+        Lasting::For(time) => Some(time.as_secs_f64()),
+    };
+    let found = row(client, sql, &[&alarm, &detail, &seconds]).await?;
+    let raised = |row: &Row| Raised { is_new: row.get(0), is_released: row.get(1) };
+    Ok(found.as_ref().map_or(Raised { is_new: false, is_released: false }, raised))
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbError> {
+    execute(client, "DELETE FROM fleet_alarms WHERE alarm = $1", &[&alarm]).await.map(drop)
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {STANDS}");
+    Ok(row(client, &sql, &[&alarm]).await?.as_ref().map(parse))
+}
+
+/// Those that stand, the oldest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {STANDS} ORDER BY since, alarm");
+    Ok(rows(client, &sql, &[]).await?.iter().map(parse).collect())
+}
+
+/// Lets work through for so long; `None` where the alarm does not stand.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn release(
+    client: &impl GenericClient,
+    alarm: &str,
+    time: Duration,
+) -> Result<Option<AlarmRow>, DbError> {
+    let sql = format!(
+        "UPDATE fleet_alarms SET released_until = clock_timestamp() + make_interval(secs => $2) \
+         WHERE alarm = $1 AND {STANDS} RETURNING {COLUMNS}"
+    );
+    Ok(row(client, &sql, &[&alarm, &time.as_secs_f64()]).await?.as_ref().map(parse))
+}

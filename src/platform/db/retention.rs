@@ -1,0 +1,99 @@
+//! Rows that have outlived their use, deleted in batches by an index of their time.
+//!
+//! Machines, slots, handles and signing keys are not among them: epochs, names and sealed keys are needed for good.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+
+use super::{DbError, execute};
+
+/// A table whose rows are deleted some time after they have ended.
+#[derive(Debug, Clone, Copy)]
+pub struct Expiring {
+    /// As it is called in metrics; the rows of tables that hang on it go with it.
+    pub table: &'static str,
+    /// Deletes at most `$2` rows that ended longer than `$1` seconds ago.
+    statement: &'static str,
+    pub keep: Duration,
+}
+
+impl Expiring {
+    pub fn new(table: ExpiringTable, keep: Duration) -> Self {
+        let (table, statement) = table.name_and_statement();
+        Self { table, statement, keep }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpiringTable {
+    Sessions,
+    SessionCodes,
+    IdempotencyKeys,
+    /// With their logs.
+    Operations,
+    /// With their machines.
+    Rollouts,
+    Audit,
+}
+
+impl ExpiringTable {
+    fn name_and_statement(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Sessions => (
+                "sessions",
+                "DELETE FROM sessions WHERE token_hash IN (SELECT token_hash FROM sessions \
+                 WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
+                 FOR UPDATE SKIP LOCKED)",
+            ),
+            // A code that was used expires within a minute like any other.
+            Self::SessionCodes => (
+                "session_codes",
+                "DELETE FROM session_codes WHERE code_hash IN (SELECT code_hash FROM session_codes \
+                 WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
+                 FOR UPDATE SKIP LOCKED)",
+            ),
+            Self::IdempotencyKeys => (
+                "idempotency_keys",
+                "DELETE FROM idempotency_keys WHERE (actor, key) IN (SELECT actor, key FROM idempotency_keys \
+                 WHERE created_at < now() - make_interval(secs => $1) ORDER BY created_at LIMIT $2 \
+                 FOR UPDATE SKIP LOCKED)",
+            ),
+            // The deleted ids alone leave the second statement; both see the same snapshot, and the foreign key is
+            // checked at the end.
+            Self::Operations => (
+                "operations",
+                "WITH expired AS (SELECT operation_id FROM operations \
+                   WHERE ended_at < now() - make_interval(secs => $1) ORDER BY ended_at LIMIT $2 \
+                   FOR UPDATE SKIP LOCKED), \
+                 lines AS (DELETE FROM operation_log WHERE operation_id IN (SELECT operation_id FROM expired)) \
+                 DELETE FROM operations WHERE operation_id IN (SELECT operation_id FROM expired)",
+            ),
+            Self::Rollouts => (
+                "rollouts",
+                "WITH expired AS (SELECT rollout_id FROM rollouts \
+                   WHERE ended_at < now() - make_interval(secs => $1) ORDER BY ended_at LIMIT $2 \
+                   FOR UPDATE SKIP LOCKED), \
+                 machines AS (DELETE FROM rollout_machines WHERE rollout_id IN (SELECT rollout_id FROM expired)) \
+                 DELETE FROM rollouts WHERE rollout_id IN (SELECT rollout_id FROM expired)",
+            ),
+            Self::Audit => (
+                "operator_audit",
+                "DELETE FROM operator_audit WHERE audit_id IN (SELECT audit_id FROM operator_audit \
+                 WHERE at < now() - make_interval(secs => $1) ORDER BY at LIMIT $2 FOR UPDATE SKIP LOCKED)",
+            ),
+        }
+    }
+}
+
+/// Deletes at most `limit` rows; how many it has deleted.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn delete_batch(
+    client: &impl GenericClient,
+    expiring: &Expiring,
+    limit: i64,
+) -> Result<u64, DbError> {
+    execute(client, expiring.statement, &[&expiring.keep.as_secs_f64(), &limit]).await
+}

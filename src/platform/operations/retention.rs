@@ -1,0 +1,46 @@
+//! Deletes rows whose retention has ended: one process at a time, in batches, so that no pass costs more than its bound.
+
+use std::time::Duration;
+
+use crate::metrics::RETENTION_DELETED;
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::platform::db::retention::{Expiring, ExpiringTable};
+
+/// Between two passes of all processes together.
+const INTERVAL: Duration = Duration::from_secs(60);
+const BATCH: i64 = 1000;
+/// Of one table in one pass: 1,200,000 rows an hour, above what any table takes in.
+const MAX_BATCHES: u32 = 20;
+
+/// Long enough that clocks that differ delete nothing that still counts.
+const SESSION_GRACE: Duration = Duration::from_secs(3600);
+const IDEMPOTENCY_KEYS: Duration = Duration::from_secs(7 * 86_400);
+
+/// # Errors
+/// Where the database fails; the next pass resumes.
+pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
+    let session = platform.db.session().await?;
+    let pause = INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
+    if !db::tasks::take_turn(&session, "retention", pause).await? {
+        return Ok(());
+    }
+    let retention = platform.config.timing.retention;
+    for expiring in [
+        Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
+        Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
+        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEYS),
+        Expiring::new(ExpiringTable::Operations, retention.operations),
+        Expiring::new(ExpiringTable::Rollouts, retention.operations),
+        Expiring::new(ExpiringTable::Audit, retention.audit),
+    ] {
+        for _ in 0..MAX_BATCHES {
+            let deleted = db::retention::delete_batch(&session, &expiring, BATCH).await?;
+            RETENTION_DELETED.add([expiring.table], deleted);
+            if deleted < BATCH.unsigned_abs() {
+                break;
+            }
+        }
+    }
+    Ok(())
+}

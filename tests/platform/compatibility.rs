@@ -1,0 +1,83 @@
+//! Releases that overlap: an older platform beside a newer schema, newer operations and newer hosts.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::stack::{Stack, beat_of};
+
+/// Files an operation for a machine as a later release would.
+async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
+    let client = stack.database.connect().await.unwrap();
+    let id = uuid::Uuid::now_v7();
+    let machine: uuid::Uuid = machine.parse().unwrap();
+    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, due_at, created_at) \
+               VALUES ($1, $2, $3, 'running', $4, now() - interval '1 minute', now() - interval '1 day')";
+    client.execute(sql, &[&id, &machine, &kind, &step]).await.unwrap();
+    id.to_string()
+}
+
+/// Changes with every write of the row.
+async fn version(stack: &Stack, operation: &str) -> String {
+    let client = stack.database.connect().await.unwrap();
+    let id: uuid::Uuid = operation.parse().unwrap();
+    let sql =
+        "SELECT xmin::text || ' ' || ctid::text || ' ' || state FROM operations WHERE operation_id = $1";
+    client.query_one(sql, &[&id]).await.unwrap().get(0)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_operations_are_left_alone() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
+    let guest = stack.running(&process, "user_1").await;
+    let kind = file(&stack, &guest.machine, "translocate", "fence").await;
+    let step = file(&stack, &guest.machine, "provision", "measure_server").await;
+    let (kind_before, step_before) = (version(&stack, &kind).await, version(&stack, &step).await);
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    assert_eq!(version(&stack, &kind).await, kind_before, "claimed or ended");
+    assert_eq!(version(&stack, &step).await, step_before, "claimed or ended");
+    assert_eq!(stack.status(&process, &guest.machine).await, "running");
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
+    assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
+    // What it knows is not held up.
+    let made = stack.provision(&process, "user_2").await;
+    let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn older_binary_starts_and_works_on_a_newer_schema() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    let newer = "INSERT INTO refinery_schema_history (version, name, applied_on, checksum) \
+                 VALUES (9999, 'of_a_later_release', '2026-01-01T00:00:00Z', '1'); \
+                 ALTER TABLE user_machines ADD COLUMN later text; \
+                 ALTER TABLE operations ADD COLUMN later text NOT NULL DEFAULT 'x'; \
+                 CREATE TABLE later (id bigint)";
+    client.batch_execute(newer).await.unwrap();
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_fields_of_hosts_are_ignored() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let mut body = beat_of(&guest);
+    body["later"] = json!({"any": ["thing"]});
+    body["health"]["later"] = json!(1);
+    body["disk"]["later"] = json!(null);
+    let answer = stack.beat(&process, &guest, &body).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    // An operator's request is a person's: a field that is not known is a mistake.
+    let mut body = super::stack::provision_body("user_1");
+    body["later"] = json!(1);
+    stack.post(&process, "/vps/provision", &body).await.assert_problem(400, "invalid_request");
+}

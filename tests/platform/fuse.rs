@@ -1,0 +1,191 @@
+//! What the provider does not show is not believed at once: hosts that send heartbeats live, and many at a time are no accident.
+
+use std::time::{Duration, Instant};
+
+use kit::provider::{Fault, FaultRule};
+use serde_json::{Value, json};
+
+use super::stack::{Guest, Process, Stack, beat_of};
+
+async fn fleet(stack: &Stack, process: &Process) -> Value {
+    stack.get(process, "/vps/fleet").await.body
+}
+
+fn alarm<'a>(fleet: &'a Value, name: &str) -> Option<&'a Value> {
+    fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == name)
+}
+
+fn names(guests: &[Guest]) -> Vec<String> {
+    guests.iter().map(|guest| format!("svc-{}", guest.machine)).collect()
+}
+
+async fn machines(stack: &Stack, process: &Process, count: usize) -> Vec<Guest> {
+    let mut guests = Vec::new();
+    for n in 0..count {
+        guests.push(stack.running(process, &format!("user_{n}")).await);
+    }
+    guests
+}
+
+async fn all_run(stack: &Stack, process: &Process, guests: &[Guest]) {
+    for guest in guests {
+        assert_eq!(stack.status(process, &guest.machine).await, "running", "{}", stack.log());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_whose_host_beats_survives_a_provider_that_denies_it() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
+    let guests = machines(&stack, &process, 2).await;
+    stack.provider.hide_servers(&names(&guests[..1]));
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(8) {
+        for guest in &guests {
+            stack.beat(&process, guest, &beat_of(guest)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    all_run(&stack, &process, &guests).await;
+    // Silent as well, it is gone.
+    let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
+    stack.eventually("the silent one fails", failed).await;
+    assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guests = machines(&stack, &process, 6).await;
+    stack.provider.hide_servers(&names(&guests[1..]));
+    let raised = || async { alarm(&fleet(&stack, &process).await, "servers_missing").cloned() };
+    let seen = stack.eventually("the alarm is raised", raised).await;
+    assert_eq!((&seen["detail"]["missing"], &seen["detail"]["limit"]), (&json!(5), &json!(4)), "{seen}");
+    assert!(seen["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{seen}");
+    // Far beyond every silence of this configuration.
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    all_run(&stack, &process, &guests).await;
+    // Not one by one either, as the list fills.
+    stack.provider.hide_servers(&names(&guests[4..]));
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    all_run(&stack, &process, &guests).await;
+    assert!(alarm(&fleet(&stack, &process).await, "servers_missing").is_some());
+    stack.provider.hide_servers(&[]);
+    let over = || async { alarm(&fleet(&stack, &process).await, "servers_missing").is_none().then_some(()) };
+    stack.eventually("the alarm ends by itself", over).await;
+    all_run(&stack, &process, &guests).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn released_alarm_lets_lost_machines_fail() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guests = machines(&stack, &process, 6).await;
+    for name in names(&guests[1..]) {
+        stack.provider.vanish_server(&name).await.unwrap();
+    }
+    let raised = || async { alarm(&fleet(&stack, &process).await, "servers_missing").cloned() };
+    stack.eventually("the alarm is raised", raised).await;
+    let path = "/vps/fleet/alarms/servers_missing/release";
+    stack
+        .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
+        .await
+        .assert_problem(404, "not_found");
+    let answer = stack.post(&process, path, &json!({})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert!(answer.body["releasedUntil"].is_string(), "{answer:?}");
+    for guest in &guests[1..] {
+        let failed = || async { (stack.status(&process, &guest.machine).await == "failed").then_some(()) };
+        stack.eventually("it fails", failed).await;
+    }
+    assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
+    let client = stack.database.connect().await.unwrap();
+    let audit =
+        client.query("SELECT 1 FROM operator_audit WHERE action = 'alarm.release'", &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
+    let over = || async { (stack.post(&process, path, &json!({})).await.status == 404).then_some(()) };
+    stack.eventually("the alarm ends with its cause", over).await;
+}
+
+/// As after its database was restored from a copy that is older than they are.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_unknown_servers_of_ours_are_not_deleted_unless_released() {
+    let stack = Stack::start().await;
+    let mut process = stack.platform();
+    let guests = machines(&stack, &process, 6).await;
+    process.kill();
+    let client = stack.database.connect().await.unwrap();
+    let forgotten: Vec<uuid::Uuid> = guests[1..].iter().map(|guest| guest.machine.parse().unwrap()).collect();
+    let forget = "WITH log AS (DELETE FROM operation_log WHERE operation_id IN \
+                    (SELECT operation_id FROM operations WHERE machine_id = ANY($1))), \
+                  operations AS (DELETE FROM operations WHERE machine_id = ANY($1)) \
+                  DELETE FROM user_machines WHERE machine_id = ANY($1)";
+    client.execute(forget, &[&forgotten]).await.unwrap();
+    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "1")]);
+    let raised = || async { alarm(&fleet(&stack, &process).await, "unknown_servers").cloned() };
+    let seen = stack.eventually("the alarm is raised", raised).await;
+    assert_eq!(seen["detail"]["unknown"], 5, "{seen}");
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    assert_eq!(stack.provider.servers().len(), 6, "{}", stack.log());
+    let answer = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("what nobody knows is deleted", deleted).await;
+    assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn account_errors_fail_no_machine_and_raise_one_alarm() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
+    for (code, status, name) in [
+        ("resource_limit_exceeded", 403, "provider_limit"),
+        ("unauthorized", 401, "provider_unauthorized"),
+        ("resource_unavailable", 412, "provider_capacity"),
+    ] {
+        let refusal = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
+        stack.provider.fault(FaultRule::times(1000, "POST", "/servers", refusal));
+        let (one, two) = (format!("{name}_1"), format!("{name}_2"));
+        let made = [stack.provision(&process, &one).await, stack.provision(&process, &two).await];
+        let raised = || async { alarm(&fleet(&stack, &process).await, name).cloned() };
+        stack.eventually("the alarm is raised", raised).await;
+        // Beyond the deadline of operations.
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        let seen = fleet(&stack, &process).await;
+        let of_name = |alarm: &&Value| alarm["alarm"] == name;
+        assert_eq!(seen["alarms"].as_array().unwrap().iter().filter(of_name).count(), 1, "{seen}");
+        assert_eq!(seen["attention"], json!([]), "one item for all: {seen}");
+        for made in &made {
+            let machine = made["machineId"].as_str().unwrap();
+            assert_eq!(stack.status(&process, machine).await, "provisioning", "{}", stack.log());
+        }
+        stack.provider.clear_faults();
+        for made in &made {
+            let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+            assert_eq!(ended["state"], "succeeded", "{ended}");
+        }
+    }
+}
+
+/// A deletion that cannot succeed is of a machine that no list shows.
+#[tokio::test(flavor = "multi_thread")]
+async fn overdue_operation_of_a_deleted_machine_is_shown() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers", locked));
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    assert_eq!(fleet(&stack, &process).await["overdueOperations"], json!([]));
+    let client = stack.database.connect().await.unwrap();
+    let old = "UPDATE operations SET created_at = now() - interval '31 minutes' WHERE state = 'running'";
+    assert_eq!(client.execute(old, &[]).await.unwrap(), 1);
+    let seen = fleet(&stack, &process).await;
+    let overdue = &seen["overdueOperations"][0];
+    assert_eq!(overdue["operationId"], deleted.body["operationId"], "{seen}");
+    assert_eq!((&overdue["kind"], &overdue["handle"]), (&json!("delete"), &json!("h-user-1")), "{seen}");
+    assert_eq!(seen["overdueOperationsTotal"], 1);
+    let metrics = stack.get(&process, "/metrics").await.text;
+    assert!(metrics.contains("svc_operations_overdue 1"), "{metrics}");
+}

@@ -1,0 +1,50 @@
+//! What has ended is deleted after its time, in batches; what is still needed stays.
+
+use super::stack::Stack;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn expired_rows_are_deleted_and_live_ones_kept() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    // More than one batch of sessions.
+    let fill = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
+        SELECT decode(lpad(to_hex(n), 64, '0'), 'hex'), 'app', 'user_1', now() - interval '2 hours' \
+        FROM generate_series(1, 2500) AS n; \
+        INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) VALUES \
+            ('live', 'app', 'user_1', now() + interval '1 minute'), \
+            ('ended', 'app', 'user_1', now() - interval '1 minute'); \
+        INSERT INTO session_codes (code_hash, idp_user_id, return_to, expires_at, used_at) VALUES \
+            ('old', 'user_1', '/', now() - interval '2 hours', NULL), \
+            ('used', 'user_1', '/', now() - interval '2 hours', now() - interval '2 hours'), \
+            ('live', 'user_1', '/', now() + interval '1 minute', NULL); \
+        INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) VALUES \
+            (gen_random_uuid(), now() - interval '11 years', 'a', 'old', 't', 'r'), \
+            (gen_random_uuid(), now() - interval '9 years', 'a', 'kept', 't', 'r'); \
+        INSERT INTO idempotency_keys VALUES \
+            ('a', 'old', 'r', 'x', 200, '{}', now() - interval '8 days'), \
+            ('a', 'kept', 'r', 'x', 200, '{}', now() - interval '6 days')";
+    client.batch_execute(fill).await.unwrap();
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let machine: uuid::Uuid = guest.machine.parse().unwrap();
+    let old = uuid::Uuid::now_v7();
+    let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step, ended_at) \
+               VALUES ($1, $2, 'delete', 'succeeded', 'delete_server', now() - interval '401 days')";
+    client.execute(sql, &[&old, &machine]).await.unwrap();
+    let sql = "INSERT INTO operation_log (operation_id, step, outcome) VALUES ($1, 'delete_server', 'done')";
+    client.execute(sql, &[&old]).await.unwrap();
+
+    let left = || async {
+        let sql = "SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM session_codes), \
+            (SELECT count(*) FROM operator_audit WHERE action IN ('old', 'kept')), \
+            (SELECT count(*) FROM idempotency_keys WHERE key IN ('old', 'kept')), \
+            (SELECT count(*) FROM operations)";
+        let row = client.query_one(sql, &[]).await.unwrap();
+        let left: Vec<i64> = (0..5).map(|column| row.get(column)).collect();
+        (left == [2, 1, 1, 1, 1]).then_some(())
+    };
+    stack.eventually("expired rows are deleted", left).await;
+    let metrics = stack.get(&process, "/metrics").await.text;
+    assert!(metrics.contains("svc_retention_deleted_total{table=\"sessions\"} 2500"), "{metrics}");
+    assert!(metrics.contains("svc_retention_deleted_total{table=\"operations\"} 1"), "{metrics}");
+}

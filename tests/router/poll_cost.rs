@@ -1,0 +1,80 @@
+//! What the router's poll costs at the database does not grow with the rows that do not matter to it.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use http::StatusCode;
+use tokio_postgres::Client;
+
+use super::world::World;
+
+const OLD_SESSIONS: i64 = 100_000;
+
+/// Rows that sequential scans have read so far, and index scans made so far.
+async fn scans(sql: &Client, table: &str) -> Result<(i64, i64)> {
+    let query = "SELECT seq_tup_read, coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = $1";
+    sql.batch_execute("SELECT pg_stat_clear_snapshot()").await?;
+    let row = sql.query_one(query, &[&table]).await?;
+    Ok((row.get(0), row.get(1)))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
+    let world = World::start().await?;
+    let fill = format!(
+        "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at, changed_at) \
+         SELECT decode(lpad(to_hex(n), 64, '0'), 'hex'), 'app', 'user_' || n % 1000, \
+         now() + interval '1 hour', now() - interval '1 day' FROM generate_series(1, {OLD_SESSIONS}) AS n; \
+         ANALYZE sessions"
+    );
+    world.sql.batch_execute(&fill).await?;
+    let (read_before, indexed_before) = scans(&world.sql, "sessions").await?;
+    // A backend publishes its counts once a second at most.
+    let began = Instant::now();
+    loop {
+        let (read, indexed) = scans(&world.sql, "sessions").await?;
+        assert!(read - read_before < OLD_SESSIONS, "the poll reads the whole table");
+        if indexed - indexed_before >= 4 {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "the poll uses no index");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn poll_of_machines_reads_no_retired_ones() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let retired = 20_000;
+    let fill = format!(
+        "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
+         server_type, location, image_version, bundle_sha256, https_port, registration_token_hash, \
+         upgrade_token_hash, deleted_at) SELECT gen_random_uuid(), 'user_1', 'primary', 'user-1', 'customer', \
+         'failed', n + 1, 'empty', 'cpx22', 'nbg1', 'v1', 'x', 443, 'x', 'x', now() \
+         FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
+    );
+    world.sql.batch_execute(&fill).await?;
+    // The plan that was prepared before is made again after ANALYZE; what ran until then does not count.
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    let (before, _) = scans(&world.sql, "user_machines").await?;
+    tokio::time::sleep(Duration::from_millis(3000)).await;
+    let (after, _) = scans(&world.sql, "user_machines").await?;
+    assert!(after - before < retired, "{} rows read by sequential scans", after - before);
+    world.set_status(&machine, "failed").await?;
+    world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn acknowledged_key_changes_no_route() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let number = || async {
+        let sql = "SELECT change_seq FROM user_machines WHERE idp_user_id = 'user_1'";
+        anyhow::Ok(world.sql.query_one(sql, &[]).await?.get::<_, i64>(0))
+    };
+    let before = number().await?;
+    world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
+    assert_eq!(number().await?, before, "every router would read every route again");
+    Ok(())
+}
