@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use super::boot_progress::BootReporter;
 use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
@@ -26,6 +27,9 @@ use crate::applet::{self, Exit, Failure, OrExit};
 use crate::http::request_id;
 use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
+
+use gate::Local;
+use journal::Journal;
 
 pub use gate::POINTS;
 pub use import::POINTS as IMPORT_POINTS;
@@ -43,6 +47,10 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
+    /// Serve the database that is here as this machine's own, although the marker names another or is lost
+    Adopt,
+    /// Restore the latest snapshot in place of the database that is here, which is kept as svc_before_<n>
+    Replace,
     /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
     #[command(
         after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
@@ -125,7 +133,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     // An import writes for both users of a machine, and only root can.
-    if args.command.is_none()
+    if !matches!(args.command, Some(Command::Import { .. }))
         && let Err(error) = user::step_down(&layout)
     {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
@@ -136,6 +144,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         request_id::own(async {
             match args.command {
                 None => open_gate(layout).await,
+                Some(Command::Adopt) => {
+                    let settings = Settings::read(layout)?;
+                    gate::adopt(&lock(&settings)?, &settings).await
+                }
+                Some(Command::Replace) => {
+                    let settings = Settings::read(layout)?;
+                    gate::open(&lock(&settings)?, &settings, Local::Replaced).await
+                }
                 Some(Command::Import { archive, check, of_another_user }) => {
                     let wanted = import::Wanted { archive: &archive, check, of_another: of_another_user };
                     let settings = Settings::read(layout)?;
@@ -148,11 +164,17 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn open_gate(layout: Layout) -> Result<(), Failure> {
     if layout.restore_complete().exists() {
+        if Journal::is_open(&layout) {
+            let settings = Settings::read(layout)?;
+            return gate::settle(&lock(&settings)?, &settings).await;
+        }
         tracing::info!("the database of this machine is in use already; nothing is restored over it");
         return Ok(());
     }
     let settings = Settings::read(layout)?;
-    gate::open(&lock(&settings)?, &settings).await
+    let lock = lock(&settings)?;
+    let _reporter = BootReporter::start(&settings.layout, settings.means.progress.subscribe());
+    gate::open(&lock, &settings, Local::Refused).await
 }
 
 fn lock(settings: &Settings) -> Result<Lock, Failure> {

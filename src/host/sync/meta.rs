@@ -38,7 +38,7 @@ async fn try_write(settings: &Settings) -> Result<(), WriteError> {
         idp_user_id: identity.user.clone(),
         slot: identity.slot.clone(),
         machine_id: identity.machine,
-        epoch: identity.epoch,
+        epoch: settings.epoch(),
         provider_server_id: None,
         image_version: heartbeat::image_version(settings),
         status: "running".to_owned(),

@@ -17,13 +17,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use super::config::{self, DatabaseUrl, Identity, PlatformLink, begin_log};
+use super::epoch;
 use super::layout::Layout;
 use super::pgconn::Server;
 use super::probe;
+use super::quiesce::Quiesce;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
 use crate::config::Env;
 use crate::http::request_id;
+use crate::machine::epoch::Epoch;
 use crate::machine::name::ImageVersion;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
@@ -79,6 +83,11 @@ impl Settings {
             meta_each,
         })
     }
+
+    /// The machine's epoch of now: a heartbeat may have raised it.
+    fn epoch(&self) -> Epoch {
+        epoch::current(&self.layout, self.identity.epoch)
+    }
 }
 
 fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
@@ -129,12 +138,21 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
     let mut ticks = ticks(settings.heartbeat_each);
     loop {
         ticks.tick().await;
+        let quiesced = Quiesce::read(&settings.layout).ok().flatten();
         match request_id::own(heart.beat()).await {
-            Ok(answer) => match obey::obey(settings, answer) {
-                Ok(None) => {}
-                Ok(Some(superseded)) => return superseded,
-                Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
-            },
+            Ok(answer) => {
+                if let Some(before) = quiesced.filter(|_| !answer.superseded)
+                    && let Err(error) =
+                        obey::resume_writers(settings, &before, answer.quiesce.as_deref()).await
+                {
+                    tracing::error!(error = %chain(&error), "could not start the writers again");
+                }
+                match obey::obey(settings, answer) {
+                    Ok(None) => {}
+                    Ok(Some(superseded)) => return superseded,
+                    Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
+                }
+            }
             Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
         }
     }
@@ -143,7 +161,7 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
 /// A gateway that has only just started is not failing: what the first beat says stands until the second.
 async fn settle(settings: &Settings) {
     let well = async {
-        while !vitals::health(settings).await.is_ok() {
+        while !vitals::health(settings).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };

@@ -15,13 +15,16 @@ use super::swap::{self, SwapError};
 use crate::applet::{Exit, Failure};
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
+use crate::host::database_identity::{self, IdentityError};
 use crate::host::lock::Lock;
+use crate::host::marker::Marker;
 use crate::host::pgconn::{self, ConnectError};
 use crate::host::scratch::{self, DownloadError, LoadError, Roles};
 use crate::host::systemd;
 use crate::http::problem::chain;
 use crate::http::request_id;
 use archived::{ArchiveError, Archived};
+use home::{give_as, give_as_beside};
 
 /// The places of a run where a test can stop it.
 pub const POINTS: &[&str] = &[
@@ -57,6 +60,8 @@ enum ImportError {
     #[error("look for what an earlier run left")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error(transparent)]
     Swap(#[from] SwapError),
     #[error(transparent)]
     File(#[from] FileError),
@@ -76,6 +81,7 @@ impl ImportError {
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
             Self::Query(error) => pgconn::exit(error),
+            Self::Identity(error) => error.exit(),
             Self::Swap(error) => error.exit(),
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -140,19 +146,28 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     failpoint::pass("import.staged")?;
     let loaded = scratch::into_scratch(&settings.means, &staged.dump, &archived.side, Roles::Stay).await?;
     failpoint::pass("import.loaded")?;
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    database_identity::stamp(&client, &loaded.name).await?;
     Journal::new(&snapshot, &loaded).write(layout)?;
+    // After a power cut the gate reads it, which is not root.
+    give_as_beside(&super::journal::path(layout))?;
     if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
         swap::undo(&settings.means.server, &loaded).await;
         return Err(error.into());
     }
     failpoint::pass("import.swapped")?;
+    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
+    // Where it lies, only its owner may replace it: the services' user, whose directory this is.
+    give_as(&fsx::through_link(&layout.restore_complete()), &layout.restore_state())?;
+    drop(client);
     let before = tokio::task::block_in_place(|| home::place(layout, &staged))?;
     failpoint::pass("import.placed")?;
     // Until then the pointer names what was here before.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     let request_file = layout.request("backup");
     fsx::write_atomic(&request_file, request.as_bytes(), 0o600)?;
-    home::give_as_beside(&request_file)?;
+    give_as_beside(&request_file)?;
     super::journal::remove(layout)?;
     scratch::remove_dumps(&state)?;
     failpoint::pass("import.done")?;
