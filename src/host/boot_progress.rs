@@ -81,9 +81,11 @@ async fn report(link: Link, mut amount: watch::Receiver<Option<Amount>>) {
             // The token is used up: this machine is registered, and nobody waits for its boot.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
-            Ok(Ok(status)) => tracing::debug!(%status, "the platform did not take the boot's progress"),
+            Ok(Ok(status)) => {
+                tracing::debug!(%status, "the platform did not take the boot's progress");
+            }
             Ok(Err(error)) => {
-                tracing::debug!(error = %chain(&error), "the boot's progress was not delivered")
+                tracing::debug!(error = %chain(&error), "the boot's progress was not delivered");
             }
             Err(_) => tracing::debug!("the platform did not answer to the boot's progress in time"),
         }

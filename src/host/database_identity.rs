@@ -18,6 +18,8 @@ use crate::store::snapshot::DatabaseIdentity;
 /// The database's own setting. A snapshot leaves it out, for it is not the owner's.
 pub const SETTING: &str = "svc.restore_id";
 
+const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
+
 /// A database as it names itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LiveIdentity {
@@ -80,6 +82,22 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
 /// # Errors
 /// [`IdentityError`].
 pub async fn verify(layout: &Layout, client: &Client) -> Result<Option<DatabaseIdentity>, IdentityError> {
+    match Marker::read(layout)? {
+        None => return Ok(None),
+        Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
+        Some(_) => {}
+    }
+    // Gateway and backup may adopt it at the same time: one of them does.
+    client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
+    let adopted = adopt_under_lock(layout, client).await;
+    client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;
+    adopted
+}
+
+async fn adopt_under_lock(
+    layout: &Layout,
+    client: &Client,
+) -> Result<Option<DatabaseIdentity>, IdentityError> {
     let Some(marker) = Marker::read(layout)? else { return Ok(None) };
     if marker.database_identity.is_some() {
         return check(layout, client).await;
@@ -122,7 +140,7 @@ pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, 
     })
 }
 
-/// Gives a database a new id of a restore. Two that adopt the same database at once agree on what they read back.
+/// Gives a database a new id of a restore.
 ///
 /// # Errors
 /// The database's.

@@ -191,6 +191,11 @@ impl Layout {
         self.state("side.json")
     }
 
+    /// What cloud-init knows of the server.
+    pub fn instance_data(&self) -> PathBuf {
+        self.root.join("run/cloud-init/instance-data.json")
+    }
+
     /// The epoch that the platform raised this machine to, if it did.
     pub fn raised_epoch(&self) -> PathBuf {
         self.state("epoch.json")

@@ -55,7 +55,6 @@ impl Marker {
         let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
         // On a machine the directory is root's, and the marker a link to where this program may write.
         let place = fsx::through_link(&layout.restore_complete());
-        fsx::remove_torn(&place)?;
         fsx::write_atomic(&place, &text, 0o644)
     }
 }

@@ -146,6 +146,12 @@ async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> 
         machine
             .run_with(&["svc-restore", "import", machine::text(&archive)], &[("FAILPOINTS", &kill)])?
             .expect_killed();
+        let saved =
+            machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+        let key = machine::slot().side_record(&saved.key).context("a key")?;
+        let side: Value =
+            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
+        assert_eq!(side["tables"][0]["rows"], 11, "a snapshot of what is replaced comes first: {side}");
         machine.run(&["svc-restore"])?.expect(0);
         let rows: i64 =
             machine.client().await.context(point)?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
@@ -202,5 +208,44 @@ async fn three_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
     }
     machine.run(&["svc-db-backup"])?.expect(0);
     assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    Ok(())
+}
+
+/// What a restore replaced is the way back from a wrong one: it goes after seven days, or when it holds nothing.
+#[tokio::test]
+async fn replaced_databases_stay_for_seven_days() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    let admin = machine.postgres().connect("postgres").await?;
+    let now = jiff::Timestamp::now().as_millisecond();
+    let (old, young, empty) = (now - 8 * 24 * 3_600_000, now - 6 * 24 * 3_600_000, now - 3_600_000);
+    for number in [old, young, empty] {
+        admin.batch_execute(&format!("CREATE DATABASE svc_before_{number}")).await?;
+        if number != empty {
+            machine.postgres().connect(&format!("svc_before_{number}")).await?.batch_execute(ROWS).await?;
+        }
+    }
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let left = machine.databases().await?;
+    let left: Vec<&String> = left.iter().filter(|name| name.starts_with("svc_before_")).collect();
+    assert_eq!(left, [&format!("svc_before_{young}")]);
+    Ok(())
+}
+
+/// A store that is away for a moment costs no hour: the hourly run tries again, and each try is on record.
+#[tokio::test]
+async fn a_failed_hourly_backup_is_tried_again() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    let before = machine.backup_records()?.len();
+    let extra = [("FAILPOINTS", "backup.verified=2*return(error)"), ("BACKUP_RETRY_SECONDS", "1")];
+    machine.run_with(&["svc-db-backup", "run", "--retry"], &extra)?.expect(0);
+    let records = machine.backup_records()?;
+    let ends: Vec<&str> = records[before..].iter().filter_map(|record| record["status"].as_str()).collect();
+    assert_eq!(ends, ["error", "error", "success"]);
+    // What a person has to decide is not tried again.
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 2").await?;
+    machine.run_with(&["svc-db-backup", "run", "--retry"], &extra[1..])?.expect(65);
+    assert_eq!(machine.backup_records()?.len(), records.len() + 1);
     Ok(())
 }

@@ -236,3 +236,33 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     end(running).await?.expect(0);
     Ok(())
 }
+
+/// The metadata names the server, and is written when it changes and not with each look.
+#[tokio::test]
+async fn the_metadata_is_true_and_written_when_it_changes() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(alive()).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    platform.serves(&machine)?;
+    let data =
+        json!({ "v1": { "instance_id": "4711" }, "ds": { "meta_data": { "public-ipv4": "192.0.2.7" } } });
+    let path = machine.path("run/cloud-init/instance-data.json");
+    svc::fsx::write_atomic(&path, data.to_string().as_bytes(), 0o644)?;
+    let writes = || store.requests().iter().filter(|seen| seen.method == "PUT").count();
+    let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    until("five heartbeats", || platform.calls().len() >= 5).await?;
+    assert_eq!(writes(), 1, "nothing has changed");
+    let layout = svc::host::layout::Layout::new(machine.path(""));
+    platform.next((0..60).map(|_| Answer::Lost));
+    let lock = svc::host::quiesce::lock(&layout).await?;
+    svc::host::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
+    until("the change", || writes() == 2).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    let key = format!("{USER}/primary/system/vps-meta.json");
+    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
+    assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));
+    assert_eq!(meta.public_ipv4, Some(std::net::Ipv4Addr::new(192, 0, 2, 7)));
+    Ok(())
+}

@@ -253,7 +253,7 @@ async fn back_up(
     HeldSnapshot::clear(&settings.layout)?;
 
     progress.enter(Stage::Done);
-    replaced::drop_all(&settings.server).await;
+    replaced::drop_expired(&settings.server, settings.layout.root()).await;
     failpoint::pass("backup.cleaned")?;
     Ok(())
 }
@@ -302,8 +302,8 @@ async fn upload(
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
     let object = settings.slot.snapshot(&key).expect("our own keys have the form of a snapshot's");
-    // Text forms and base-2 paddings make a dump larger than the database at worst by a small factor.
-    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(2));
+    let growth = settings.compression.max_growth();
+    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let open = upload.open().cloned();
     if let Some(open) = &open {

@@ -14,6 +14,7 @@ mod record;
 mod replaced;
 mod request;
 mod reread;
+mod retry;
 mod share;
 mod shrink_guard;
 mod side;
@@ -42,11 +43,13 @@ use super::side::{Action, Chosen, Copy, Mode};
 use super::store::StoreLink;
 use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
 use crate::config::Env;
 use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use request::Request;
+use retry::Retry;
 use verify::Which;
 
 pub use drill::POINTS as DRILL_POINTS;
@@ -148,6 +151,9 @@ struct RunArgs {
     /// Serve the request file: wait for a run under way, and remove the file when done
     #[arg(long)]
     request: bool,
+    /// Try again after minutes where store or database are away, until the next hourly run is near
+    #[arg(long, conflicts_with = "request")]
+    retry: bool,
     /// What the database has lost since the snapshot before is meant, also where no row is left
     #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
@@ -298,7 +304,7 @@ async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
     let end = match Settings::read(layout) {
-        Ok(settings) => request_id::under(id, back_up(&settings, args, request.as_ref())).await,
+        Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
         Err(failure) => Err(failure),
     };
     // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
@@ -306,6 +312,27 @@ async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
         request.done();
     }
     end
+}
+
+async fn back_up_with_retries(
+    settings: &Settings,
+    args: &RunArgs,
+    request: Option<&Request>,
+) -> Result<(), Failure> {
+    let mut retry = Retry::read(&mut config::environment(&settings.layout));
+    loop {
+        let failure = match back_up(settings, args, request).await {
+            Err(failure) if args.retry => failure,
+            end => return end,
+        };
+        let Some(pause) = retry.pause(&failure) else { return Err(failure) };
+        let (seconds, error) = (pause.as_secs(), chain(failure.error.as_ref()));
+        tracing::warn!(%error, seconds, "the backup failed and is tried again");
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = stopped()? => return Err(failure),
+        }
+    }
 }
 
 async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>) -> Result<(), Failure> {

@@ -148,10 +148,11 @@ async fn restore(settings: &Settings, local: Local) -> Result<(), RestoreError> 
         return set_marker(settings, None).await;
     };
     failpoint::pass("restore.named")?;
+    let was_cut_off = is_unserved_restore(settings).await?;
     if swapped_before(settings, &snapshot).await? {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
-        if local == Local::Refused {
+        if local == Local::Refused && !was_cut_off {
             refuse_rows(settings).await?;
         }
         let side = side_record(settings, &snapshot).await?;
@@ -247,6 +248,14 @@ async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<b
     Ok(false)
 }
 
+/// Whether the database is what an earlier run restored, before its gate opened: nobody has written to it.
+async fn is_unserved_restore(settings: &Settings) -> Result<bool, RestoreError> {
+    let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    let found = scratch::oid(&client, settings.means.server.database()).await.map_err(SwapError::from)?;
+    Ok(found == Some(journal.scratch_oid))
+}
+
 /// The owner's rows are never replaced by what may be older. Whoever lost the marker alone keeps them with `adopt`.
 async fn refuse_rows(settings: &Settings) -> Result<(), RestoreError> {
     let maintenance = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
@@ -272,6 +281,7 @@ async fn stamp(settings: &Settings, loaded: &Scratch) -> Result<(), RestoreError
 async fn set_marker(settings: &Settings, snapshot: Option<&str>) -> Result<(), RestoreError> {
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
     let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    fsx::remove_torn(&fsx::through_link(&settings.layout.restore_complete()))?;
     Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::pass("restore.marker")?;
     Ok(())

@@ -29,6 +29,7 @@ use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 
 use gate::Local;
+use import::First;
 use journal::Journal;
 
 pub use gate::POINTS;
@@ -54,7 +55,7 @@ enum Command {
     /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
     #[command(
         after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
-stays: the database as svc_before_<n> until the next good backup, files in ~/.before-import-<n>.\n\n\
+stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n>.\n\n\
 Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     )]
     Import {
@@ -67,6 +68,9 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         /// It may be of another user than this machine
         #[arg(long)]
         of_another_user: bool,
+        /// Do not take a snapshot of the database that is here first
+        #[arg(long)]
+        no_backup: bool,
     },
 }
 
@@ -152,8 +156,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     let settings = Settings::read(layout)?;
                     gate::open(&lock(&settings)?, &settings, Local::Replaced).await
                 }
-                Some(Command::Import { archive, check, of_another_user }) => {
-                    let wanted = import::Wanted { archive: &archive, check, of_another: of_another_user };
+                Some(Command::Import { archive, check, of_another_user, no_backup }) => {
+                    let first = if no_backup { First::Nothing } else { First::Snapshot };
+                    let wanted =
+                        import::Wanted { archive: &archive, check, of_another: of_another_user, first };
                     let settings = Settings::read(layout)?;
                     import::run(&lock(&settings)?, &settings, &wanted).await
                 }

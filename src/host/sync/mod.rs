@@ -4,6 +4,7 @@
 mod heartbeat;
 mod meta;
 mod obey;
+mod server;
 mod vitals;
 
 use std::ffi::OsString;
@@ -55,6 +56,7 @@ pub(crate) struct Settings {
     image_version: ImageVersion,
     heartbeat_each: Duration,
     meta_each: Duration,
+    meta_at_least_each: Duration,
 }
 
 impl Settings {
@@ -68,6 +70,7 @@ impl Settings {
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
         let heartbeat_each = seconds(&mut env, "HEARTBEAT_SECONDS", 30);
         let meta_each = seconds(&mut env, "VPS_META_SECONDS", 300);
+        let meta_at_least_each = seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
         Ok(Self {
@@ -81,6 +84,7 @@ impl Settings {
             image_version,
             heartbeat_each,
             meta_each,
+            meta_at_least_each,
         })
     }
 
@@ -171,9 +175,10 @@ async fn settle(settings: &Settings) {
 
 async fn tell_store(settings: &Settings) -> std::convert::Infallible {
     let mut ticks = ticks(settings.meta_each);
+    let mut written = meta::Written::default();
     loop {
         ticks.tick().await;
-        if let Err(error) = meta::write(settings).await {
+        if let Err(error) = meta::write(settings, &mut written).await {
             tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
         }
     }

@@ -1,11 +1,12 @@
 //! `svc-restore import`: an owner's archive (`host::archive`) onto this machine: its database in the place of the one that is
 //! there, its home's entries in the place of those of the same name.
 //!
-//! Nothing is touched before every byte was compared with the manifest. What is replaced stays: the database until the
-//! next good backup, the home's entries in a directory that is named at the end. A run that was killed is run again.
+//! Nothing is touched before every byte was compared with the manifest. Of a database that holds
+//! rows a snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in a directory that is named at the end. A run that was killed is run again.
 
 mod archived;
 mod home;
+mod snapshot_first;
 
 use std::path::Path;
 
@@ -25,6 +26,7 @@ use crate::http::problem::chain;
 use crate::http::request_id;
 use archived::{ArchiveError, Archived};
 use home::{give_as, give_as_beside};
+use snapshot_first::SnapshotFirstError;
 
 /// The places of a run where a test can stop it.
 pub const POINTS: &[&str] = &[
@@ -57,6 +59,8 @@ enum ImportError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
+    #[error(transparent)]
+    SnapshotFirst(#[from] SnapshotFirstError),
     #[error("look for what an earlier run left")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
@@ -78,6 +82,7 @@ impl ImportError {
                 Exit::Refused
             }
             Self::Download(error) => error.exit(),
+            Self::SnapshotFirst(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
             Self::Query(error) => pgconn::exit(error),
@@ -95,6 +100,16 @@ pub struct Wanted<'a> {
     pub check: bool,
     /// It may be another user's.
     pub of_another: bool,
+    pub first: First,
+}
+
+/// What is done with the database that is here before it is replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum First {
+    /// A snapshot of it is taken.
+    Snapshot,
+    /// A person says that it is not needed.
+    Nothing,
 }
 
 /// Imports it.
@@ -133,6 +148,9 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     }
     failpoint::pass("import.checked")?;
 
+    if wanted.first == First::Snapshot {
+        snapshot_first::take(settings).await?;
+    }
     let snapshot = archived.side.named();
     scratch::refuse_newer(&settings.means, &archived.side).await?;
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
@@ -172,7 +190,7 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     scratch::remove_dumps(&state)?;
     failpoint::pass("import.done")?;
     println!(
-        "imported; the database that was here stays as svc_before_{} until the next good backup",
+        "imported; the database that was here stays as svc_before_{} for seven days, or until space is short",
         loaded.number
     );
     if let Some(before) = before {
