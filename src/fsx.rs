@@ -136,6 +136,11 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
+/// Whether there is such a file.
+pub fn is_there(path: &Path) -> Result<bool, FileError> {
+    path.try_exists().map_err(FileError::at("look for", path))
+}
+
 /// Removes a file; its absence is no error. It is absent as well where something else has its directory's name.
 pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {

@@ -24,6 +24,25 @@ pub async fn tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
+/// The first table that holds a row of the owner's; the gateway's own tables, in the schema `svc`, are not the owner's.
+///
+/// # Errors
+/// The database's.
+pub async fn first_with_rows(client: &Client) -> Result<Option<String>, Error> {
+    for name in tables(client).await?.into_iter().filter(|name| is_owners(name)) {
+        let row = client.query_one(&format!("SELECT EXISTS (SELECT FROM ONLY {name})"), &[]).await?;
+        if row.try_get(0)? {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a table, as `schema.table`, is none of the gateway's own.
+pub fn is_owners(table: &str) -> bool {
+    !table.starts_with("svc.")
+}
+
 /// Counts the rows of each of these tables; a parent's count does not hold its children's.
 ///
 /// # Errors

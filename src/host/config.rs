@@ -5,6 +5,7 @@ use std::fmt;
 use secrecy::SecretString;
 use url::Url;
 
+use super::epoch;
 use super::layout::Layout;
 use crate::config::{ConfigError, Env};
 use crate::http::proof::ProofKeys;
@@ -45,6 +46,12 @@ impl Identity {
         let slot = env.or("SVC_SLOT", Slot::primary());
         let epoch = env.required("SVC_EPOCH");
         Some(Self { machine: machine?, user: user?, handle: handle?, slot, epoch: epoch? })
+    }
+
+    /// The same, with the epoch that the platform may have raised since.
+    pub fn read_current(env: &mut Env, layout: &Layout) -> Option<Self> {
+        let identity = Self::read(env)?;
+        Some(Self { epoch: epoch::current(layout, identity.epoch), ..identity })
     }
 }
 

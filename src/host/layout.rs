@@ -166,6 +166,11 @@ impl Layout {
         self.state("last-backup.json")
     }
 
+    /// A snapshot that did not become the latest, because the database has shrunk.
+    pub fn held_snapshot(&self) -> PathBuf {
+        self.state("held-snapshot.json")
+    }
+
     /// Result of the last check of snapshots of a kind: `verify` or `drill`.
     pub fn last_check(&self, kind: &str) -> PathBuf {
         self.state(&format!("last-{kind}.json"))
@@ -184,6 +189,30 @@ impl Layout {
     /// What is known of the side database.
     pub fn side_state(&self) -> PathBuf {
         self.state("side.json")
+    }
+
+    /// What cloud-init knows of the server.
+    pub fn instance_data(&self) -> PathBuf {
+        self.root.join("run/cloud-init/instance-data.json")
+    }
+
+    /// The epoch that the platform raised this machine to, if it did.
+    pub fn raised_epoch(&self) -> PathBuf {
+        self.state("epoch.json")
+    }
+
+    /// What the backup under way has done so far.
+    pub fn backup_progress(&self) -> PathBuf {
+        self.state("backup-progress.json")
+    }
+
+    /// There while the writers of this machine are stopped.
+    pub fn quiesce(&self) -> PathBuf {
+        self.state("quiesce.json")
+    }
+
+    pub fn quiesce_lock(&self) -> PathBuf {
+        self.state("quiesce.lock")
     }
 
     pub fn backup_lock(&self) -> PathBuf {

@@ -1,6 +1,7 @@
 //! One run at a time: an exclusive flock(2) on a file, given back by the kernel however the process ends.
 
 use std::fs::{File, TryLockError};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,23 @@ impl Lock {
         }
     }
 
+    /// Whether a run holds it now. The probe holds it shared for a moment, so whoever takes it should use
+    /// [`Self::wait`] with a second or more.
+    ///
+    /// # Errors
+    /// [`LockError::File`].
+    pub fn is_held(path: &Path) -> Result<bool, LockError> {
+        let file = match File::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            opened => opened.map_err(FileError::at("open", path))?,
+        };
+        match file.try_lock_shared() {
+            Ok(()) => Ok(false),
+            Err(TryLockError::WouldBlock) => Ok(true),
+            Err(TryLockError::Error(source)) => Err(FileError::at("lock", path)(source).into()),
+        }
+    }
+
     /// Waits for the other run up to a deadline.
     ///
     /// # Errors
@@ -69,6 +87,18 @@ mod tests {
         let first = Lock::take(&path).unwrap();
         assert!(matches!(Lock::take(&path), Err(LockError::Held)));
         drop(first);
+        Lock::take(&path).unwrap();
+    }
+
+    #[test]
+    fn is_held_reports_a_holder_and_takes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.lock");
+        assert!(!Lock::is_held(&path).unwrap(), "there is no such file yet");
+        let held = Lock::take(&path).unwrap();
+        assert!(Lock::is_held(&path).unwrap());
+        drop(held);
+        assert!(!Lock::is_held(&path).unwrap());
         Lock::take(&path).unwrap();
     }
 }

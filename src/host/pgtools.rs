@@ -37,6 +37,15 @@ pub enum Compression {
 impl Compression {
     /// Read by all, and fast enough not to be waited for.
     pub const DEFAULT: Self = Self::Gzip(1);
+
+    /// By how much a dump may be larger than its database on disk. Text forms make it somewhat larger; without
+    /// compression, values that PostgreSQL keeps compressed are written out, and so are NULLs.
+    pub fn max_growth(self) -> u64 {
+        match self {
+            Self::None => 32,
+            Self::Gzip(_) | Self::Zstd(_) => 2,
+        }
+    }
 }
 
 impl FromStr for Compression {

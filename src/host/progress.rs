@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use sd_notify::NotifyState;
+use tokio::sync::watch;
 
+use super::boot_progress::Amount;
 use super::systemd;
 
 /// systemd need not hear of every chunk.
@@ -15,6 +17,7 @@ const EACH: Duration = Duration::from_secs(1);
 pub struct Progress {
     bar: Option<ProgressBar>,
     told: Mutex<Instant>,
+    amount: watch::Sender<Option<Amount>>,
 }
 
 impl Default for Progress {
@@ -24,11 +27,21 @@ impl Default for Progress {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        Self { bar, told: Mutex::new(Instant::now()) }
+        Self { bar, told: Mutex::new(Instant::now()), amount: watch::Sender::new(None) }
     }
 }
 
 impl Progress {
+    /// Each change of how much is done.
+    pub fn subscribe(&self) -> watch::Receiver<Option<Amount>> {
+        self.amount.subscribe()
+    }
+
+    /// So many rows of all have been counted.
+    pub fn rows(&self, so_far: u64, whole: u64) {
+        self.amount.send_replace(Some(Amount::of_rows(so_far, whole)));
+    }
+
     /// Something begins whose end is not known.
     pub fn at(&self, what: &'static str) {
         systemd::tell(&[NotifyState::Status(what)]);
@@ -49,6 +62,9 @@ impl Progress {
 
     /// So many of them are there.
     pub fn bytes(&self, what: &'static str, so_far: u64, whole: u64) {
+        let amount = Some(Amount::of_bytes(so_far, whole));
+        // What has not changed is no progress.
+        self.amount.send_if_modified(|now| std::mem::replace(now, amount) != amount);
         if let Some(bar) = &self.bar {
             bar.set_position(so_far);
         }

@@ -29,6 +29,8 @@ use crate::store::credentials::{CredentialError, Source, Temporary};
 const FORMAT: u32 = 1;
 /// The most that is taken for what a session lives, where it is not known.
 const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
+/// Sessions that live longer are meant to outlast a platform that is away.
+const LONG_LIFE: SignedDuration = SignedDuration::from_hours(2);
 /// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
 const MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const ATTEMPTS: u32 = 4;
@@ -62,11 +64,13 @@ struct Held {
 }
 
 impl Held {
-    /// Renewal is due when a third of the life is left, or somewhat more, so that not all hosts ask at once.
+    /// Renewal is due when a third of a short life is left, or three quarters of a long one, so that a platform that goes
+    /// away leaves most of it; somewhat earlier, so that not all hosts ask at once.
     fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
-        let third = i32::try_from(life.as_secs() / 3).unwrap_or(1200).max(0);
-        let early = SignedDuration::from_secs(i64::from(third))
-            + SignedDuration::from_secs(i64::from(third) * random() / 512);
+        let seconds = life.as_secs().max(0);
+        let (left, spread) =
+            if life > LONG_LIFE { (seconds / 4 * 3, seconds / 8) } else { (seconds / 3, seconds / 3) };
+        let early = SignedDuration::from_secs(left) + SignedDuration::from_secs(spread * random() / 512);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
         Self { key: Arc::new(key), expires_at, renew_at }
     }

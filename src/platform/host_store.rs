@@ -20,10 +20,13 @@ use crate::store::key::SlotPrefix;
 use crate::store::policy;
 use crate::store::sts::{Sts, StsError};
 
-/// The bounds that STS sets for a session.
+/// The bounds that STS sets for a session: AWS grants at most 12 hours, other stores up to 7 days.
 const SHORTEST: Duration = Duration::from_secs(900);
-const LONGEST: Duration = Duration::from_secs(43_200);
-const DEFAULT: Duration = Duration::from_secs(3600);
+const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Hosts back up for as long while the platform is away.
+const DEFAULT: Duration = Duration::from_secs(43_200);
+/// What every role grants: a longer session may be more than this one's maximum.
+const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
 
 /// `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
@@ -68,7 +71,7 @@ impl HostCredentials {
         let role_arn = env.required::<String>("STS_ROLE_ARN");
         let life = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT.as_secs()));
         if !(SHORTEST..=LONGEST).contains(&life) {
-            env.mistake("STS_DURATION_SECONDS", "must be 900 to 43200");
+            env.mistake("STS_DURATION_SECONDS", "must be 900 to 604800");
         }
         let StoreConfig::S3(s3) = store? else {
             env.mistake(name, "sts needs an s3:// store");
@@ -114,6 +117,25 @@ struct Assumer {
     sts: Sts,
     life: Duration,
     partition: String,
+}
+
+impl Assumer {
+    /// A role that does not grant so long a session gives the one that all grant.
+    async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
+        match self.sts.assume(session, policy, life).await {
+            Err(StsError::Refused { code, message, .. })
+                if life > GRANTED_BY_ALL && code == "ValidationError" =>
+            {
+                tracing::warn!(
+                    message,
+                    seconds = life.as_secs(),
+                    "STS does not grant sessions of STS_DURATION_SECONDS"
+                );
+                self.sts.assume(session, policy, GRANTED_BY_ALL).await
+            }
+            end => end,
+        }
+    }
 }
 
 impl HostStore {
@@ -170,7 +192,7 @@ impl HostStore {
             (StoreConfig::S3(s3), Some(assumer)) => {
                 let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix);
                 let life = if life == Life::Whole { assumer.life } else { SHORTEST };
-                Some(assumer.sts.assume(&format!("svc-{}", machine.id), &policy, life).await?)
+                Some(assumer.assume(&format!("svc-{}", machine.id), &policy, life).await?)
             }
             _ => None,
         };

@@ -120,6 +120,7 @@ pub(crate) mod tests {
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,
+            database_identity: None,
         }
     }
 

@@ -35,6 +35,20 @@ pub struct SideRecord {
     /// What a dump of the database's content does not hold. Absent in records written without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub database: Option<DatabaseFacts>,
+    /// Which database of that machine it was. Absent in records of hosts before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub database_identity: Option<DatabaseIdentity>,
+}
+
+/// One database of one server, as one restore made it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DatabaseIdentity {
+    /// `pg_control_system()`: made by initdb.
+    pub system_identifier: String,
+    pub database_oid: u32,
+    /// Made by each restore, and kept in the database, too.
+    pub restore_id: uuid::Uuid,
 }
 
 /// What belongs to the database itself: a restore into a new database applies it again.
@@ -120,6 +134,20 @@ pub async fn record(
     let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
     bucket.put_json(&object, side).await?;
     Ok(Recorded(SnapshotRef { etag, ..side.named() }))
+}
+
+/// A snapshot that was recorded before, after a look that object and side record are there and agree in size.
+///
+/// # Errors
+/// [`Unusable`]; never `Absent`.
+pub async fn recorded(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    key: &str,
+) -> Result<(SideRecord, Recorded), Unusable> {
+    let side = by_key(bucket, slot, key).await?;
+    let named = side.named();
+    Ok((side, Recorded(named)))
 }
 
 /// Why there is no snapshot to restore.

@@ -62,7 +62,9 @@ pub struct Upload {
     filled: usize,
     begun: u64,
     sent: u64,
-    under_way: JoinSet<object_store::Result<()>>,
+    acknowledged: u64,
+    /// Each part by its size.
+    under_way: JoinSet<object_store::Result<u64>>,
 }
 
 impl Upload {
@@ -80,6 +82,7 @@ impl Upload {
             filled: 0,
             begun: 0,
             sent: 0,
+            acknowledged: 0,
             under_way: JoinSet::new(),
         })
     }
@@ -87,6 +90,11 @@ impl Upload {
     /// By which another process can give it up, where the store has ids.
     pub fn open(&self) -> Option<&OpenUpload> {
         self.open.as_ref()
+    }
+
+    /// How many bytes the store has acknowledged.
+    pub fn acknowledged(&self) -> u64 {
+        self.acknowledged
     }
 
     /// How many bytes the next [`Self::push`] may have.
@@ -114,10 +122,12 @@ impl Upload {
             return Err(UploadError::TooLong { part: self.parts.size });
         }
         self.begun += 1;
-        self.sent += self.filled as u64;
+        let size = self.filled as u64;
+        self.sent += size;
         self.filled = 0;
         let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
-        self.under_way.spawn(self.inner.put_part(payload));
+        let part = self.inner.put_part(payload);
+        self.under_way.spawn(async move { part.await.map(|()| size) });
         Ok(())
     }
 
@@ -126,7 +136,7 @@ impl Upload {
             let Some(ended) = self.under_way.join_next().await else { break };
             // A panic of the store's client is no error that we could name: it goes on in this task.
             let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-            ended.map_err(|error| StoreError::of(&self.key, error))?;
+            self.acknowledged += ended.map_err(|error| StoreError::of(&self.key, error))?;
         }
         Ok(())
     }

@@ -46,6 +46,7 @@ fn whole() -> SideRecord {
         roles: vec!["app_notes".to_owned()],
         tables: vec![TableCount { name: "public.t".to_owned(), rows: 3 }],
         database: None,
+        database_identity: None,
     }
 }
 

@@ -181,6 +181,7 @@ impl Side for World {
         Some(match name {
             // The same id again is the same dispatch.
             "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
+            "operationId" => json!(ROW),
             "agentName" => json!("claude"),
             "batch" => json!([{ "prompt": "do it" }, { "prompt": "do it", "agentName": "claude" }]),
             "app" => json!(self.slug),
@@ -257,6 +258,7 @@ async fn every_code_that_a_route_names_is_seen() {
     for operation in operations() {
         wrong_ways(&world, operation).await;
     }
+    writers(&world).await;
     names(&world).await;
     dispatches(&world).await;
     what_is_stored(&world, &database).await;
@@ -268,6 +270,18 @@ async fn every_code_that_a_route_names_is_seen() {
     let all: Vec<&'static Operation> = operations().collect();
     let unseen = contract::gateway().unseen(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
+}
+
+/// Writers that are stopped for an operation are not started for another.
+async fn writers(world: &World) {
+    let post = |path: &str, operation: &str| {
+        world.by("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
+    };
+    let (quiesce, resume) = ("/_svc/internal/quiesce", "/_svc/internal/resume");
+    assert_eq!(world.send(post(quiesce, ROW)).await.status, 200);
+    let another = uuid::Uuid::now_v7().to_string();
+    world.send(post(resume, &another)).await.assert_problem(409, "invalid_state");
+    assert_eq!(world.send(post(resume, ROW)).await.status, 200);
 }
 
 /// Paths that name nothing, or no text.

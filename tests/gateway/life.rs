@@ -195,3 +195,27 @@ async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> 
     assert!(held.get::<_, i64>(0) <= 4, "{} connections", held.get::<_, i64>(0));
     Ok(())
 }
+
+/// A server that lost its volume has an empty database under a marker that names another: nothing of it is served.
+#[tokio::test]
+async fn a_database_that_is_not_the_marker_s_is_not_served() -> Result<()> {
+    let (database, slug) = (kit::pg::test_database().await?, super::host::unique("notes"));
+    let machine = Machine::new(&database.url())?;
+    machine.app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
+    // One of an earlier release: the gateway adopts the database.
+    machine.write("opt/svc/restore-complete", "{\"version\":1}")?;
+    let host = machine.start()?;
+    host.until_registered(&slug).await?;
+    let marker: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(host.machine.path("opt/svc/restore-complete"))?)?;
+    let mut other = marker.clone();
+    other["databaseIdentity"]["systemIdentifier"] = json!("1");
+    host.machine.write("opt/svc/restore-complete", &other.to_string())?;
+    let host = host.restart()?;
+    host.until("it says so", async || Ok(host.log().contains("instead of 1"))).await?;
+    assert_eq!(host.bare(Method::GET, "/readyz").send().await?.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "a" } });
+    assert_eq!(host.query(&insert).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    host.machine.write("opt/svc/restore-complete", &marker.to_string())?;
+    host.until_registered(&slug).await
+}

@@ -21,5 +21,6 @@ mod isolation;
 mod journal;
 mod life;
 mod metrics;
+mod quiesce;
 mod records;
 mod records_disk;

@@ -68,6 +68,7 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
         roles: Vec::new(),
         tables: Vec::new(),
         database: None,
+        database_identity: None,
     }
 }
 

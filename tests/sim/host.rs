@@ -124,6 +124,7 @@ impl Host {
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,
+            database_identity: None,
         }
     }
 }

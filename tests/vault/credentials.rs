@@ -286,7 +286,12 @@ async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_secs(-1)).await?;
     store.set_session_life(Some(Duration::from_secs(2)));
-    let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
+    let extra = [
+        ("GATEWAY_LISTEN", "127.0.0.1:9"),
+        ("HEARTBEAT_SECONDS", "1"),
+        ("VPS_META_SECONDS", "1"),
+        ("VPS_META_AT_LEAST_SECONDS", "1"),
+    ];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     until("four sessions", || platform.asked() >= 4).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");

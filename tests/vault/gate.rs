@@ -9,10 +9,11 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer_io;
 
 use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
+use super::platform::{Answer, Platform};
 
 pub const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
-/// What a new machine's database holds before it is restored.
-const LOCAL: &str = "CREATE TABLE local (id int); INSERT INTO local VALUES (42)";
+/// What a new machine's database holds before it is restored: a table, so that it is known, and no row.
+const LOCAL: &str = "CREATE TABLE local (id int)";
 
 /// A store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new one with a row of its own.
 pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
@@ -326,7 +327,7 @@ async fn an_error_at_any_step_leaves_the_old_database_or_the_restored_one() -> R
         assert!(!new.marker() && is_restored(&new).await?, "{point}");
         restore(&new, &[])?.expect(0);
         assert!(new.marker(), "{point}");
-        std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
+        reset(&new).await?;
     }
     Ok(())
 }
@@ -374,5 +375,27 @@ async fn a_loader_that_outlives_its_killed_run_spoils_nothing() -> Result<()> {
     until("the loader's end", || signs.path().join("ended").exists()).await?;
     assert_ne!(std::fs::read_to_string(signs.path().join("ended"))?.trim(), "0");
     assert!(is_restored(&new).await? && new.marker());
+    Ok(())
+}
+
+/// A large database is no boot that hangs: the platform hears how much of it is there, and a platform that refuses to
+/// hear it is in nobody's way.
+#[tokio::test]
+async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
+    for status in [204, 400, 500] {
+        let (_store, new) = lost_and_new().await?;
+        let platform = Platform::start(Answer::Json(status, serde_json::json!({}))).await?;
+        platform.serves(&new)?;
+        restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
+        assert!(is_restored(&new).await?);
+        let calls = platform.calls();
+        let call = calls.first().context("a call")?;
+        assert_eq!(call.path, format!("/vps/{}/boot-stage", new.id));
+        assert_eq!(call.authorization, "Bearer registration-token-of-a-machine");
+        let body: serde_json::Value = serde_json::from_str(&call.body)?;
+        assert_eq!(body["stage"], "restore");
+        assert!(body["progress"]["totalBytes"].as_u64() > Some(1 << 20), "{body}");
+        assert!(calls.len() <= 2, "at most every 10 s");
+    }
     Ok(())
 }

@@ -9,6 +9,7 @@ mod credentials;
 mod export;
 mod faults;
 mod gate;
+mod identity;
 mod large;
 pub mod machine;
 mod meta;

@@ -182,3 +182,87 @@ async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end(
     end(running).await?.expect(0);
     Ok(())
 }
+
+/// An epoch that a heartbeat hands out holds for heartbeats, metadata and backups, and never goes back.
+#[tokio::test]
+async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(Answer::Json(200, json!({ "epoch": 5, "superseded": false }))).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
+    let bucket = machine::bucket(&store)?;
+    svc::store::pointer_io::fence(&bucket, &machine::slot(), svc::machine::epoch::Epoch(4)).await?;
+    machine.run(&["svc-db-backup"])?.expect(77);
+    platform.serves(&machine)?;
+    let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
+    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    platform.next([Answer::Json(200, json!({ "epoch": 4, "superseded": false }))]);
+    let before = platform.calls().len();
+    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
+    assert_eq!(beat["epoch"], 5);
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let snapshot =
+        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+    assert_eq!(snapshot.epoch.0, 5);
+    Ok(())
+}
+
+/// Writers resume only when an answer to a heartbeat sent after the quiesce does not name its operation.
+#[tokio::test]
+async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> {
+    let store = machine::store()?;
+    let operation = svc::machine::id::OperationId::new();
+    let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
+    let platform = Platform::start(Answer::Json(200, named)).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    platform.serves(&machine)?;
+    let layout = svc::host::layout::Layout::new(machine.path(""));
+    let lock = svc::host::quiesce::lock(&layout).await?;
+    svc::host::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
+    drop(lock);
+    let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
+    until("three heartbeats", || platform.calls().len() >= 3).await?;
+    assert!(layout.quiesce().exists(), "the platform still names the operation");
+    platform.next([Answer::Json(500, json!({})), Answer::Lost]);
+    let before = platform.calls().len();
+    until("more heartbeats", || platform.calls().len() >= before + 3).await?;
+    assert!(layout.quiesce().exists(), "no answer is no word of the platform's");
+    platform.next([Answer::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
+    until("writers resume", || !layout.quiesce().exists()).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    Ok(())
+}
+
+/// The metadata names the server, and is written when it changes and not with each look.
+#[tokio::test]
+async fn the_metadata_is_true_and_written_when_it_changes() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(alive()).await?;
+    let machine = Machine::in_use(&store, 3).await?;
+    platform.serves(&machine)?;
+    let data =
+        json!({ "v1": { "instance_id": "4711" }, "ds": { "meta_data": { "public-ipv4": "192.0.2.7" } } });
+    let path = machine.path("run/cloud-init/instance-data.json");
+    svc::fsx::write_atomic(&path, data.to_string().as_bytes(), 0o644)?;
+    let writes = || store.requests().iter().filter(|seen| seen.method == "PUT").count();
+    let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    until("five heartbeats", || platform.calls().len() >= 5).await?;
+    assert_eq!(writes(), 1, "nothing has changed");
+    let layout = svc::host::layout::Layout::new(machine.path(""));
+    platform.next((0..60).map(|_| Answer::Lost));
+    let lock = svc::host::quiesce::lock(&layout).await?;
+    svc::host::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
+    until("the change", || writes() == 2).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    let key = format!("{USER}/primary/system/vps-meta.json");
+    let meta: VpsMeta = serde_json::from_slice(&store.read(BUCKET, &key).context("it")?)?;
+    assert_eq!((meta.provider_server_id.as_deref(), meta.status.as_str()), (Some("4711"), "quiesced"));
+    assert_eq!(meta.public_ipv4, Some(std::net::Ipv4Addr::new(192, 0, 2, 7)));
+    Ok(())
+}

@@ -122,6 +122,7 @@ impl Told {
             roles: self.roles,
             tables: self.tables,
             database: Some(self.facts),
+            database_identity: None,
         }
     }
 }

@@ -13,20 +13,26 @@ use super::dump::{self, DumpError, VerifiedDump};
 use super::loss::{self, Lost};
 use super::record::{self, Record};
 use super::replaced;
+use super::shrink_guard::{self, Held};
 use super::snapshot::{Snapshot, SnapshotError};
+use super::tracker::{TrackedUpload, Tracker};
 use super::unfinished;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
+use crate::fsx::FileError;
 use crate::host;
 use crate::host::checks::Status;
+use crate::host::database_identity::{self, IdentityError};
+use crate::host::held_snapshot::HeldSnapshot;
 use crate::host::lock::Lock;
+use crate::host::pgconn::ConnectError;
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::key;
 use crate::store::pointer::Fenced;
 use crate::store::pointer_io::{self, PointerError};
-use crate::store::snapshot::{self as stored, SideRecord};
+use crate::store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
 use crate::store::upload::{Parts, Upload, UploadError};
 
 /// The places of a run where a test can stop it.
@@ -64,6 +70,14 @@ pub enum Stage {
     Done,
 }
 
+impl Stage {
+    /// As records name it.
+    pub fn name(self) -> String {
+        let name = serde_json::to_value(self).ok();
+        name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+    }
+}
+
 /// Why a backup did not happen.
 #[derive(Debug, thiserror::Error)]
 enum BackupError {
@@ -74,6 +88,10 @@ enum BackupError {
     /// What is in the database before the restore must never take the snapshot's place.
     #[error("the restore gate is shut: nothing is backed up before it opens")]
     GateShut,
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -86,6 +104,10 @@ enum BackupError {
     Upload(#[from] UploadError),
     #[error(transparent)]
     Lost(#[from] Lost),
+    #[error(transparent)]
+    Held(#[from] Held),
+    #[error(transparent)]
+    File(#[from] FileError),
     #[error("stopped by a signal")]
     Stopped,
     #[error(transparent)]
@@ -111,9 +133,11 @@ impl BackupError {
             Self::Pointer(PointerError::Contended) => Exit::Unavailable,
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
-            Self::Lost(_) => Exit::Refused,
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Identity(error) => error.exit(),
+            Self::Lost(_) | Self::Held(_) => Exit::Refused,
             Self::GateShut | Self::Stopped => Exit::TryAgain,
-            Self::Upload(_) | Self::Injected(_) => Exit::Internal,
+            Self::Upload(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
@@ -123,6 +147,14 @@ struct Progress {
     stage: Stage,
     key: Option<String>,
     dump: Option<VerifiedDump>,
+    tracker: Tracker,
+}
+
+impl Progress {
+    fn enter(&mut self, stage: Stage) {
+        self.stage = stage;
+        self.tracker.enter(stage);
+    }
 }
 
 /// Takes one backup and records how it ended. `stop` ends it early, with the upload aborted.
@@ -137,7 +169,12 @@ pub async fn run(
 ) -> Result<(), Failure> {
     let began = Instant::now();
     let timestamp = clock::now_ms();
-    let mut progress = Progress { stage: Stage::Gate, key: None, dump: None };
+    let mut progress = Progress {
+        stage: Stage::Gate,
+        key: None,
+        dump: None,
+        tracker: Tracker::begin(&settings.layout, timestamp),
+    };
     let end = back_up(settings, empty, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
@@ -187,30 +224,44 @@ async fn back_up(
     if !settings.layout.restore_complete().exists() {
         return Err(BackupError::GateShut);
     }
+    let identity = identify(settings).await?;
     let before = before(settings).await?.filter(|_| empty == Empty::Refused);
     unfinished::give_up(&settings.layout, &settings.bucket).await;
 
-    progress.stage = Stage::Snapshot;
+    progress.enter(Stage::Snapshot);
     let snapshot = Snapshot::open(&settings.server).await?;
     failpoint::pass("backup.snapshot")?;
 
-    progress.stage = Stage::Dump;
-    let taken = upload(settings, progress, &snapshot, before.as_ref(), stop).await?;
+    progress.enter(Stage::Dump);
+    let mut taken = upload(settings, progress, &snapshot, before.as_ref(), stop).await?;
+    taken.side.database_identity = identity;
     drop(snapshot);
     failpoint::pass("backup.completed")?;
 
-    progress.stage = Stage::SideRecord;
+    progress.enter(Stage::SideRecord);
     let snapshot = stored::record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
     failpoint::pass("backup.side_record")?;
 
-    progress.stage = Stage::Pointer;
+    progress.enter(Stage::Pointer);
+    if let Some(before) = &before
+        && let Some(held) = shrink_guard::judge(settings, before, &taken.side)?
+    {
+        return Err(held.into());
+    }
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
     failpoint::pass("backup.pointer")?;
+    HeldSnapshot::clear(&settings.layout)?;
 
-    progress.stage = Stage::Done;
-    replaced::drop_all(&settings.server).await;
+    progress.enter(Stage::Done);
+    replaced::drop_expired(&settings.server, settings.layout.root()).await;
     failpoint::pass("backup.cleaned")?;
     Ok(())
+}
+
+/// A database that is not the one of the marker is never backed up: its snapshot would take the place of the owner's.
+async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, BackupError> {
+    let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
+    Ok(database_identity::verify(&settings.layout, &client).await?)
 }
 
 /// The record of the snapshot whose place the new one takes.
@@ -251,8 +302,8 @@ async fn upload(
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
     let object = settings.slot.snapshot(&key).expect("our own keys have the form of a snapshot's");
-    // Text forms and base-2 paddings make a dump larger than the database at worst by a small factor.
-    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(2));
+    let growth = settings.compression.max_growth();
+    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let open = upload.open().cloned();
     if let Some(open) = &open {
@@ -277,14 +328,15 @@ async fn fill(
     before: Option<&SideRecord>,
     upload: &mut Upload,
 ) -> Result<Uploaded, BackupError> {
-    let told = dump::take(settings, snapshot, upload).await?;
+    let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
+    let told = dump::take(settings, snapshot, &mut sink).await?;
     if let Some(before) =
         before.filter(|before| loss::rows(&before.tables) > 0 && loss::rows(&told.tables) == 0)
     {
         return Err(Lost { before: before.key.clone(), rows: loss::rows(&before.tables) }.into());
     }
     failpoint::pass("backup.verified")?;
-    progress.stage = Stage::Upload;
+    progress.enter(Stage::Upload);
     progress.dump = Some(told.dump.clone());
     let side = told.side_record(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;

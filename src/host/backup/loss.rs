@@ -1,10 +1,8 @@
-//! Whether a database holds nothing where the snapshot before held something: then it was lost, and a snapshot of it
-//! must not take that one's place.
+//! What a database has lost since the snapshot before. An emptied one is not backed up; one that has shrunk by half, or
+//! lost a table, is backed up, and does not become the latest by itself.
 
+use crate::host::census;
 use crate::store::snapshot::TableCount;
-
-/// The gateway's own tables, which are there from its first start on.
-const OURS: &str = "svc.";
 
 /// What was in the database, and is not.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -20,17 +18,50 @@ pub struct Lost {
 
 /// The owner's rows. A record from the store may say more than there is a sum of.
 pub fn rows(tables: &[TableCount]) -> u64 {
-    let owners = tables.iter().filter(|table| !table.name.starts_with(OURS));
-    owners.fold(0, |sum, table| sum.saturating_add(table.rows))
+    owners(tables).fold(0, |sum, table| sum.saturating_add(table.rows))
+}
+
+fn owners(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
+    tables.iter().filter(|table| census::is_owners(&table.name))
+}
+
+/// What is missing, in words, where that is at least half of the rows, or a table that held rows.
+pub fn shrunk(before: &[TableCount], now: &[TableCount]) -> Option<String> {
+    let gone: Vec<&TableCount> = owners(before)
+        .filter(|table| table.rows > 0 && !now.iter().any(|other| other.name == table.name))
+        .collect();
+    if let Some(first) = gone.first() {
+        let others = gone.len() - 1;
+        let others = if others > 0 { format!(" and {others} more") } else { String::new() };
+        return Some(format!("the table {} with {} rows{others} is gone", first.name, first.rows));
+    }
+    let (before, now) = (rows(before), rows(now));
+    (before > 0 && now <= before / 2).then(|| format!("the database holds {now} rows instead of {before}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn table(name: &str, rows: u64) -> TableCount {
+        TableCount { name: name.to_owned(), rows }
+    }
+
     #[test]
     fn the_gateways_own_rows_are_not_the_owners() {
-        let table = |name: &str, rows| TableCount { name: name.to_owned(), rows };
         assert_eq!(rows(&[table("svc.apps", 2), table("svcs.t", 3), table("app_notes.notes", 4)]), 7);
+    }
+
+    #[test]
+    fn shrunk_names_half_of_the_rows_or_a_table() {
+        let before = [table("a.t", 60), table("a.u", 41), table("a.empty", 0), table("svc.apps", 500)];
+        let now = |t, u| [table("a.t", t), table("a.u", u), table("a.empty", 0), table("svc.apps", 0)];
+        assert_eq!(shrunk(&before, &now(60, 41)), None);
+        assert_eq!(shrunk(&before, &now(51, 0)), None, "all rows of a table, and less than half of all");
+        assert!(shrunk(&before, &now(50, 0)).is_some_and(|loss| loss.contains("50 rows instead of 101")));
+        let gone = shrunk(&before, &[table("a.t", 6000), table("a.empty", 0)]);
+        assert!(gone.is_some_and(|loss| loss.contains("a.u") && loss.contains("41")));
+        assert_eq!(shrunk(&before, &before[..2]), None, "a table without rows lost none");
+        assert_eq!(shrunk(&[], &now(1, 1)), None);
     }
 }

@@ -14,10 +14,13 @@ mod record;
 mod replaced;
 mod request;
 mod reread;
+mod retry;
 mod share;
+mod shrink_guard;
 mod side;
 mod snapshot;
 mod toc;
+mod tracker;
 mod unfinished;
 mod verify;
 
@@ -40,11 +43,13 @@ use super::side::{Action, Chosen, Copy, Mode};
 use super::store::StoreLink;
 use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
 use crate::config::Env;
 use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use request::Request;
+use retry::Retry;
 use verify::Which;
 
 pub use drill::POINTS as DRILL_POINTS;
@@ -55,6 +60,8 @@ pub use verify::POINTS as VERIFY_POINTS;
 
 /// How long a request waits for a run that began before it was made.
 const REQUEST_WAIT: Duration = Duration::from_secs(600);
+/// How long another run waits: the gateway holds the lock for a moment when it looks whether a backup runs.
+const PROBE_WAIT: Duration = Duration::from_millis(400);
 
 #[derive(clap::Parser)]
 #[command(
@@ -74,6 +81,8 @@ struct Args {
 enum Command {
     /// Take a snapshot now (the default)
     Run(RunArgs),
+    /// Make the snapshot that is held back the latest: what it has lost since the one before is not missed
+    Accept,
     /// Read snapshots again from the store, in full: today's share of all, or those that are named
     #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
@@ -142,8 +151,11 @@ struct RunArgs {
     /// Serve the request file: wait for a run under way, and remove the file when done
     #[arg(long)]
     request: bool,
-    /// The database may hold no rows where the snapshot before does
-    #[arg(long)]
+    /// Try again after minutes where store or database are away, until the next hourly run is near
+    #[arg(long, conflicts_with = "request")]
+    retry: bool,
+    /// What the database has lost since the snapshot before is meant, also where no row is left
+    #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
 }
 
@@ -190,7 +202,7 @@ pub(crate) struct Settings {
 impl Settings {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
-        let identity = Identity::read(&mut env);
+        let identity = Identity::read_current(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let tools = PgTools::locate(&mut env, &layout);
@@ -250,6 +262,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => take_turn(layout, &args).await,
+            Command::Accept => request_id::own(accept(layout)).await,
             Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
             Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
             Command::Drill { request: true } => drill_as_asked(layout).await,
@@ -265,11 +278,33 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     })
 }
 
+async fn accept(layout: Layout) -> Result<(), Failure> {
+    let settings = Settings::read(layout)?;
+    let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_WAIT).await;
+    let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
+    shrink_guard::accept(&lock, &settings).await
+}
+
+/// Serves the request to accept; a request for a backup may lie beside it.
+async fn accept_as_asked(layout: &Layout, request: &Request) -> Result<(), Failure> {
+    let id = request.id().unwrap_or_else(request_id::fresh);
+    let end = request_id::under(id, accept(layout.clone())).await;
+    request.done();
+    end
+}
+
 async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
+    let acceptance = Request::new(&layout, "accept");
+    if args.request && acceptance.is_there() {
+        accept_as_asked(&layout, &acceptance).await?;
+        if !Request::new(&layout, "backup").is_there() {
+            return Ok(());
+        }
+    }
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
     let end = match Settings::read(layout) {
-        Ok(settings) => request_id::under(id, back_up(&settings, args, request.as_ref())).await,
+        Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
         Err(failure) => Err(failure),
     };
     // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
@@ -279,8 +314,29 @@ async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     end
 }
 
+async fn back_up_with_retries(
+    settings: &Settings,
+    args: &RunArgs,
+    request: Option<&Request>,
+) -> Result<(), Failure> {
+    let mut retry = Retry::read(&mut config::environment(&settings.layout));
+    loop {
+        let failure = match back_up(settings, args, request).await {
+            Err(failure) if args.retry => failure,
+            end => return end,
+        };
+        let Some(pause) = retry.pause(&failure) else { return Err(failure) };
+        let (seconds, error) = (pause.as_secs(), chain(failure.error.as_ref()));
+        tracing::warn!(%error, seconds, "the backup failed and is tried again");
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = stopped()? => return Err(failure),
+        }
+    }
+}
+
 async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>) -> Result<(), Failure> {
-    let wait = if request.is_some() { REQUEST_WAIT } else { Duration::ZERO };
+    let wait = if request.is_some() { REQUEST_WAIT } else { PROBE_WAIT };
     let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
     let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
     if let Some(request) = request {

@@ -25,6 +25,11 @@ impl Request {
         Self { path, seen }
     }
 
+    /// Whether something was asked when this was made.
+    pub fn is_there(&self) -> bool {
+        self.seen.get().is_some()
+    }
+
     /// The id of the request that asked, where the file tells one.
     pub fn id(&self) -> Option<String> {
         let text = fsx::read_if_there(&self.path).ok()??;

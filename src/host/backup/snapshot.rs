@@ -187,7 +187,8 @@ impl Snapshot {
                 "SELECT r.rolname::text, split_part(c, '=', 1), substr(c, strpos(c, '=') + 1) \
                  FROM pg_db_role_setting g JOIN pg_database d ON d.oid = g.setdatabase \
                  CROSS JOIN unnest(g.setconfig) c LEFT JOIN pg_roles r ON r.oid = g.setrole \
-                 WHERE d.datname = current_database() AND (g.setrole = 0 OR r.oid IS NOT NULL) ORDER BY 1, 2",
+                 WHERE d.datname = current_database() AND (g.setrole = 0 OR r.oid IS NOT NULL) \
+                   AND c NOT LIKE 'svc.restore\\_id=%' ORDER BY 1, 2",
                 &[],
             )
             .await?;

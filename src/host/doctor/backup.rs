@@ -6,6 +6,7 @@ use serde::Deserialize;
 use crate::diagnosis::Findings;
 use crate::fsx;
 use crate::host::checks::{Check, CheckKind, Status};
+use crate::host::held_snapshot::HeldSnapshot;
 use crate::host::layout::Layout;
 use crate::store::key;
 
@@ -25,6 +26,9 @@ struct Record {
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::of("backup");
+    if let Ok(Some(held)) = HeldSnapshot::read(layout) {
+        return findings.problem(held.to_string(), "svc-db-backup accept, if nothing is missed");
+    }
     let text = match fsx::read_if_there(&layout.last_backup()) {
         Ok(Some(text)) => text,
         Ok(None) => return never(findings, layout),

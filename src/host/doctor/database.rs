@@ -11,11 +11,14 @@ use crate::chain::chain;
 use crate::config::Env;
 use crate::diagnosis::Findings;
 use crate::host::config::DatabaseUrl;
+use crate::host::database_identity;
 use crate::host::layout::Layout;
 use crate::host::pgconn::Server;
 
 /// Where `svc-postgres` listens.
 const PORT: u16 = 5432;
+const NEXT_IDENTITY: &str =
+    "`svcctl recover`, or on this machine `svc-restore replace` or `svc-restore adopt`";
 const NEXT: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
 
 pub async fn check(layout: &Layout) -> Findings {
@@ -34,6 +37,9 @@ pub async fn check(layout: &Layout) -> Findings {
         Ok(client) => client,
         Err(error) => return findings.problem(chain(&error), NEXT),
     };
+    if let Err(error) = database_identity::check(layout, &client).await {
+        return findings.problem(chain(&error), NEXT_IDENTITY);
+    }
     let asked = client.query_one("SELECT current_setting('server_version'), pg_is_in_recovery()", &[]).await;
     match asked {
         Ok(row) => {

@@ -33,7 +33,7 @@ pub async fn check(layout: &Layout) -> Findings {
     let Some(mut config) = StoreConfig::read(&mut env) else {
         return findings.skipped("r2.env does not say where it is");
     };
-    let Some(identity) = Identity::read(&mut env) else {
+    let Some(identity) = Identity::read_current(&mut env, layout) else {
         return findings.skipped("host.env does not say whose machine this is");
     };
     if let StoreConfig::S3(s3) = &mut config {

@@ -28,6 +28,11 @@ pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Result<Response, Pro
     ask_for(&gateway, "backup").await
 }
 
+/// `POST /_svc/internal/backup-accept`: the snapshot that is held back is to become the latest.
+pub async fn accept(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
+    ask_for(&gateway, "accept").await
+}
+
 /// `POST /_svc/internal/drill`: asks that the latest snapshot is restored on trial soon.
 pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
     ask_for(&gateway, "drill").await
@@ -102,6 +107,24 @@ pub static BACKUP: Endpoint = Endpoint {
     },
     largest_body: OWN_BODY,
     serve: || post(backup),
+};
+
+pub static ACCEPT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "acceptBackup",
+        method: Method::POST,
+        path: "/_svc/internal/backup-accept",
+        summary: "Asks that the snapshot that is held back, because the database has shrunk, becomes the latest.",
+        credentials: &[PLATFORM],
+        parameters: &[],
+        body: None,
+        answers: &[told(202, "It is asked for.", || {
+            object(&[("request", one_of(&["accept"])), ("requestedAt", time())], &[])
+        })],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || post(accept),
 };
 
 pub static DRILL: Endpoint = Endpoint {

@@ -5,6 +5,7 @@
 
 mod apps;
 mod auth;
+mod backup_progress;
 mod blocking;
 mod body;
 mod bridge;
@@ -20,9 +21,11 @@ mod kernel;
 mod lifetime;
 mod measure;
 mod proxy;
+mod quiesce;
 mod router;
 mod side;
 mod state;
+mod writers;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -114,6 +117,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     let tended = tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
     tokio::spawn(gateway.dispatcher.clone().tend(stop.clone()));
+    tokio::spawn(gateway.writers.clone().watch(gateway.dispatcher.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));

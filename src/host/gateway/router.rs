@@ -13,13 +13,15 @@ use serde_json::{Value, json};
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
 use super::state::Gateway;
-use super::{apps, body, bridge, dispatch, health, internal, kernel, measure, proxy, side};
+use super::{
+    apps, backup_progress, body, bridge, dispatch, health, internal, kernel, measure, proxy, quiesce, side,
+};
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
-pub static ENDPOINTS: [&Endpoint; 36] = [
+pub static ENDPOINTS: [&Endpoint; 40] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
     &bridge::CHANGES,
@@ -52,8 +54,12 @@ pub static ENDPOINTS: [&Endpoint; 36] = [
     &kernel::SHOW_LIMITS,
     &kernel::SET_LIMITS,
     &internal::BACKUP,
+    &backup_progress::BACKUP_PROGRESS,
+    &internal::ACCEPT,
     &internal::DRILL,
     &internal::UPDATE,
+    &quiesce::QUIESCE,
+    &quiesce::RESUME,
     &health::LIVE,
     &health::READY,
 ];

@@ -10,6 +10,7 @@ use super::database::Database;
 use super::dispatch::Dispatcher;
 use super::kernel::Kernel;
 use super::proxy::Upstreams;
+use super::writers::Writers;
 
 /// One running gateway.
 pub struct Gateway {
@@ -19,6 +20,7 @@ pub struct Gateway {
     pub changes: Arc<Changes>,
     pub kernel: Arc<Kernel>,
     pub dispatcher: Arc<Dispatcher>,
+    pub writers: Arc<Writers>,
     pub upstreams: Upstreams,
     pub config: Config,
 }
@@ -28,12 +30,18 @@ impl Gateway {
     /// When the client for the identity provider's keys, or a thread, cannot be made.
     pub fn new(config: Config) -> anyhow::Result<Arc<Self>> {
         let kernel = Arc::new(Kernel::new(&config.layout)?);
+        let writers = Writers::open(&config.layout)?;
+        let dispatcher = Dispatcher::new(&config.layout, &kernel);
+        if writers.is_quiesced() {
+            dispatcher.pause();
+        }
         Ok(Arc::new(Self {
             seam: Seam::new(&config)?,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
             changes: Arc::default(),
-            dispatcher: Dispatcher::new(&config.layout, &kernel),
+            dispatcher,
+            writers,
             kernel,
             upstreams: Upstreams::new(&config.layout.owner_sockets()),
             config,

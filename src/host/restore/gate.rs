@@ -1,20 +1,20 @@
 //! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker comes
 //! last. A run that was killed anywhere is simply run again.
 
-use serde::Serialize;
-
 use super::journal::{self, Journal};
 use super::swap::{self, SwapError};
 use super::{Mode, Settings};
 use crate::applet::{Exit, Failure};
-use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::host;
+use crate::host::census;
+use crate::host::database_identity::{self, IdentityError};
 use crate::host::lock::Lock;
+use crate::host::marker::Marker;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError};
-use crate::host::scratch::{self, DownloadError, LoadError, Roles};
+use crate::host::scratch::{self, DownloadError, LoadError, Roles, Scratch};
 use crate::http::request_id;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
@@ -45,6 +45,14 @@ enum RestoreError {
     Absent,
     #[error("the snapshot is not usable: {key}: {why}")]
     Damaged { key: String, why: String },
+    #[error(
+        "the database {database} holds rows of the owner's ({table}) and no marker says that it was restored: it may be newer \
+         than the snapshot, and is not replaced\n  next: `svc-restore adopt` serves it as it is; `svc-restore replace` \
+         restores the snapshot and keeps it as svc_before_<n>"
+    )]
+    HoldsRows { database: String, table: String },
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
     #[error("the object store could not be read in time; nothing is known about the snapshot")]
     Store(#[source] StoreError),
     #[error(transparent)]
@@ -74,46 +82,86 @@ impl RestoreError {
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => never_refused(error.exit()),
             Self::Swap(error) => error.exit(),
+            Self::HoldsRows { .. } => Exit::Refused,
+            Self::Identity(error) => error.exit(),
             Self::Absent | Self::Damaged { .. } | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
 
-/// `opt/svc/restore-complete`: what opened the gate.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Marker<'a> {
-    version: u32,
-    completed_at: String,
-    /// `null`: an empty start.
-    snapshot: Option<&'a str>,
+/// What a restore does to a database that holds rows of the owner's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Local {
+    /// Nothing: it may be newer than the snapshot, under a marker that was lost.
+    Refused,
+    /// A person says so: it is kept as `svc_before_<n>`.
+    Replaced,
 }
 
 /// Restores what there is to restore and sets the marker.
 ///
 /// # Errors
 /// [`Failure`]; the gate is then shut and the old database as it was.
-pub async fn open(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
-    restore(settings).await.map_err(|error| Failure::new(error.exit(), error))
+pub async fn open(_lock: &Lock, settings: &Settings, local: Local) -> Result<(), Failure> {
+    restore(settings, local).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-async fn restore(settings: &Settings) -> Result<(), RestoreError> {
+/// Keeps the database that is there, whatever it is, as this machine's.
+///
+/// # Errors
+/// [`Failure`].
+pub async fn adopt(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+    set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
+}
+
+/// Finishes or undoes the swap of a run that was cut off: at every boot, marker or not, for an import has a marker.
+///
+/// # Errors
+/// [`Failure`].
+pub async fn settle(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+    settle_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
+}
+
+async fn settle_swap(settings: &Settings) -> Result<(), RestoreError> {
+    let Some(journal) = Journal::read(&settings.layout)? else { return Ok(()) };
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    scratch::end_sessions_of(&client, settings.means.name).await.map_err(SwapError::from)?;
+    let database = settings.means.server.database();
+    let was_swapped =
+        scratch::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
+    swap::allow_connections(&client, database).await?;
+    if was_swapped {
+        set_marker(settings, Some(&journal.key)).await?;
+        tracing::warn!(key = journal.key, "finished the swap of databases that was cut off");
+    } else {
+        scratch::drop_scratches(&client).await.map_err(SwapError::from)?;
+        tracing::warn!(key = journal.key, "undid the swap of databases that was cut off");
+    }
+    Ok(journal::remove(&settings.layout)?)
+}
+
+async fn restore(settings: &Settings, local: Local) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
     fsx::remove_torn_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = latest(settings).await? else {
         tracing::info!("there is no snapshot: this machine begins with an empty database");
-        return set_marker(settings, None);
+        return set_marker(settings, None).await;
     };
     failpoint::pass("restore.named")?;
+    let was_cut_off = is_unserved_restore(settings).await?;
     if swapped_before(settings, &snapshot).await? {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
+        if local == Local::Refused && !was_cut_off {
+            refuse_rows(settings).await?;
+        }
         let side = side_record(settings, &snapshot).await?;
         scratch::refuse_newer(&settings.means, &side).await?;
         let dump =
             scratch::fetch(&settings.means, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
         let loaded = scratch::into_scratch(&settings.means, &dump, &side, Roles::Stay).await?;
+        stamp(settings, &loaded).await?;
         settings.means.progress.at("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
@@ -132,7 +180,7 @@ async fn restore(settings: &Settings) -> Result<(), RestoreError> {
         let request = serde_json::json!({"requestId": request_id::current()}).to_string();
         fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
     }
-    set_marker(settings, Some(&snapshot))?;
+    set_marker(settings, Some(&snapshot.key)).await?;
     clean(settings);
     tracing::info!(key = snapshot.key, "restored");
     Ok(())
@@ -200,17 +248,41 @@ async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<b
     Ok(false)
 }
 
-fn set_marker(settings: &Settings, snapshot: Option<&SnapshotRef>) -> Result<(), RestoreError> {
-    let marker = Marker {
-        version: 1,
-        completed_at: clock::rfc3339_ms(clock::now_ms()),
-        snapshot: snapshot.map(|snapshot| snapshot.key.as_str()),
-    };
-    let text = serde_json::to_vec(&marker).expect("a marker of plain fields is JSON");
-    // On a machine the directory is root's, and the marker a link to where this program may write.
-    let place = fsx::through_link(&settings.layout.restore_complete());
-    fsx::remove_torn(&place)?;
-    fsx::write_atomic(&place, &text, 0o644)?;
+/// Whether the database is what an earlier run restored, before its gate opened: nobody has written to it.
+async fn is_unserved_restore(settings: &Settings) -> Result<bool, RestoreError> {
+    let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    let found = scratch::oid(&client, settings.means.server.database()).await.map_err(SwapError::from)?;
+    Ok(found == Some(journal.scratch_oid))
+}
+
+/// The owner's rows are never replaced by what may be older. Whoever lost the marker alone keeps them with `adopt`.
+async fn refuse_rows(settings: &Settings) -> Result<(), RestoreError> {
+    let maintenance = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    let database = settings.means.server.database();
+    if scratch::oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
+        return Ok(());
+    }
+    let client = scratch::connect_patiently(&settings.means, database).await?;
+    match census::first_with_rows(&client).await.map_err(SwapError::from)? {
+        None => Ok(()),
+        Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
+    }
+}
+
+/// The restored database gets its id before the swap, so that there is no moment in which it has none.
+async fn stamp(settings: &Settings, loaded: &Scratch) -> Result<(), RestoreError> {
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    database_identity::stamp(&client, &loaded.name).await?;
+    Ok(())
+}
+
+/// Marks the database that is there as this machine's.
+async fn set_marker(settings: &Settings, snapshot: Option<&str>) -> Result<(), RestoreError> {
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    fsx::remove_torn(&fsx::through_link(&settings.layout.restore_complete()))?;
+    Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::pass("restore.marker")?;
     Ok(())
 }

@@ -12,12 +12,12 @@ use crate::store::pointer::SnapshotRef;
 #[serde(rename_all = "camelCase")]
 pub struct Journal {
     version: u32,
-    key: String,
+    pub key: String,
     sha256: String,
     pub scratch_oid: u32,
 }
 
-fn path(layout: &Layout) -> std::path::PathBuf {
+pub fn path(layout: &Layout) -> std::path::PathBuf {
     layout.restore_state().join("journal.json")
 }
 
@@ -29,6 +29,11 @@ impl Journal {
             sha256: snapshot.sha256.clone(),
             scratch_oid: scratch.oid,
         }
+    }
+
+    /// Whether a run was cut off between its note and its end.
+    pub fn is_open(layout: &Layout) -> bool {
+        path(layout).exists()
     }
 
     /// What cannot be read was never a whole note, and says nothing.

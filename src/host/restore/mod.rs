@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use super::boot_progress::BootReporter;
 use super::config::{self, DatabaseUrl, Identity, begin_log};
 use super::layout::Layout;
 use super::lock::{Lock, LockError};
@@ -26,6 +27,10 @@ use crate::applet::{self, Exit, Failure, OrExit};
 use crate::http::request_id;
 use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
+
+use gate::Local;
+use import::First;
+use journal::Journal;
 
 pub use gate::POINTS;
 pub use import::POINTS as IMPORT_POINTS;
@@ -43,10 +48,14 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
+    /// Serve the database that is here as this machine's own, although the marker names another or is lost
+    Adopt,
+    /// Restore the latest snapshot in place of the database that is here, which is kept as svc_before_<n>
+    Replace,
     /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
     #[command(
         after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
-stays: the database as svc_before_<n> until the next good backup, files in ~/.before-import-<n>.\n\n\
+stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n>.\n\n\
 Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     )]
     Import {
@@ -59,6 +68,9 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         /// It may be of another user than this machine
         #[arg(long)]
         of_another_user: bool,
+        /// Do not take a snapshot of the database that is here first
+        #[arg(long)]
+        no_backup: bool,
     },
 }
 
@@ -125,7 +137,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     // An import writes for both users of a machine, and only root can.
-    if args.command.is_none()
+    if !matches!(args.command, Some(Command::Import { .. }))
         && let Err(error) = user::step_down(&layout)
     {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
@@ -136,8 +148,18 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         request_id::own(async {
             match args.command {
                 None => open_gate(layout).await,
-                Some(Command::Import { archive, check, of_another_user }) => {
-                    let wanted = import::Wanted { archive: &archive, check, of_another: of_another_user };
+                Some(Command::Adopt) => {
+                    let settings = Settings::read(layout)?;
+                    gate::adopt(&lock(&settings)?, &settings).await
+                }
+                Some(Command::Replace) => {
+                    let settings = Settings::read(layout)?;
+                    gate::open(&lock(&settings)?, &settings, Local::Replaced).await
+                }
+                Some(Command::Import { archive, check, of_another_user, no_backup }) => {
+                    let first = if no_backup { First::Nothing } else { First::Snapshot };
+                    let wanted =
+                        import::Wanted { archive: &archive, check, of_another: of_another_user, first };
                     let settings = Settings::read(layout)?;
                     import::run(&lock(&settings)?, &settings, &wanted).await
                 }
@@ -148,11 +170,17 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn open_gate(layout: Layout) -> Result<(), Failure> {
     if layout.restore_complete().exists() {
+        if Journal::is_open(&layout) {
+            let settings = Settings::read(layout)?;
+            return gate::settle(&lock(&settings)?, &settings).await;
+        }
         tracing::info!("the database of this machine is in use already; nothing is restored over it");
         return Ok(());
     }
     let settings = Settings::read(layout)?;
-    gate::open(&lock(&settings)?, &settings).await
+    let lock = lock(&settings)?;
+    let _reporter = BootReporter::start(&settings.layout, settings.means.progress.subscribe());
+    gate::open(&lock, &settings, Local::Refused).await
 }
 
 fn lock(settings: &Settings) -> Result<Lock, Failure> {

@@ -1,5 +1,5 @@
 //! The swap: the owner's database and the restored one change names in one transaction. The replaced one stays as
-//! `svc_before_<n>` until the first good backup.
+//! `svc_before_<n>` for seven days, and at least until the first good backup.
 
 use std::time::{Duration, Instant};
 

@@ -148,7 +148,7 @@ pub async fn into_scratch(
         }
         failpoint::pass("restore.applied")?;
         means.progress.at("comparing tables and rows with the record");
-        compare(&inside, side).await?;
+        compare(means, &inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
     };
@@ -300,13 +300,21 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
 }
 
 /// Every table with its rows, no more and no less.
-async fn compare(client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await
         .map_err(query("count the rows"))?;
     let names = census::tables(client).await.map_err(query("list the tables"))?;
-    let mut found = census::count(client, &names).await.map_err(query("count the rows"))?;
+    let whole = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
+    let (mut found, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
+    for name in &names {
+        found.extend(
+            census::count(client, std::slice::from_ref(name)).await.map_err(query("count the rows"))?,
+        );
+        rows = rows.saturating_add(found.last().map_or(0, |table| table.rows));
+        means.progress.rows(rows, whole);
+    }
     let mut recorded = side.tables.clone();
     found.sort();
     recorded.sort();

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use http::StatusCode;
 use secrecy::ExposeSecret;
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::vitals::{self, Disk, Health, LastBackup, LastCheck};
+use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
 use crate::host::release;
 use crate::host::updated::{self, Outcome};
 use crate::http::client::{self, Deadlines};
@@ -31,6 +32,9 @@ struct Beat {
     updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
+    /// Left out where there is nothing to say, and for a platform that refuses the field.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    attention: Vec<Attention>,
 }
 
 /// Its answer. What we do not know is ignored: the platform may be newer.
@@ -43,6 +47,8 @@ pub struct Answer {
     pub epoch: Option<Epoch>,
     pub superseded: bool,
     pub proof_keys: Option<ProofKeys>,
+    /// The operation for which writers stay stopped.
+    pub quiesce: Option<String>,
 }
 
 /// Why the platform did not take a heartbeat.
@@ -72,23 +78,25 @@ impl<'a> Heart<'a> {
     /// [`BeatError`].
     pub async fn beat(&self) -> Result<Answer, BeatError> {
         let settings = self.settings;
-        let beat = Beat {
+        let (health, attention) = vitals::health(settings).await;
+        let mut beat = Beat {
             image_version: image_version(settings),
-            epoch: settings.identity.epoch,
-            health: vitals::health(settings).await,
+            epoch: settings.epoch(),
+            health,
             last_backup: vitals::last_backup(settings),
             last_update: updated::last(&settings.layout).ok().flatten().map(|last| last.outcome),
             checks: vitals::checks(settings),
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
+            attention,
         };
-        let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
-        let token = settings.platform.upgrade_token.expose_secret();
-        let call = request_id::onward(self.client.post(url).bearer_auth(token).json(&beat));
-        let response = call.send().await?;
-        let status = response.status();
-        let body = response.bytes().await?;
+        let (mut status, mut body) = self.send(&beat).await?;
+        if status == StatusCode::BAD_REQUEST && !beat.attention.is_empty() {
+            // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
+            beat.attention.clear();
+            (status, body) = self.send(&beat).await?;
+        }
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {
             return Ok(Answer { superseded: true, ..Answer::default() });
         }
@@ -96,6 +104,16 @@ impl<'a> Heart<'a> {
             return Err(BeatError::Status(status));
         }
         Ok(serde_json::from_slice(&body)?)
+    }
+
+    async fn send(&self, beat: &Beat) -> Result<(StatusCode, Bytes), BeatError> {
+        let settings = self.settings;
+        let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
+        let token = settings.platform.upgrade_token.expose_secret();
+        let call = request_id::onward(self.client.post(url).bearer_auth(token).json(beat));
+        let response = call.send().await?;
+        let status = response.status();
+        Ok((status, response.bytes().await?))
     }
 }
 

@@ -4,6 +4,7 @@
 mod heartbeat;
 mod meta;
 mod obey;
+mod server;
 mod vitals;
 
 use std::ffi::OsString;
@@ -17,13 +18,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use super::config::{self, DatabaseUrl, Identity, PlatformLink, begin_log};
+use super::epoch;
 use super::layout::Layout;
 use super::pgconn::Server;
 use super::probe;
+use super::quiesce::Quiesce;
 use super::store::StoreLink;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
 use crate::config::Env;
 use crate::http::request_id;
+use crate::machine::epoch::Epoch;
 use crate::machine::name::ImageVersion;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
@@ -51,6 +56,7 @@ pub(crate) struct Settings {
     image_version: ImageVersion,
     heartbeat_each: Duration,
     meta_each: Duration,
+    meta_at_least_each: Duration,
 }
 
 impl Settings {
@@ -64,6 +70,7 @@ impl Settings {
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
         let heartbeat_each = seconds(&mut env, "HEARTBEAT_SECONDS", 30);
         let meta_each = seconds(&mut env, "VPS_META_SECONDS", 300);
+        let meta_at_least_each = seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
         Ok(Self {
@@ -77,7 +84,13 @@ impl Settings {
             image_version,
             heartbeat_each,
             meta_each,
+            meta_at_least_each,
         })
+    }
+
+    /// The machine's epoch of now: a heartbeat may have raised it.
+    fn epoch(&self) -> Epoch {
+        epoch::current(&self.layout, self.identity.epoch)
     }
 }
 
@@ -129,12 +142,21 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
     let mut ticks = ticks(settings.heartbeat_each);
     loop {
         ticks.tick().await;
+        let quiesced = Quiesce::read(&settings.layout).ok().flatten();
         match request_id::own(heart.beat()).await {
-            Ok(answer) => match obey::obey(settings, answer) {
-                Ok(None) => {}
-                Ok(Some(superseded)) => return superseded,
-                Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
-            },
+            Ok(answer) => {
+                if let Some(before) = quiesced.filter(|_| !answer.superseded)
+                    && let Err(error) =
+                        obey::resume_writers(settings, &before, answer.quiesce.as_deref()).await
+                {
+                    tracing::error!(error = %chain(&error), "could not start the writers again");
+                }
+                match obey::obey(settings, answer) {
+                    Ok(None) => {}
+                    Ok(Some(superseded)) => return superseded,
+                    Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
+                }
+            }
             Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
         }
     }
@@ -143,7 +165,7 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
 /// A gateway that has only just started is not failing: what the first beat says stands until the second.
 async fn settle(settings: &Settings) {
     let well = async {
-        while !vitals::health(settings).await.is_ok() {
+        while !vitals::health(settings).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
@@ -153,9 +175,10 @@ async fn settle(settings: &Settings) {
 
 async fn tell_store(settings: &Settings) -> std::convert::Infallible {
     let mut ticks = ticks(settings.meta_each);
+    let mut written = meta::Written::default();
     loop {
         ticks.tick().await;
-        if let Err(error) = meta::write(settings).await {
+        if let Err(error) = meta::write(settings, &mut written).await {
             tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
         }
     }

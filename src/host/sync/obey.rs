@@ -6,7 +6,9 @@ use super::Settings;
 use super::heartbeat::{self, Answer};
 use crate::clock;
 use crate::fsx::{self, FileError};
+use crate::host::epoch;
 use crate::host::layout::Layout;
+use crate::host::quiesce::{self, Quiesce, QuiesceError};
 use crate::host::updated::{self, End, Last, Request};
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
@@ -45,9 +47,12 @@ pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, F
             version: 1,
             at: clock::rfc3339_ms(clock::now_ms()),
             machine_id: settings.identity.machine,
-            mine: settings.identity.epoch,
+            mine: settings.epoch(),
             epoch: answer.epoch,
         }));
+    }
+    if let Some(epoch) = answer.epoch {
+        epoch::raise(&settings.layout, settings.identity.epoch, epoch)?;
     }
     // No key at all would shut the platform out: that is never meant.
     if let Some(keys) = answer.proof_keys.filter(|keys| !keys.keys.is_empty()) {
@@ -59,6 +64,26 @@ pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, F
         ask_for(settings, desired, request)?;
     }
     Ok(None)
+}
+
+/// Starts the writers again that were stopped before a heartbeat whose answer does not name their operation: it is over,
+/// and nobody called.
+///
+/// # Errors
+/// [`QuiesceError`].
+pub async fn resume_writers(
+    settings: &Settings,
+    before: &Quiesce,
+    named: Option<&str>,
+) -> Result<(), QuiesceError> {
+    let operation = before.operation_id;
+    if named == Some(operation.to_string().as_str()) {
+        return Ok(());
+    }
+    if quiesce::resume(&settings.layout, operation).await? {
+        tracing::warn!(%operation, "the platform no longer names this operation: writers may write again");
+    }
+    Ok(())
 }
 
 /// Asks for the release that the platform names, unless it runs, is asked for, or came to an end here without being

@@ -11,6 +11,8 @@ use crate::clock;
 use crate::fsx;
 use crate::host::checks::{Check, CheckKind, Status};
 use crate::host::config;
+use crate::host::database_identity;
+use crate::host::held_snapshot::HeldSnapshot;
 use crate::host::probe::{self, Gateway};
 use crate::http::proof::ProofKeys;
 use crate::store::key;
@@ -96,9 +98,25 @@ pub fn checks(settings: &Settings) -> BTreeMap<&'static str, LastCheck> {
     CheckKind::ALL.into_iter().filter_map(last).collect()
 }
 
-pub async fn health(settings: &Settings) -> Health {
-    let (gateway, database) = tokio::join!(gateway_is_ready(settings), database_answers(settings));
-    Health { gateway: gateway.into(), database: database.into() }
+/// Something that a person has to look at, in words for the fleet's list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Attention {
+    pub code: &'static str,
+    pub detail: String,
+}
+
+pub async fn health(settings: &Settings) -> (Health, Vec<Attention>) {
+    let (gateway, database) = tokio::join!(gateway_is_ready(settings), database_is_ours(settings));
+    let health = Health { gateway: gateway.into(), database: database.is_ok().into() };
+    let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
+    attention.extend(held_snapshot(settings));
+    (health, attention)
+}
+
+/// A snapshot that did not become the latest.
+fn held_snapshot(settings: &Settings) -> Option<Attention> {
+    let held = HeldSnapshot::read(&settings.layout).ok()??;
+    Some(Attention { code: "snapshot_held", detail: held.to_string() })
 }
 
 async fn gateway_is_ready(settings: &Settings) -> bool {
@@ -109,12 +127,20 @@ async fn gateway_is_ready(settings: &Settings) -> bool {
     }
 }
 
-async fn database_answers(settings: &Settings) -> bool {
+/// The database answers, and is the one that was restored here; else what is to be said of it, if anything.
+async fn database_is_ours(settings: &Settings) -> Result<(), Option<Attention>> {
     let asked = async {
-        let client = settings.server.connect(settings.server.database(), "svc-sync-agent").await.ok()?;
-        client.simple_query("SELECT 1").await.ok()
+        let database = settings.server.database();
+        let client = settings.server.connect(database, "svc-sync-agent").await.map_err(|_| None)?;
+        database_identity::check(&settings.layout, &client).await.map_err(Some)
     };
-    matches!(tokio::time::timeout(DATABASE_DEADLINE, asked).await, Ok(Some(_)))
+    match tokio::time::timeout(DATABASE_DEADLINE, asked).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(Some(error))) if error.is_mismatch() => {
+            Err(Some(Attention { code: "database_mismatch", detail: error.to_string() }))
+        }
+        Ok(Err(_)) | Err(_) => Err(None),
+    }
 }
 
 /// Of the file system that the owner's files lie on.

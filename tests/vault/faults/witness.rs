@@ -134,6 +134,7 @@ mod tests {
             roles: Vec::new(),
             tables: Vec::new(),
             database: None,
+            database_identity: None,
         };
         store.write(BUCKET, &path(&key), dump);
         store.write(BUCKET, &path(&format!("{key}.json")), serde_json::to_vec(&side).expect("JSON"));

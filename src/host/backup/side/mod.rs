@@ -21,6 +21,7 @@ use crate::host;
 use crate::host::layout::Layout;
 use crate::host::lock::Lock;
 use crate::host::pgconn::{self, ConnectError, ident};
+use crate::host::quiesce::Quiesce;
 use crate::host::scratch::{self, DownloadError, LoadError, Roles};
 use crate::host::side::{Action, Chosen, Copied, Copy, DATABASE, Request, State, Status};
 use crate::http::problem::chain;
@@ -72,6 +73,8 @@ enum SideError {
         "the snapshot of what is there now, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
     )]
     Save { exit: Exit, why: String },
+    #[error("the platform has stopped this machine's writers for a last backup; nothing is copied")]
+    Quiesced,
     #[error(transparent)]
     Copy(#[from] CopyError),
     #[error(transparent)]
@@ -98,7 +101,7 @@ impl SideError {
             Self::Query(error) => pgconn::exit(error),
             Self::Copy(error) => error.exit(),
             Self::Save { exit, .. } => *exit,
-            Self::Stopped => Exit::TryAgain,
+            Self::Stopped | Self::Quiesced => Exit::TryAgain,
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
@@ -295,6 +298,10 @@ async fn take_back(settings: &Settings, wanted: &Copy, request_id: &str) -> Resu
     state.write(&settings.layout)?;
     let mut tables = Vec::new();
     let copied = async {
+        // After the state says that a copy runs: a quiesce waits for it, or it sees the quiesce.
+        if Quiesce::read(&settings.layout)?.is_some() {
+            return Err(SideError::Quiesced);
+        }
         if wanted.backup && !wanted.dry_run {
             save(settings).await?;
             failpoint::pass("side.saved")?;

@@ -17,6 +17,7 @@ use super::name::Slug;
 use super::register::{self, RegisterError};
 use super::registry::{App, Known, Trouble};
 use super::watch::Watch;
+use crate::host::database_identity::{self, IdentityError};
 use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
 use crate::host::gateway::state::Gateway;
 use crate::host::systemd;
@@ -90,6 +91,8 @@ struct Supervisor {
 enum RoundError {
     #[error("the database is away")]
     Database(#[from] DatabaseError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
     #[error("read the apps folder")]
     Folder(#[source] std::io::Error),
     #[error("register {slug}")]
@@ -117,7 +120,11 @@ impl Supervisor {
     }
 
     async fn tell_database(&mut self, folders: Vec<Manifest>) -> Result<(), RoundError> {
-        let news: Vec<Manifest> = folders.into_iter().filter(|m| !self.is_registered(m)).collect();
+        let mut news: Vec<Manifest> = folders.into_iter().filter(|m| !self.is_registered(m)).collect();
+        if self.gateway.writers.is_quiesced() {
+            // A new table is a change, too: the next scan after the resume registers it.
+            news.clear();
+        }
         if self.known.loaded && news.is_empty() {
             return Ok(());
         }
@@ -169,6 +176,7 @@ impl Supervisor {
 
     /// Makes the database ready and takes up every app that it keeps, folder or not.
     async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
+        database_identity::verify(&self.gateway.config.layout, client).await?;
         database::prepare(client, self.gateway.config.epoch()).await?;
         if self.budget.is_none() {
             let connections = database::connection_budget(client).await?;

@@ -62,6 +62,7 @@ async fn answer(
     };
     let slug = app.unwrap_or_default();
     allow(principal, slug)?;
+    let _permit = gateway.writers.admit()?;
     let app = find_app(gateway, slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
     let place = |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };

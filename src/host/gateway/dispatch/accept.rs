@@ -31,6 +31,7 @@ impl Dispatcher {
         {
             return same(found, &asked).await;
         }
+        self.refuse_while_paused()?;
         let settings = self.kernel.settings();
         let is_free = settings.agents.is_free(asked.entries[0].model.as_deref());
         let reserved = self.kernel.reserve(&asked.sender_id, &settings, is_free)?;

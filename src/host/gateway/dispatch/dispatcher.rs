@@ -91,6 +91,8 @@ pub(super) struct Known {
     pub(super) queue: Queue<Arc<Dispatch>>,
     /// Those that run: in a conversation one at a time, or two would each begin it, or go on with it.
     running: Vec<Arc<Dispatch>>,
+    /// Cancelled while writers are stopped: nothing starts, and what runs is ended.
+    pause: CancellationToken,
     /// Those that are over, the oldest first.
     ended: VecDeque<Arc<Dispatch>>,
     ended_bytes: usize,
@@ -246,7 +248,10 @@ impl Dispatcher {
     fn next(self: &Arc<Self>) -> Option<Arc<Dispatch>> {
         let settings = self.kernel.settings();
         let mut known = self.lock();
-        if self.stop.is_cancelled() || known.running.len() >= settings.agents.concurrency {
+        if self.stop.is_cancelled()
+            || known.pause.is_cancelled()
+            || known.running.len() >= settings.agents.concurrency
+        {
             return None;
         }
         let Known { queue, running, .. } = &mut *known;
@@ -304,6 +309,7 @@ impl Dispatcher {
             kernel: &self.kernel,
             socket: &self.socket,
             stop: &self.stop,
+            pause: &self.pause_token(),
             settings: &settings.agents,
         };
         let (interaction, text) = run::run(&around, one).await;
@@ -383,6 +389,41 @@ impl Dispatcher {
             tracing::warn!("a dispatch is not in the journal: after a crash it would be forgotten");
         }
         written.is_ok()
+    }
+
+    fn pause_token(&self) -> CancellationToken {
+        self.lock().pause.clone()
+    }
+
+    /// Ends and records what runs; what waits stays in the queue. New dispatches are refused until [`Self::resume`].
+    pub fn pause(&self) {
+        self.lock().pause.cancel();
+    }
+
+    /// Starts again what waits.
+    pub fn resume(self: &Arc<Self>) {
+        let mut known = self.lock();
+        if !known.pause.is_cancelled() {
+            return;
+        }
+        known.pause = CancellationToken::new();
+        drop(known);
+        self.go_on();
+    }
+
+    /// # Errors
+    /// 503 while writers are stopped.
+    pub(super) fn refuse_while_paused(&self) -> Result<(), Problem> {
+        if !self.pause_token().is_cancelled() {
+            return Ok(());
+        }
+        let detail = "No dispatch is started now: a last backup is taken before this machine is replaced.";
+        Err(Problem::new(Code::Unavailable, detail).retry_after(15))
+    }
+
+    /// How many run, or are being recorded.
+    pub fn running(&self) -> usize {
+        self.lock().running.len()
     }
 
     /// Nothing is started any more; what runs is ended and recorded.

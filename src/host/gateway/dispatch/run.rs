@@ -34,6 +34,7 @@ enum Why {
     Cancelled,
     Deadline,
     Stopped,
+    Paused,
 }
 
 /// What is needed of the gateway.
@@ -42,6 +43,8 @@ pub struct Surroundings<'a> {
     pub socket: &'a Path,
     /// The gateway ends.
     pub stop: &'a CancellationToken,
+    /// The machine's writers are stopped.
+    pub pause: &'a CancellationToken,
     pub settings: &'a AgentSettings,
 }
 
@@ -162,6 +165,8 @@ impl<'a> Run<'a> {
     async fn play(mut self, agent: &Agent) -> Outcome {
         let early = if self.dispatch.cancel.is_cancelled() {
             Some(Why::Cancelled)
+        } else if self.around.pause.is_cancelled() {
+            Some(Why::Paused)
         } else {
             self.around.stop.is_cancelled().then_some(Why::Stopped)
         };
@@ -218,6 +223,11 @@ impl<'a> Run<'a> {
                 ("DeadlineExceeded", format!("it was ended after {seconds} s, its deadline"))
             }
             Why::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
+            Why::Paused => {
+                let message =
+                    "it was ended because the platform stops this machine's writers for a last backup";
+                ("Interrupted", message.to_owned())
+            }
         };
         failed(name, message)
     }
@@ -251,6 +261,7 @@ impl<'a> Run<'a> {
                 tokio::select! {
                     () = self.dispatch.cancel.cancelled() => Why::Cancelled,
                     () = self.around.stop.cancelled() => Why::Stopped,
+                    () = self.around.pause.cancelled() => Why::Paused,
                     () = tokio::time::sleep_until(self.deadline) => Why::Deadline,
                 }
             };

@@ -80,6 +80,11 @@ pub fn give_as_beside(path: &Path) -> Result<(), FileError> {
     give_one(path, path.parent().and_then(metadata).as_ref())
 }
 
+/// The file becomes the owner's of `model`.
+pub fn give_as(path: &Path, model: &Path) -> Result<(), FileError> {
+    give_one(path, metadata(model).as_ref())
+}
+
 /// The whole tree becomes this one's owner's; links themselves, not what they lead to.
 fn give(tree: &Path, owner: Option<&Metadata>) -> Result<(), FileError> {
     give_one(tree, owner)?;

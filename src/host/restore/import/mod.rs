@@ -1,11 +1,12 @@
 //! `svc-restore import`: an owner's archive (`host::archive`) onto this machine: its database in the place of the one that is
 //! there, its home's entries in the place of those of the same name.
 //!
-//! Nothing is touched before every byte was compared with the manifest. What is replaced stays: the database until the
-//! next good backup, the home's entries in a directory that is named at the end. A run that was killed is run again.
+//! Nothing is touched before every byte was compared with the manifest. Of a database that holds
+//! rows a snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in a directory that is named at the end. A run that was killed is run again.
 
 mod archived;
 mod home;
+mod snapshot_first;
 
 use std::path::Path;
 
@@ -15,13 +16,17 @@ use super::swap::{self, SwapError};
 use crate::applet::{Exit, Failure};
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
+use crate::host::database_identity::{self, IdentityError};
 use crate::host::lock::Lock;
+use crate::host::marker::Marker;
 use crate::host::pgconn::{self, ConnectError};
 use crate::host::scratch::{self, DownloadError, LoadError, Roles};
 use crate::host::systemd;
 use crate::http::problem::chain;
 use crate::http::request_id;
 use archived::{ArchiveError, Archived};
+use home::{give_as, give_as_beside};
+use snapshot_first::SnapshotFirstError;
 
 /// The places of a run where a test can stop it.
 pub const POINTS: &[&str] = &[
@@ -54,8 +59,12 @@ enum ImportError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
+    #[error(transparent)]
+    SnapshotFirst(#[from] SnapshotFirstError),
     #[error("look for what an earlier run left")]
     Query(#[from] tokio_postgres::Error),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
     #[error(transparent)]
     Swap(#[from] SwapError),
     #[error(transparent)]
@@ -73,9 +82,11 @@ impl ImportError {
                 Exit::Refused
             }
             Self::Download(error) => error.exit(),
+            Self::SnapshotFirst(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
             Self::Query(error) => pgconn::exit(error),
+            Self::Identity(error) => error.exit(),
             Self::Swap(error) => error.exit(),
             Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
@@ -89,6 +100,16 @@ pub struct Wanted<'a> {
     pub check: bool,
     /// It may be another user's.
     pub of_another: bool,
+    pub first: First,
+}
+
+/// What is done with the database that is here before it is replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum First {
+    /// A snapshot of it is taken.
+    Snapshot,
+    /// A person says that it is not needed.
+    Nothing,
 }
 
 /// Imports it.
@@ -127,6 +148,9 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     }
     failpoint::pass("import.checked")?;
 
+    if wanted.first == First::Snapshot {
+        snapshot_first::take(settings).await?;
+    }
     let snapshot = archived.side.named();
     scratch::refuse_newer(&settings.means, &archived.side).await?;
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
@@ -140,24 +164,33 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     failpoint::pass("import.staged")?;
     let loaded = scratch::into_scratch(&settings.means, &staged.dump, &archived.side, Roles::Stay).await?;
     failpoint::pass("import.loaded")?;
+    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
+    database_identity::stamp(&client, &loaded.name).await?;
     Journal::new(&snapshot, &loaded).write(layout)?;
+    // After a power cut the gate reads it, which is not root.
+    give_as_beside(&super::journal::path(layout))?;
     if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
         swap::undo(&settings.means.server, &loaded).await;
         return Err(error.into());
     }
     failpoint::pass("import.swapped")?;
+    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
+    // Where it lies, only its owner may replace it: the services' user, whose directory this is.
+    give_as(&fsx::through_link(&layout.restore_complete()), &layout.restore_state())?;
+    drop(client);
     let before = tokio::task::block_in_place(|| home::place(layout, &staged))?;
     failpoint::pass("import.placed")?;
     // Until then the pointer names what was here before.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     let request_file = layout.request("backup");
     fsx::write_atomic(&request_file, request.as_bytes(), 0o600)?;
-    home::give_as_beside(&request_file)?;
+    give_as_beside(&request_file)?;
     super::journal::remove(layout)?;
     scratch::remove_dumps(&state)?;
     failpoint::pass("import.done")?;
     println!(
-        "imported; the database that was here stays as svc_before_{} until the next good backup",
+        "imported; the database that was here stays as svc_before_{} for seven days, or until space is short",
         loaded.number
     );
     if let Some(before) = before {

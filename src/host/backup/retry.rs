@@ -1,0 +1,55 @@
+//! The hourly run again after minutes: a store or a database that was away for a moment costs no hour of changes.
+
+use std::time::{Duration, Instant};
+
+use crate::applet::{Exit, Failure};
+use crate::config::Env;
+
+/// The next hourly run is near: it goes on from here.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(45 * 60);
+const MAX_PAUSE: Duration = Duration::from_secs(15 * 60);
+
+/// The pauses between the tries of one run: they double.
+#[derive(Debug)]
+pub struct Retry {
+    next: Duration,
+    end: Instant,
+}
+
+impl Retry {
+    /// `BACKUP_RETRY_SECONDS`: the first pause.
+    pub fn read(env: &mut Env) -> Self {
+        let seconds = env.or("BACKUP_RETRY_SECONDS", 120_u64);
+        if seconds == 0 {
+            env.mistake("BACKUP_RETRY_SECONDS", "must be at least 1");
+        }
+        Self { next: Duration::from_secs(seconds.max(1)), end: Instant::now() + GIVE_UP_AFTER }
+    }
+
+    /// How long to wait before the next try; `None` when this failure is not one that time heals, or time is over.
+    pub fn pause(&mut self, failure: &Failure) -> Option<Duration> {
+        if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
+            return None;
+        }
+        let pause = self.next;
+        self.next = (pause * 2).min(MAX_PAUSE);
+        (Instant::now() + pause < self.end).then_some(pause)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_until_the_next_hourly_run() {
+        let mut retry = Retry::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
+        let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
+        assert_eq!(retry.pause(&failed(Exit::Refused)), None, "a person decides");
+        assert_eq!(retry.pause(&failed(Exit::Permission)), None, "this machine was replaced");
+        assert_eq!(retry.pause(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
+        assert_eq!(retry.pause(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
+        let mut late = Retry { next: GIVE_UP_AFTER, end: Instant::now() + GIVE_UP_AFTER };
+        assert_eq!(late.pause(&failed(Exit::Unavailable)), None);
+    }
+}

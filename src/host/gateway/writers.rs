@@ -1,0 +1,211 @@
+//! Who may write on this machine: everybody, or, while the platform takes a last backup, nobody.
+//!
+//! Invariant: once `quiescedAt` is set, no request of ours changes the owner's data until writers are resumed. The file
+//! of `host::quiesce` decides; a restart of the gateway changes nothing.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use super::blocking::blocking;
+use super::dispatch::Dispatcher;
+use super::state::Gateway;
+use crate::chain::chain;
+use crate::clock;
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::host::quiesce::{self, Quiesce};
+use crate::host::side;
+use crate::http::problem::{Code, Problem};
+use crate::machine::id::OperationId;
+
+/// How often the file is read: the sync agent may have removed it.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// How long the database has to name the statements that still run.
+const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
+/// When a refused client may try again, in seconds. A recovery takes minutes.
+const RETRY_AFTER: u64 = 15;
+
+/// Statements of apps that the server still executes, whether or not their clients wait for them.
+const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
+    WHERE datname = current_database() AND backend_type = 'client backend' \
+      AND starts_with(usename, 'app_') AND state <> 'idle'";
+
+/// The gate that every writer passes.
+pub struct Writers {
+    layout: Layout,
+    state: Mutex<State>,
+    /// One change at a time, so that a poll does not undo a request.
+    change: tokio::sync::Mutex<()>,
+}
+
+struct State {
+    quiesce: Option<Quiesce>,
+    in_flight: usize,
+}
+
+/// The right to write; the quiesce waits until it is dropped.
+pub struct WritePermit(Arc<Writers>);
+
+impl Drop for WritePermit {
+    fn drop(&mut self) {
+        self.0.lock().in_flight -= 1;
+    }
+}
+
+/// What a quiesce has come to.
+pub struct Progress {
+    pub quiesce: Quiesce,
+    pub running_dispatches: usize,
+}
+
+impl Writers {
+    /// # Errors
+    /// [`FileError`]: a gateway that does not know whether writers are stopped does not start.
+    pub fn open(layout: &Layout) -> Result<Arc<Self>, FileError> {
+        let quiesce = Quiesce::read(layout)?;
+        if let Some(quiesce) = &quiesce {
+            tracing::warn!(operation = %quiesce.operation_id, "writers stay stopped, as before the restart");
+        }
+        let state = Mutex::new(State { quiesce, in_flight: 0 });
+        Ok(Arc::new(Self { layout: layout.clone(), state, change: tokio::sync::Mutex::default() }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn is_quiesced(&self) -> bool {
+        self.lock().quiesce.is_some()
+    }
+
+    /// # Errors
+    /// 503 while writers are stopped.
+    pub fn admit(self: &Arc<Self>) -> Result<WritePermit, Problem> {
+        let mut state = self.lock();
+        if state.quiesce.is_some() {
+            return Err(refusal());
+        }
+        state.in_flight += 1;
+        Ok(WritePermit(Arc::clone(self)))
+    }
+
+    /// Stops all writers for an operation, and says how far that is. Asked again, it goes on with the same quiesce;
+    /// asked for another operation, that one takes over.
+    ///
+    /// # Errors
+    /// When the state cannot be kept: then nothing is stopped, for a restart would not know of it.
+    pub async fn quiesce(&self, gateway: &Gateway, operation: OperationId) -> Result<Progress, Problem> {
+        let _change = self.change.lock().await;
+        let mut quiesce = self.stop_for(operation).await?;
+        gateway.dispatcher.pause();
+        let running_dispatches = gateway.dispatcher.running();
+        if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle(gateway).await {
+            quiesce.quiesced_at = Some(clock::now_ms());
+            self.keep(&quiesce).await?;
+            tracing::info!(%operation, "no writer is left");
+        }
+        Ok(Progress { quiesce, running_dispatches })
+    }
+
+    async fn stop_for(&self, operation: OperationId) -> Result<Quiesce, Problem> {
+        let layout = self.layout.clone();
+        let now = blocking(move || Quiesce::read(&layout)).await?;
+        if let Some(now) = now.filter(|now| now.operation_id == operation) {
+            self.lock().quiesce = Some(now.clone());
+            return Ok(now);
+        }
+        let quiesce = Quiesce::new(operation);
+        self.keep(&quiesce).await?;
+        tracing::warn!(%operation, "the platform stops the writers of this machine");
+        Ok(quiesce)
+    }
+
+    async fn keep(&self, quiesce: &Quiesce) -> Result<(), Problem> {
+        let lock = quiesce::lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
+        let (layout, kept) = (self.layout.clone(), quiesce.clone());
+        blocking(move || kept.write(&layout, &lock)).await?;
+        self.lock().quiesce = Some(quiesce.clone());
+        Ok(())
+    }
+
+    /// Whether nobody writes any more: no request, no statement that a client left behind, no copy out of the side
+    /// database. A database that does not answer executes nothing for us.
+    async fn is_idle(&self, gateway: &Gateway) -> bool {
+        if self.lock().in_flight > 0 {
+            return false;
+        }
+        // What has ended is on record. A disk that takes no record does not stop a backup.
+        let kernel = Arc::clone(&gateway.kernel);
+        let flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
+        if !flushed.unwrap_or_default() {
+            tracing::warn!("the records of dispatches are not durable yet");
+        }
+        let layout = self.layout.clone();
+        let side = blocking(move || side::State::read(&layout)).await;
+        if !side.is_ok_and(|state| state.is_none_or(|state| state.status != side::Status::Copying)) {
+            return false;
+        }
+        let counted = tokio::time::timeout(SESSIONS_TIMEOUT, async {
+            let client = gateway.database.shared().await.ok()?;
+            client.query_one(ACTIVE_SESSIONS, &[]).await.ok()?.try_get::<_, i64>(0).ok()
+        });
+        match counted.await {
+            Ok(sessions) => sessions.unwrap_or(0) == 0,
+            Err(_) => false,
+        }
+    }
+
+    /// Lets writers write again.
+    ///
+    /// # Errors
+    /// 409 when they are stopped for another operation.
+    pub async fn resume(&self, gateway: &Gateway, operation: OperationId) -> Result<(), Problem> {
+        let _change = self.change.lock().await;
+        let was_resumed = quiesce::resume(&self.layout, operation).await;
+        if was_resumed.map_err(|error| Problem::internal(&error))? {
+            self.open_for_all(&gateway.dispatcher);
+            return Ok(());
+        }
+        let layout = self.layout.clone();
+        match blocking(move || Quiesce::read(&layout)).await? {
+            None => {
+                self.open_for_all(&gateway.dispatcher);
+                Ok(())
+            }
+            Some(other) => {
+                let detail = format!("Writers are stopped for another operation, {}.", other.operation_id);
+                Err(Problem::new(Code::InvalidState, detail))
+            }
+        }
+    }
+
+    fn open_for_all(&self, dispatcher: &Arc<Dispatcher>) {
+        if self.lock().quiesce.take().is_some() {
+            tracing::info!("writers may write again");
+        }
+        dispatcher.resume();
+    }
+
+    /// Obeys the file until `stop`: the sync agent removes it when the platform no longer names the operation.
+    pub async fn watch(self: Arc<Self>, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
+        while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
+            if !self.is_quiesced() {
+                continue;
+            }
+            let _change = self.change.lock().await;
+            match fsx::is_there(&self.layout.quiesce()) {
+                Ok(false) => self.open_for_all(&dispatcher),
+                Ok(true) => {}
+                Err(error) => tracing::warn!(error = %chain(&error), "quiesce.json cannot be read"),
+            }
+        }
+    }
+}
+
+fn refusal() -> Problem {
+    let detail = "This machine takes no changes now: a last backup is taken before it is replaced.";
+    Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER)
+}

@@ -1,0 +1,179 @@
+//! Writers are stopped before a last backup, and start again by call, by heartbeat, and after no restart.
+
+use anyhow::Result;
+use http::StatusCode;
+use kit::pg::test_database;
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::host::quiesce::{self, Quiesce};
+use svc::http::proof::Route;
+use svc::machine::id::OperationId;
+
+use super::dispatch::{ask, machine, until_over};
+use super::host::{Host, answer, host_with_app, unique};
+
+/// A request of the platform to the gateway.
+async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Result<(StatusCode, Value)> {
+    let mut claims = host.machine.claims(Route::Internal);
+    claims.method = Some(method.to_string());
+    claims.path = Some(path.into());
+    claims.jti = Some(uuid::Uuid::now_v7().to_string());
+    let request = host.bare(method, path).header("x-svc-proof", host.machine.signer.sign(&claims));
+    answer(if body.is_null() { request } else { request.json(&body) }).await
+}
+
+async fn quiesce(host: &Host, operation: OperationId) -> Result<Value> {
+    let path = "/_svc/internal/quiesce";
+    let (status, told) = by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?;
+    assert_eq!((status, &told["operationId"]), (StatusCode::OK, &json!(operation)), "{told}");
+    Ok(told)
+}
+
+async fn resume(host: &Host, operation: OperationId) -> Result<StatusCode> {
+    let path = "/_svc/internal/resume";
+    Ok(by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?.0)
+}
+
+async fn until_quiesced(host: &Host, operation: OperationId) -> Result<()> {
+    host.until("no writer is left", async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()))
+        .await
+}
+
+fn insert(slug: &str) -> Value {
+    json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "a" } })
+}
+
+#[tokio::test]
+async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("notes"));
+    let host =
+        host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
+    let operation = OperationId::new();
+    until_quiesced(&host, operation).await?;
+    let refused = host.owner(Method::POST, "/api/bridge/query").json(&insert(&slug)).send().await?;
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.headers()["content-type"], "application/problem+json");
+    assert!(refused.headers().contains_key("retry-after"));
+    let since = quiesce(&host, operation).await?["quiescedAt"].clone();
+    // A power cut changes nothing: neither the state nor since when it holds.
+    let host = host.restart()?;
+    host.until_registered(&slug).await?;
+    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(quiesce(&host, operation).await?["quiescedAt"], since);
+    assert_eq!(resume(&host, OperationId::new()).await?, StatusCode::CONFLICT, "another operation's");
+    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK);
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK, "the same again");
+    assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::CREATED);
+    Ok(())
+}
+
+/// A statement whose client has gone may still commit: the machine is not quiet before it has ended.
+#[tokio::test]
+async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("notes"));
+    let host =
+        host_with_app(&database, &slug, &json!({ "notes": { "columns": { "title": "text" } } })).await?;
+    let mut admin = database.connect().await?;
+    let watching = database.connect().await?;
+    let held = admin.transaction().await?;
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    held.batch_execute(&format!("LOCK TABLE {schema}.notes IN ACCESS EXCLUSIVE MODE")).await?;
+    let body = insert(&slug);
+    let inserting = host.query(&body);
+    let operation = OperationId::new();
+    let stopping = async {
+        host.until("the insert waits", async || {
+            let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
+            Ok(watching.query_one(waiting, &[]).await?.get::<_, i64>(0) == 1)
+        })
+        .await?;
+        assert!(quiesce(&host, operation).await?["quiescedAt"].is_null(), "an insert is in flight");
+        held.commit().await?;
+        Ok::<_, anyhow::Error>(())
+    };
+    let (inserted, stopped) = tokio::join!(inserting, stopping);
+    stopped?;
+    assert_eq!(inserted?.0, StatusCode::CREATED, "what was admitted is done");
+    until_quiesced(&host, operation).await
+}
+
+#[tokio::test]
+async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let (status, running) = ask(&host, json!({ "prompt": "hold it" })).await?;
+    assert_eq!(status, StatusCode::ACCEPTED, "{running}");
+    let id = running["id"].as_str().unwrap_or_default().to_owned();
+    host.until("it runs", async || {
+        Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"] == "running")
+    })
+    .await?;
+    let operation = OperationId::new();
+    let first = quiesce(&host, operation).await?;
+    assert_eq!((&first["quiescedAt"], &first["runningDispatches"]), (&Value::Null, &json!(1)));
+    until_quiesced(&host, operation).await?;
+    let ended = until_over(&host, &id).await?;
+    assert_eq!(ended["status"], "error");
+    let (_, told) = host.get("/api/interactions").await?;
+    let entry = &told["interactions"][0];
+    assert_eq!((&entry["id"], &entry["status"]), (&json!(id), &json!("error")), "{told}");
+    assert_eq!(entry["error"]["name"], "Interrupted", "{entry}");
+    assert!(entry["error"]["message"].as_str().unwrap_or_default().contains("last backup"), "{entry}");
+    let (status, problem) = ask(&host, json!({ "prompt": "ok now" })).await?;
+    assert_eq!((status, &problem["code"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("unavailable")));
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK);
+    let (_, again) = ask(&host, json!({ "prompt": "ok now" })).await?;
+    let again = until_over(&host, again["id"].as_str().unwrap_or_default()).await?;
+    assert_eq!(again["status"], "success", "{again}");
+    Ok(())
+}
+
+/// The sync agent removes the file when the platform no longer names the operation.
+#[tokio::test]
+async fn writers_resume_when_the_file_is_removed() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let operation = OperationId::new();
+    until_quiesced(&host, operation).await?;
+    assert_eq!(ask(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    let layout = svc::host::layout::Layout::new(host.machine.path(""));
+    assert!(!quiesce::resume(&layout, OperationId::new()).await?, "another operation's");
+    assert!(Quiesce::read(&layout)?.is_some());
+    assert!(quiesce::resume(&layout, operation).await?);
+    host.until("dispatches are taken", async || {
+        Ok(ask(&host, json!({ "prompt": "ok" })).await?.0 == StatusCode::ACCEPTED)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_backup_is_shown_while_it_runs_and_after() -> Result<()> {
+    let (machine, _runner) = machine(&json!({}))?;
+    let host = machine.start()?;
+    let show = async || -> Result<Value> {
+        Ok(by_platform(&host, Method::GET, "/_svc/internal/backup", Value::Null).await?.1)
+    };
+    assert_eq!(show().await?, json!({ "running": false }));
+    let progress = json!({ "version": 1, "beganAt": "2026-01-02T03:04:05.000Z", "stage": "dump",
+        "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
+    host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
+    assert_eq!(show().await?, json!({ "running": false }), "what a killed run left is not under way");
+    let lock = svc::host::lock::Lock::take(&host.machine.path("var/lib/svc/backup.lock"))?;
+    let shown = show().await?;
+    assert_eq!(
+        (&shown["running"], &shown["dumpedBytes"], &shown["uploadedBytes"]),
+        (&json!(true), &json!(7), &json!(5))
+    );
+    drop(lock);
+    let key = "system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump";
+    let last =
+        json!({ "timestamp": "2026-01-02T03:04:05.000Z", "status": "success", "stage": "done", "key": key });
+    host.machine.write("var/lib/svc/last-backup.json", &last.to_string())?;
+    let shown = show().await?;
+    assert_eq!(
+        (&shown["last"]["takenAt"], &shown["last"]["beganAt"]),
+        (&json!("2026-01-02T03:04:05.678Z"), &json!("2026-01-02T03:04:05.000Z"))
+    );
+    Ok(())
+}

@@ -1,0 +1,251 @@
+//! Which database a machine serves: one that took the place of the restored one is neither served nor backed up, and one
+//! that holds rows is never replaced.
+
+use anyhow::{Context, Result};
+use kit::pg::{PgOptions, PgServer};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use super::gate::{is_restored, old_and_new};
+use super::machine::{self, Machine, binaries, until};
+use super::platform::{Answer, Platform, gateway};
+
+const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
+
+/// A new user's machine, past its gate, with rows and a backup.
+async fn in_use(store: &kit::s3::S3Server) -> Result<Machine> {
+    let machine = Machine::new(store, 1).await?;
+    machine.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
+    machine.run(&["svc-restore"])?.expect(0);
+    machine.client().await?.batch_execute(ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(machine)
+}
+
+/// The volume is gone: a server made anew, whose database holds something.
+async fn lose_volume(machine: &mut Machine) -> Result<()> {
+    let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
+    other.create_database("svc").await?;
+    machine.add_env("host.env", &[("DATABASE_URL", &other.url("svc"))])?;
+    machine.postgres = Some(other);
+    machine.client().await?.batch_execute(ROWS).await?;
+    Ok(())
+}
+
+fn marker(machine: &Machine) -> Result<Value> {
+    Ok(serde_json::from_slice(&std::fs::read(machine.path("opt/svc/restore-complete"))?)?)
+}
+
+#[tokio::test]
+async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
+    let store = machine::store()?;
+    let mut machine = in_use(&store).await?;
+    let good = machine::pointer(&store).await?;
+    lose_volume(&mut machine).await?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    assert!(
+        ended.stderr.contains("system identifier") && ended.stderr.contains("svc-restore adopt"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(machine::pointer(&store).await?, good);
+    assert_eq!(machine.backup_records()?.last().context("a record")?["status"], "error");
+    // A restart of the host changes nothing.
+    machine.run(&["svc-restore"])?.expect(0);
+    machine.run(&["svc-db-backup"])?.expect(65);
+
+    let platform = Platform::start(Answer::Json(400, json!({ "code": "invalid_request" }))).await?;
+    platform.serves(&machine)?;
+    let listen = gateway(&machine).await?.to_string();
+    let running =
+        machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
+    until("a beat and one without its reason", || platform.calls().len() >= 2).await?;
+    running.signal(Signal::SIGTERM)?;
+    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    let calls = platform.calls();
+    let (first, second): (Value, Value) =
+        (serde_json::from_str(&calls[0].body)?, serde_json::from_str(&calls[1].body)?);
+    assert_eq!(first["health"]["database"], "failing");
+    assert_eq!(first["attention"][0]["code"], "database_mismatch", "{first}");
+    assert!(second.get("attention").is_none(), "an earlier platform refuses what it does not know: {second}");
+
+    machine.run(&["svc-restore", "adopt"])?.expect(0);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_lost_database_is_restored_by_replace_and_kept_beside() -> Result<()> {
+    let store = machine::store()?;
+    let mut machine = in_use(&store).await?;
+    lose_volume(&mut machine).await?;
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 3").await?;
+    machine.run(&["svc-restore", "replace"])?.expect(0);
+    let rows: i64 = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
+    assert_eq!(rows, 10);
+    assert!(machine.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
+
+/// A release that knows no identities left a marker without one: the database under it is adopted, once.
+#[tokio::test]
+async fn a_marker_of_an_earlier_release_adopts_the_database_once() -> Result<()> {
+    let store = machine::store()?;
+    let mut machine = Machine::in_use(&store, 1).await?;
+    machine.client().await?.batch_execute(ROWS).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let named = marker(&machine)?["databaseIdentity"].clone();
+    let snapshot =
+        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+    let key = machine::slot().side_record(&snapshot.key).context("a key")?;
+    let side: Value =
+        serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
+    assert_eq!(side["databaseIdentity"], named);
+    assert!(side["databaseIdentity"]["restoreId"].is_string(), "{side}");
+    assert_eq!(side["database"]["settings"], json!([]), "the id is not the owner's setting");
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(marker(&machine)?["databaseIdentity"], named, "it is adopted once");
+    lose_volume(&mut machine).await?;
+    machine.run(&["svc-db-backup"])?.expect(65);
+    Ok(())
+}
+
+#[tokio::test]
+async fn restore_refuses_rows_that_no_marker_knows() -> Result<()> {
+    let (_store, _old, new) = old_and_new().await?;
+    new.client().await?.batch_execute("INSERT INTO local VALUES (42)").await?;
+    let ended = new.run(&["svc-restore"])?.expect(65);
+    assert!(
+        ended.stderr.contains("public.local") && ended.stderr.contains("svc-restore adopt"),
+        "{}",
+        ended.stderr
+    );
+    assert!(!new.marker(), "the gate stays shut");
+    let rows: i64 = new.client().await?.query_one("SELECT count(*) FROM local", &[]).await?.get(0);
+    assert_eq!(rows, 1);
+    new.run(&["svc-restore", "adopt"])?.expect(0);
+    assert!(new.marker());
+    std::fs::remove_file(new.path("opt/svc/restore-complete"))?;
+    new.run(&["svc-restore", "replace"])?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
+
+/// A power cut in the swap of an import leaves a marker and an open journal: the next boot settles it.
+#[tokio::test]
+async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> {
+    for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
+    {
+        let store = machine::store()?;
+        let machine = in_use(&store).await?;
+        let archive = machine.path("ada.tar");
+        machine.run(&["svc-db-backup", "export", "--output", machine::text(&archive)])?.expect(0);
+        machine.client().await?.batch_execute("INSERT INTO t VALUES (11)").await?;
+        let kill = format!("{point}=return(kill)");
+        machine
+            .run_with(&["svc-restore", "import", machine::text(&archive)], &[("FAILPOINTS", &kill)])?
+            .expect_killed();
+        let saved =
+            machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+        let key = machine::slot().side_record(&saved.key).context("a key")?;
+        let side: Value =
+            serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
+        assert_eq!(side["tables"][0]["rows"], 11, "a snapshot of what is replaced comes first: {side}");
+        machine.run(&["svc-restore"])?.expect(0);
+        let rows: i64 =
+            machine.client().await.context(point)?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
+        assert_eq!(rows, if restored { 10 } else { 11 }, "{point}");
+        assert!(!machine.path("var/lib/svc/restore/journal.json").exists(), "{point}");
+        machine.run(&["svc-db-backup"])?.expect(0);
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_snapshot_that_lost_half_waits_until_it_is_accepted() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    let good = machine::pointer(&store).await?;
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 5").await?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    assert!(
+        ended.stderr.contains("5 rows instead of 10") && ended.stderr.contains("svc-db-backup accept"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(machine::pointer(&store).await?, good, "it is not the latest");
+    let held: Value =
+        serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/held-snapshot.json"))?)?;
+    let key = held["key"].as_str().context("a key")?.to_owned();
+    let (object, side) = (machine::slot().snapshot(&key), machine::slot().side_record(&key));
+    for object in [object, side] {
+        assert!(store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(), "it is kept");
+    }
+    svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
+    machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
+    assert!(!machine.path("var/lib/svc/requests/accept").exists());
+    let latest =
+        machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
+    assert_eq!(latest.key, key);
+    assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn three_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    machine
+        .client()
+        .await?
+        .batch_execute("CREATE TABLE many AS SELECT generate_series(1, 100); DROP TABLE t")
+        .await?;
+    for _ in 0..2 {
+        let ended = machine.run(&["svc-db-backup"])?.expect(65);
+        assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is gone"), "{}", ended.stderr);
+    }
+    machine.run(&["svc-db-backup"])?.expect(0);
+    assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    Ok(())
+}
+
+/// What a restore replaced is the way back from a wrong one: it goes after seven days, or when it holds nothing.
+#[tokio::test]
+async fn replaced_databases_stay_for_seven_days() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    let admin = machine.postgres().connect("postgres").await?;
+    let now = jiff::Timestamp::now().as_millisecond();
+    let (old, young, empty) = (now - 8 * 24 * 3_600_000, now - 6 * 24 * 3_600_000, now - 3_600_000);
+    for number in [old, young, empty] {
+        admin.batch_execute(&format!("CREATE DATABASE svc_before_{number}")).await?;
+        if number != empty {
+            machine.postgres().connect(&format!("svc_before_{number}")).await?.batch_execute(ROWS).await?;
+        }
+    }
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let left = machine.databases().await?;
+    let left: Vec<&String> = left.iter().filter(|name| name.starts_with("svc_before_")).collect();
+    assert_eq!(left, [&format!("svc_before_{young}")]);
+    Ok(())
+}
+
+/// A store that is away for a moment costs no hour: the hourly run tries again, and each try is on record.
+#[tokio::test]
+async fn a_failed_hourly_backup_is_tried_again() -> Result<()> {
+    let store = machine::store()?;
+    let machine = in_use(&store).await?;
+    let before = machine.backup_records()?.len();
+    let extra = [("FAILPOINTS", "backup.verified=2*return(error)"), ("BACKUP_RETRY_SECONDS", "1")];
+    machine.run_with(&["svc-db-backup", "run", "--retry"], &extra)?.expect(0);
+    let records = machine.backup_records()?;
+    let ends: Vec<&str> = records[before..].iter().filter_map(|record| record["status"].as_str()).collect();
+    assert_eq!(ends, ["error", "error", "success"]);
+    // What a person has to decide is not tried again.
+    machine.client().await?.batch_execute("DELETE FROM t WHERE id > 2").await?;
+    machine.run_with(&["svc-db-backup", "run", "--retry"], &extra[1..])?.expect(65);
+    assert_eq!(machine.backup_records()?.len(), records.len() + 1);
+    Ok(())
+}
