@@ -33,6 +33,7 @@ mod resize;
 mod resize_failures;
 mod retention;
 mod several;
+mod snapshots;
 pub mod stack;
 mod undelete;
 mod unreachable;

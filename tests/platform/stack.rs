@@ -300,62 +300,6 @@ impl Stack {
         }
     }
 
-    /// Puts a whole snapshot of the slot into the store, with the pointer to it.
-    pub fn snapshot(&self, user: &str) -> String {
-        self.snapshot_at(user, "2026-01-02T03:04:05.678Z")
-    }
-
-    /// One that was taken then.
-    pub fn snapshot_at(&self, user: &str, at: &str) -> String {
-        let key = format!("system/db/snapshots/{}-1.dump", at.replace(':', "-"));
-        let machine = uuid::Uuid::nil();
-        let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
-            "epoch": 1, "takenAt": at, "verifiedAt": at});
-        let side = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
-            "machineId": machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
-        let pointer = json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": named});
-        let prefix = format!("{user}/primary");
-        self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
-        self.store.write(BUCKET, &format!("{prefix}/{key}.json"), side.to_string());
-        self.store.write(BUCKET, &format!("{prefix}/system/db/latest"), pointer.to_string());
-        format!("{prefix}/{key}")
-    }
-
-    /// A whole snapshot of a database of this size.
-    pub fn snapshot_of_size(&self, user: &str, bytes: u64) {
-        let object = self.snapshot(user);
-        let side = self.store.read(BUCKET, &format!("{object}.json")).expect("a side record");
-        let mut side: Value = serde_json::from_slice(&side).expect("JSON");
-        side["database"] = json!({"owner": null, "sizeBytes": bytes, "grants": null, "settings": []});
-        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
-    }
-
-    /// One that this machine took then, under the fence as it stands.
-    pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) {
-        let (fence, seq) = (self.pointer(user)["fenceEpoch"].clone(), self.pointer(user)["seq"].clone());
-        let object = self.snapshot_at(user, at);
-        let mut side: Value = serde_json::from_slice(
-            &self.store.read(BUCKET, &format!("{object}.json")).expect("a side record"),
-        )
-        .expect("JSON");
-        side["machineId"] = json!(machine);
-        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
-        let mut pointer = self.pointer(user);
-        pointer["snapshot"]["machineId"] = json!(machine);
-        pointer["fenceEpoch"] = fence;
-        pointer["seq"] = json!(seq.as_u64().unwrap_or(0) + 1);
-        self.write_pointer(user, &pointer);
-    }
-
-    pub fn write_pointer(&self, user: &str, pointer: &Value) {
-        self.store.write(BUCKET, &format!("{user}/primary/system/db/latest"), pointer.to_string());
-    }
-
-    pub fn pointer(&self, user: &str) -> Value {
-        let text = self.store.read(BUCKET, &format!("{user}/primary/system/db/latest"));
-        text.map_or(Value::Null, |text| serde_json::from_slice(&text).expect("JSON"))
-    }
-
     /// One server, the machine's: those of earlier machines are deleted soon.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);

@@ -257,7 +257,7 @@ pub async fn stopped_for(
     if row(client, sql, params).await?.is_some() {
         return Ok(None);
     }
-    super::operations::took_out_of_service(client, machine.id).await
+    super::slot_operations::took_out_of_service(client, machine.id).await
 }
 
 /// How long a booting host still has to register, by the database's clock.

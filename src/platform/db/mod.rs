@@ -18,6 +18,7 @@ pub mod operations;
 pub mod retention;
 pub mod rollouts;
 pub mod servers;
+pub mod slot_operations;
 pub mod slots;
 pub mod tasks;
 

@@ -37,11 +37,11 @@ pub struct OperationRow {
     pub request_id: String,
 }
 
-const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, options, question, attempts, error_code, created_at, \
+pub(super) const COLUMNS: &str = "operation_id, machine_id, kind, state, step, facts, options, question, attempts, error_code, created_at, \
                        updated_at, ended_at, request_id";
 
 impl OperationRow {
-    fn parse(row: &Row) -> Self {
+    pub(super) fn parse(row: &Row) -> Self {
         Self {
             id: OperationId(row.get("operation_id")),
             machine: MachineId(row.get("machine_id")),
@@ -325,52 +325,6 @@ pub async fn progressed(client: &impl GenericClient, machine: MachineId) -> Resu
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
     execute(client, sql, &[&machine.0]).await.map(drop)
-}
-
-/// Whether an operation of any machine of the slot is at work in some process, besides this one.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn slot_lease_lingers(
-    client: &impl GenericClient,
-    of: MachineId,
-    besides: OperationId,
-) -> Result<bool, DbError> {
-    let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
-               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
-               AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
-    Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
-}
-
-/// The newest operation that took this machine out of service: its own deletion, or the making of its successor.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn took_out_of_service(
-    client: &impl GenericClient,
-    machine: MachineId,
-) -> Result<Option<OperationId>, DbError> {
-    let sql = "SELECT o.operation_id FROM operations o JOIN user_machines m USING (machine_id) \
-               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
-               AND mine.slot = m.slot \
-               WHERE (m.machine_id = $1 AND o.kind = 'delete') \
-                  OR ((mine.replaced_by = m.machine_id OR m.replaced_by = $1) AND o.kind IN ('provision', 'recover')) \
-               ORDER BY o.operation_id DESC LIMIT 1";
-    Ok(row(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
-}
-
-/// The deletion of a machine that is still taking its last backup or switching its server off.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn deleting(
-    client: &impl GenericClient,
-    machine: MachineId,
-) -> Result<Option<OperationRow>, DbError> {
-    let sql = format!(
-        "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
-    );
-    Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// How long ago it was filed, by the database's clock.

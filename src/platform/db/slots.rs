@@ -143,27 +143,6 @@ pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Resul
     Ok(row(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_subscription_counts_for_three_days_after_its_end() {
-        let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
-        let slot = |status, end: Option<&str>| SlotRow {
-            user: "user_1".parse().unwrap(),
-            slot: Slot::primary(),
-            plan: Plan::Starter,
-            status,
-            current_period_end: end.map(|end| end.parse().unwrap()),
-        };
-        assert!(slot(Subscription::Active, None).is_entitled(now));
-        assert!(slot(Subscription::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));
-        assert!(!slot(Subscription::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
-        assert!(!slot(Subscription::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
-    }
-}
-
 /// The release that the next machine of a slot starts with; `None` where no machine of it ever registered.
 ///
 /// # Errors
@@ -209,4 +188,25 @@ pub async fn set_release_of(
                SELECT idp_user_id, slot, $2 FROM user_machines WHERE machine_id = $1 \
                ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp()";
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_subscription_counts_for_three_days_after_its_end() {
+        let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
+        let slot = |status, end: Option<&str>| SlotRow {
+            user: "user_1".parse().unwrap(),
+            slot: Slot::primary(),
+            plan: Plan::Starter,
+            status,
+            current_period_end: end.map(|end| end.parse().unwrap()),
+        };
+        assert!(slot(Subscription::Active, None).is_entitled(now));
+        assert!(slot(Subscription::Active, Some("2026-01-07T00:00:00Z")).is_entitled(now));
+        assert!(!slot(Subscription::Active, Some("2026-01-06T23:59:59Z")).is_entitled(now));
+        assert!(!slot(Subscription::Inactive, Some("2027-01-01T00:00:00Z")).is_entitled(now));
+    }
 }

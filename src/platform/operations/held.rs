@@ -69,7 +69,7 @@ impl Held<'_> {
     /// The operation that stopped the writers of this machine, which it has outlived.
     pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
-        db::operations::took_out_of_service(&session, self.operation.machine).await
+        db::slot_operations::took_out_of_service(&session, self.operation.machine).await
     }
 
     /// The database's clock.

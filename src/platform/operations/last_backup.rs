@@ -104,7 +104,7 @@ async fn needs_none(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Answ
     }
     // A deletion of that machine takes it.
     let session = held.platform.db.session().await?;
-    let deleting = db::operations::deleting(&session, machine.id).await?;
+    let deleting = db::slot_operations::deleting(&session, machine.id).await?;
     Ok(deleting.filter(|other| other.id != held.operation.id).map(|_| Answer::wait(POLL)))
 }
 

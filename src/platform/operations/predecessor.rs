@@ -18,6 +18,10 @@ use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL: Duration = Duration::from_millis(500);
 const SHUTDOWN_ASKED: &str = "shutdownAsked";
+/// That the provider has denied the server once.
+const ABSENT: &str = "absent";
+/// Between two denials that both must say that a server is gone.
+const CONFIRM_ABSENT: Duration = Duration::from_secs(2);
 
 /// The machine that goes out of service; `None` where none of the slot ever served.
 ///
@@ -36,7 +40,9 @@ pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
 pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     let answer = try_power_off(held).await?;
     match answer {
-        Answer::Done { note, .. } if held.kind == OperationKind::Delete && held.operation.options.now => {
+        Answer::Done { note, record: Record::Nothing }
+            if held.kind == OperationKind::Delete && held.operation.options.now =>
+        {
             Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
         }
         other => Ok(other),
@@ -59,7 +65,7 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         ));
     }
     held.power_off_ordered(machine.id).await?;
-    match switch_off(held, ServerId(id), age >= shutdown).await {
+    match switch_off(held, &machine, ServerId(id), age >= shutdown).await {
         Ok(answer) => Ok(answer),
         // A provider that refuses does not keep the slot from its new machine.
         Err(error) => {
@@ -69,10 +75,15 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     }
 }
 
-async fn switch_off(held: &Held<'_>, id: ServerId, overdue: bool) -> Result<Answer, ProviderError> {
+async fn switch_off(
+    held: &Held<'_>,
+    machine: &MachineRow,
+    id: ServerId,
+    overdue: bool,
+) -> Result<Answer, ProviderError> {
     let provider = &held.platform.provider;
     let Some(Server { status, locked, .. }) = provider.get(id).await? else {
-        return Ok(Answer::done_noting("the provider has no such server"));
+        return Ok(gone(held, machine));
     };
     if status == ServerStatus::Off {
         return Ok(Answer::done());
@@ -90,6 +101,17 @@ async fn switch_off(held: &Held<'_>, id: ServerId, overdue: bool) -> Result<Answ
         facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
     }
     Ok(Answer::Wait { again_in: POLL, facts: Some(facts) })
+}
+
+/// Absent twice, a server is gone: there is nothing to keep, and nothing to go back to.
+fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
+    let mut facts = held.facts();
+    if facts.contains_key(ABSENT) {
+        let note = Some("the provider no longer has its server".into());
+        return Answer::Done { note, record: Record::ServerGone { machine: machine.id } };
+    }
+    facts.insert(ABSENT.to_owned(), json!(true));
+    Answer::Wait { again_in: CONFIRM_ABSENT, facts: Some(facts) }
 }
 
 /// Keeps the predecessor's server, or deletes it first where the operator chose that.

@@ -366,6 +366,7 @@ async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record)
         Record::CreateAccepted { .. } => held.operation.machine,
         Record::Saved { machine, .. }
         | Record::Unsaved { machine, .. }
+        | Record::ServerGone { machine }
         | Record::Released { machine }
         | Record::SwitchedOn { machine } => *machine,
     };
@@ -381,6 +382,7 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
         }
         Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
         Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
+        Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
         Record::Released { machine } => machine_changes::released(tx, machine).await,
         Record::SwitchedOn { machine } => machine_changes::switched_on(tx, machine).await,
     }

@@ -74,6 +74,10 @@ pub enum Record {
         machine: MachineId,
         since: Option<Timestamp>,
     },
+    /// The provider has no server of this machine any more.
+    ServerGone {
+        machine: MachineId,
+    },
     /// The deleted machine's server is not kept, unless it holds what no snapshot does.
     Released {
         machine: MachineId,

@@ -139,6 +139,7 @@ async fn acts(
     report.step("resize", first_life::resize(stack, &first)).await?;
     report.step("update", first_life::update(stack, &first)).await?;
     report.step("roll-back", first_life::roll_back(stack, &first)).await?;
+    let first = report.step("failed-recovery", second_life::fail_half_way(stack, &first)).await?;
     report.step("later-row", first_life::insert_later(stack)).await?;
     report.step("loss", second_life::lose(stack, &first)).await?;
     if broken(Breakage::Restore) {
@@ -152,6 +153,7 @@ async fn acts(
     report.step("fenced", second_life::old_machine_is_fenced(stack, &first, &backup)).await?;
     report.step("superseded", second_life::old_machine_learns(stack, &first, &backup)).await?;
     report.quietly("watched", look(stack, Moment::Lived)).await?;
+    report.step("undelete", second_life::undelete(stack, &second)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
     report.step("gone", second_life::nobody_is_served(stack)).await
 }

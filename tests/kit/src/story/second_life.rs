@@ -6,8 +6,10 @@ use anyhow::{Result, ensure};
 use reqwest::StatusCode;
 
 use super::first_life::{LATER, Machine, TITLES};
-use super::stack::{Stack, USER, eventually};
+use super::stack::{HANDLE, Stack, USER, eventually};
 use super::web;
+use crate::provider::Power;
+use crate::s3::{Fault, Rule};
 
 pub async fn lose(stack: &Stack, first: &Machine) -> Result<((), String)> {
     stack.provider.kill_server(&first.server).await?;
@@ -23,6 +25,53 @@ pub async fn lose(stack: &Stack, first: &Machine) -> Result<((), String)> {
     Ok(((), "killed and gone at the provider; the owner gets a 502 page".to_owned()))
 }
 
+/// A recovery whose new machine cannot restore: the slot goes back to the machine that it had, which serves on.
+pub async fn fail_half_way(stack: &Stack, first: &Machine) -> Result<(Machine, String)> {
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?;
+    stack.store.heal();
+    ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
+    let back = eventually("the old machine serves again", Duration::from_secs(90), || async {
+        let record = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.stdout;
+        let back = Machine::read(&record)?;
+        ensure!(back.id == first.id && back.status == "running", "the slot's machine is {back:?}");
+        Ok(back)
+    })
+    .await?;
+    let owner = stack.owner();
+    eventually("the owner's rows are there", Duration::from_secs(60), || async {
+        let found = stack.web.titles(&owner).await?;
+        ensure!(found == TITLES, "found {found:?}");
+        Ok(())
+    })
+    .await?;
+    eventually("the new server is deleted", Duration::from_secs(60), || async {
+        let servers = stack.provider.servers();
+        ensure!(servers.len() == 1 && servers[0].name == first.server, "at the provider: {servers:?}");
+        Ok(())
+    })
+    .await?;
+    let epoch = back.epoch;
+    Ok((back, format!("the restore fails; machine {} serves again with all rows, epoch {epoch}", first.id)))
+}
+
+/// A deletion that is undone while the server is kept.
+pub async fn undelete(stack: &Stack, second: &Machine) -> Result<((), String)> {
+    stack.svcctl(&["--json", "delete", &second.id, "--yes", "--wait=120"]).await?.good()?;
+    let servers = stack.provider.servers();
+    let is_off = servers.len() == 1 && servers[0].status == Power::Off;
+    ensure!(is_off, "a deleted machine's server is kept, switched off: {servers:?}");
+    stack.svcctl(&["--json", "undelete", &second.id, "--wait=120"]).await?.good()?;
+    let owner = stack.owner();
+    let found = eventually("the rows are there again", Duration::from_secs(90), || async {
+        let found = stack.web.titles(&owner).await?;
+        ensure!(found.len() > TITLES.len(), "found {found:?}");
+        Ok(found)
+    })
+    .await?;
+    Ok(((), format!("deleted, its server kept and switched off; undeleted, {} rows", found.len())))
+}
+
 pub async fn recover(stack: &Stack, first: &Machine) -> Result<(Machine, String)> {
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.good()?;
     let second = Machine::read(&run.stdout)?;
@@ -30,6 +79,7 @@ pub async fn recover(stack: &Stack, first: &Machine) -> Result<(Machine, String)
     ensure!(second.epoch == first.epoch + 1, "its epoch is {}", second.epoch);
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == second.server, "at the provider: {servers:?}");
+    ensure!(second.image_version == first.image_version, "it runs {}", second.image_version);
     let pointer = stack.slot.pointer(&stack.store)?;
     ensure!(pointer["fenceEpoch"] == second.epoch, "the fence is at {}", pointer["fenceEpoch"]);
     Ok((second.clone(), format!("machine {} is running, epoch {}", second.id, second.epoch)))
@@ -86,13 +136,19 @@ pub async fn old_machine_learns(stack: &Stack, first: &Machine, backup: &str) ->
 
 pub async fn delete(stack: &Stack, second: &Machine) -> Result<((), String)> {
     let snapshots = stack.slot.snapshots(&stack.store).len();
-    let run = stack.svcctl(&["--json", "delete", &second.id, "--yes", "--wait=120"]).await?.good()?;
+    let run =
+        stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", "--wait=120"]).await?.good()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
-    let servers = stack.provider.servers();
-    ensure!(servers.is_empty(), "at the provider: {servers:?}");
-    ensure!(stack.slot.snapshots(&stack.store).len() == snapshots, "snapshots were deleted");
-    Ok(((), format!("soft-deleted, its server gone, {snapshots} snapshots kept")))
+    eventually("its server is deleted", Duration::from_secs(60), || async {
+        let servers = stack.provider.servers();
+        ensure!(servers.is_empty(), "at the provider: {servers:?}");
+        Ok(())
+    })
+    .await?;
+    let kept = stack.slot.snapshots(&stack.store).len();
+    ensure!(kept > snapshots, "{kept} snapshots after {snapshots}: the last backup is missing");
+    Ok(((), format!("a last backup, soft-deleted, its server gone, {kept} snapshots kept")))
 }
 
 pub async fn nobody_is_served(stack: &Stack) -> Result<((), String)> {
