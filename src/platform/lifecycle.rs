@@ -210,6 +210,7 @@ async fn reinstate_predecessor(
     let reason = "the machine that was to replace it did not register";
     let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
     Box::pin(apply(tx, mint, &last, &event, with)).await?;
+    audit(tx, "reinstate", &last).await?;
     tracing::warn!(machine = %was.id, reinstated = %last.id, "a slot goes back to its last machine");
     Ok(())
 }
@@ -227,8 +228,23 @@ async fn delete_predecessor(
     let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
     if last.has_server() {
         Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with.clone())).await?;
+        audit(tx, "delete.predecessor", &last).await?;
     }
     Ok(())
+}
+
+/// The audit row of what a change of one machine meant for another one of its slot.
+async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(), DbError> {
+    let after = db::machines::get(tx, was.id).await?.map(|after| after.record());
+    let entry = db::audit::Entry {
+        actor: "platform",
+        action,
+        target: &was.id.to_string(),
+        before: Some(&was.record()),
+        after: after.as_ref(),
+        request_id: &crate::http::request_id::current(),
+    };
+    db::audit::write(tx, &entry).await
 }
 
 async fn file(

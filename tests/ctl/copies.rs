@@ -29,7 +29,12 @@ struct Operator {
 impl Operator {
     async fn start(settings: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
-        let quick = [("RESIZE_SHUTDOWN_SECONDS", "0"), ("LAST_BACKUP_DEADLINE_SECONDS", "1")];
+        let quick = [
+            ("RESIZE_SHUTDOWN_SECONDS", "0"),
+            ("LAST_BACKUP_DEADLINE_SECONDS", "1"),
+            ("PREDECESSOR_KEEP_SECONDS", "86400"),
+            ("DELETE_GRACE_SECONDS", "86400"),
+        ];
         let settings: Vec<_> = quick.iter().chain(settings).copied().collect();
         let process = stack.platform_with(&settings);
         Self { stack, process, epochs: Mutex::default() }

@@ -12,7 +12,7 @@ async fn processes_share_the_providers_rate_and_none_is_refused() {
         Stack::start_on(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() }).await;
     let quiet = [("RECONCILE_SECONDS", "5")];
     let processes = [stack.platform_with(&quiet), stack.platform_with(&quiet), stack.platform_with(&quiet)];
-    let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
+    let users: Vec<String> = (0..16).map(|n| format!("user_{n}")).collect();
     // All at once, so that each process has as much to do as it can.
     let made = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
     let made = join_all(made).await;

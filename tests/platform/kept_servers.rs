@@ -200,6 +200,8 @@ async fn provider_that_refuses_to_switch_off_or_delete_does_not_hold_up_a_recove
     let removal = stack.eventually("its removal is tried", removal).await;
     let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    // A call that is out is ended with the lease.
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(power(&stack, &old.machine).is_some(), "an operator gave its removal up");

@@ -52,7 +52,8 @@ async fn processes_that_start_at_once_on_an_empty_database_agree() {
         started.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for process in &processes {
-        assert_eq!(stack.get(process, "/readyz").await.body["status"], "ok");
+        let ready = || async { (stack.get(process, "/readyz").await.status == 200).then_some(()) };
+        stack.eventually("its routes are loaded", ready).await;
     }
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();

@@ -112,12 +112,12 @@ impl World<'_> {
             Action::Provision { slot } => {
                 let (user, slot) = SLOTS[*slot];
                 let handle = user.replace('_', "-");
-                let body = json!({"idpUserId": user, "slot": slot, "handle": handle});
+                let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": true});
                 operator("provision", "POST", "/vps/provision".to_owned(), Some(body))
             }
             Action::Recover { slot, empty } => {
                 let (user, slot) = SLOTS[*slot];
-                let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": empty});
+                let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": true});
                 operator("recover", "POST", "/vps/recover".to_owned(), Some(body))
             }
             Action::Resize { machine, to } => {
@@ -129,7 +129,8 @@ impl World<'_> {
                 operator("fail", "POST", path, Some(json!({"reason": "the plan says so"})))
             }
             Action::Delete { machine } => {
-                operator("delete", "DELETE", format!("/vps/{}", self.machine(*machine)?), None)
+                let path = format!("/vps/{}?acceptLoss=true", self.machine(*machine)?);
+                operator("delete", "DELETE", path, None)
             }
             Action::Register { host, body } => {
                 let host = self.host(*host)?;
@@ -248,7 +249,8 @@ impl World<'_> {
                 };
                 if machine.is_booting() {
                     self.register(&host, round % PROCESSES).await;
-                } else if machine.is_active() && machine.status != "running" {
+                } else if machine.is_active() && (machine.status != "running" || machine.proven_at.is_none())
+                {
                     self.heartbeat(&host, round % PROCESSES).await;
                 }
             }

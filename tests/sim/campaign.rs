@@ -107,8 +107,8 @@ impl Fleet {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
-        let provision = json!({"idpUserId": user, "handle": format!("user-{number}")});
-        let recover = json!({"idpUserId": user, "allowEmpty": true});
+        let provision = json!({"idpUserId": user, "handle": format!("user-{number}"), "acceptLoss": true});
+        let recover = json!({"idpUserId": user, "allowEmpty": true, "acceptLoss": true});
         let path = |path: &str| path.to_owned();
         self.operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())).await;
         let made = self.operator(
@@ -131,7 +131,7 @@ impl Fleet {
                     let body = Some(json!({"serverType": to}));
                     ("resize", Method::POST, format!("/vps/{machine}/resize"), body)
                 }
-                3 => ("delete", Method::DELETE, format!("/vps/{machine}"), None),
+                3 => ("delete", Method::DELETE, format!("/vps/{machine}?acceptLoss=true"), None),
                 4 => {
                     let body = Some(json!({"reason": "the campaign says so"}));
                     ("fail", Method::POST, format!("/vps/{machine}/fail"), body)

@@ -11,7 +11,8 @@ use super::violation::Violation;
 pub struct Memory {
     /// Ended machines, as they ended.
     ended: BTreeMap<String, (String, bool, bool)>,
-    known: BTreeSet<String>,
+    /// The epoch that each machine was made with, and the one that it was last seen with.
+    epochs: BTreeMap<String, (u32, u32)>,
     highest: BTreeMap<String, u32>,
 }
 
@@ -45,7 +46,7 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         hold(!waits || look.is_under_way(&machine.machine_id), Violation::Stuck);
-        let ended = known.ended.contains(&machine.machine_id);
+        let ended = known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine);
         hold(memory.has_stayed(machine) && !(ended && machine.is_active()), Violation::CameBack);
     }
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
@@ -58,8 +59,15 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
 impl Memory {
     fn has_stayed(&mut self, machine: &MachineSeen) -> bool {
         let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
+        // Out of an end leads a reinstatement alone, and only under a higher epoch; a deletion ends a replaced one, too.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
-            return *ended == now;
+            let is_deleted_too = !machine.is_active() && machine.deleted_at.is_some();
+            if *ended == now || is_deleted_too {
+                return true;
+            }
+            let comes_back = machine.is_active() && self.is_reinstated(machine);
+            self.ended.remove(&machine.machine_id);
+            return comes_back;
         }
         if !machine.is_active() {
             self.ended.insert(machine.machine_id.clone(), now);
@@ -67,10 +75,21 @@ impl Memory {
         true
     }
 
+    /// Whether its slot was given back to it, as its epoch says.
+    fn is_reinstated(&self, machine: &MachineSeen) -> bool {
+        self.epochs.get(&machine.machine_id).is_some_and(|(first, _)| machine.epoch > *first)
+    }
+
     fn epochs_grow(&mut self, look: &Look) -> bool {
         let mut grow = true;
-        for machine in &look.machines {
-            if !self.known.insert(machine.machine_id.clone()) {
+        let mut seen: Vec<&MachineSeen> = look.machines.iter().collect();
+        seen.sort_by_key(|machine| machine.epoch);
+        for machine in seen {
+            let first = self.epochs.get(&machine.machine_id).map(|(first, _)| *first);
+            let is_new = self.epochs.get(&machine.machine_id).is_none_or(|(_, last)| *last != machine.epoch);
+            let epochs = (first.unwrap_or(machine.epoch), machine.epoch);
+            self.epochs.insert(machine.machine_id.clone(), epochs);
+            if !is_new {
                 continue;
             }
             let highest = self.highest.entry(machine.prefix()).or_default();
@@ -122,7 +141,8 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
         };
         let target = |row: &AuditSeen| row.target == *id;
         rows(&["provision", "recover"], &made) == 1
-            && rows(&["delete", "preview.expired"], &target) == usize::from(machine.deleted_at.is_some())
+            && rows(&["delete", "preview.expired", "delete.predecessor"], &target)
+                == usize::from(machine.deleted_at.is_some())
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
     let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");
@@ -143,7 +163,10 @@ fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
         requests.push(told.request_id);
     }
     groups.values().all(|(accepted, requests)| {
-        let rows = audit.iter().filter(|row| requests.contains(&row.request_id)).count();
+        // What a change meant for another machine of the slot has a row of its own.
+        let follows = |row: &&AuditSeen| matches!(row.action.as_str(), "delete.predecessor" | "reinstate");
+        let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
+        let rows = of_requests.filter(|row| !follows(row)).count();
         if *accepted { rows == 1 } else { rows <= 1 }
     })
 }

@@ -13,6 +13,7 @@ pub struct MachineSeen {
     pub failure_cause: Option<String>,
     pub epoch: u32,
     pub registered_at: Option<String>,
+    pub proven_at: Option<String>,
     pub retired_at: Option<String>,
     pub deleted_at: Option<String>,
 }
@@ -43,7 +44,7 @@ pub struct Look {
 /// One statement, hence one instant; the oldest machine first.
 const LOOK: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
-        status, failure_cause, epoch, registered_at, retired_at, deleted_at FROM user_machines) m), \
+        status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at FROM user_machines) m), \
     (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
         kind, state, step FROM operations) o)";
 

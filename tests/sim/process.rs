@@ -73,6 +73,8 @@ pub fn config(database: &str) -> PlatformConfig {
         ("AWS_SECRET_ACCESS_KEY", "s"),
         ("STORE_HOST_CREDENTIALS", "static"),
         ("REGISTRATION_TTL_SECONDS", "120"),
+        ("PREDECESSOR_KEEP_SECONDS", "0"),
+        ("DELETE_GRACE_SECONDS", "0"),
     ]);
     let mut config = PlatformConfig::read(env).unwrap_or_else(|mistakes| panic!("{mistakes}"));
     config.timing.poll = Duration::from_millis(150);

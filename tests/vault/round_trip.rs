@@ -45,7 +45,8 @@ ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
 const FACTS: &str = "SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
      ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \
      || ' | ' || (SELECT string_agg(coalesce(r.rolname, '*') || ' ' || c, ' ; ' ORDER BY r.rolname, c) \
-     FROM pg_db_role_setting s CROSS JOIN unnest(s.setconfig) c LEFT JOIN pg_roles r ON r.oid = s.setrole WHERE s.setdatabase = d.oid) \
+     FROM pg_db_role_setting s CROSS JOIN unnest(s.setconfig) c LEFT JOIN pg_roles r ON r.oid = s.setrole \
+     WHERE s.setdatabase = d.oid AND c NOT LIKE 'svc.restore_id=%') \
      FROM pg_database d WHERE datname = 'svc'";
 
 fn plain_dump(machine: &Machine) -> Result<String> {

@@ -152,7 +152,7 @@ async fn a_server_without_room_for_a_session_fails_the_run_and_is_said() -> Resu
     let before = machine::pointer(&store).await?;
     let mut crowded = crowd(&machine, 0).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    failed(&machine, &["snapshot"], "too many clients")?;
+    failed(&machine, &["gate"], "too many clients")?;
     // Room for us, and none for `pg_dump`.
     leave(&mut crowded, CONNECTIONS - 1).await?;
     let ended = machine.run(&["svc-db-backup"])?;

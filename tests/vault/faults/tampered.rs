@@ -300,10 +300,12 @@ async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
         } else {
             store.remove(BUCKET, &objects.path(".json"));
         }
-        old.run(&["svc-db-backup"])?.expect(0);
+        // What counts rows that are not there makes the new snapshot look like a loss: it is kept, and held.
+        let is_held = name == "rows that have no sum";
+        old.run(&["svc-db-backup"])?.expect(if is_held { 65 } else { 0 });
         let now =
             machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
-        assert_ne!(now.key, objects.key, "{name}");
+        assert_eq!(now.key == objects.key, is_held, "{name}");
     }
     objects.heal();
     Witness::of(&store).look()
