@@ -227,8 +227,10 @@ async fn delete_predecessor(
     }
     let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
     if last.has_server() {
-        Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with.clone())).await?;
-        audit(tx, "delete.predecessor", &last).await?;
+        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with.clone())).await?;
+        if change != Change::Unchanged {
+            audit(tx, "delete.predecessor", &last).await?;
+        }
     }
     Ok(())
 }

@@ -100,10 +100,12 @@ impl Memory {
     }
 }
 
-/// No server stands before its slot's fence does.
+/// No server of a new machine stands before its slot's fence does. A machine that is reinstated takes its new epoch
+/// first, and writes nothing under it before the fence.
 pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
-    for machine in live.iter().filter_map(|id| look.machine(id)) {
+    let new = live.iter().filter_map(|id| look.machine(id)).filter(|machine| machine.registered_at.is_none());
+    for machine in new {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
             found.insert(Violation::ServerBeforeFence);
         }

@@ -163,9 +163,19 @@ impl<'a> World<'a> {
         self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
         for host in self.hosts().to_vec() {
             let Some(machine) = look.machine(&host.machine) else { continue };
-            let beat = self.heartbeat(&host, 0).await;
-            let told = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
-            if told != Some((200, Some(!machine.is_active()))) {
+            let right = Some((200, Some(!machine.is_active())));
+            let mut told = None;
+            // The reconciler sees soon that a deleted machine cannot come back.
+            for _ in 0..30 {
+                let beat = self.heartbeat(&host, 0).await;
+                told = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
+                if told == right {
+                    break;
+                }
+                self.nudge();
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            if told != right {
                 self.ledger.note(format!("{} was told {told:?}", host.server));
                 found.insert(Violation::HostNotTold);
             }

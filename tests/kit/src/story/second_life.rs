@@ -27,7 +27,7 @@ pub async fn lose(stack: &Stack, first: &Machine) -> Result<((), String)> {
 
 /// A recovery whose new machine cannot restore: the slot goes back to the machine that it had, which serves on.
 pub async fn fail_half_way(stack: &Stack, first: &Machine) -> Result<(Machine, String)> {
-    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
+    stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
     let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?;
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
