@@ -194,12 +194,13 @@ fn plant_what_there_is(stack: &Stack, detector: &mut Detector) -> Result<BTreeMa
                 _ => {}
             }
         }
-        let key = std::fs::read_to_string(host.path().join("var/lib/svc/tls/key.pem"))?;
+        // The machine whose restore failed never made one.
+        let key = std::fs::read_to_string(host.path().join("var/lib/svc/tls/key.pem")).unwrap_or_default();
         for line in key.lines().filter(|line| !line.starts_with('-') && line.len() > 40) {
             detector.plant("a host's TLS key", line);
         }
     }
-    ensure!(databases.len() == 3, "two hosts have lived here: {databases:?}");
+    ensure!(databases.len() == 4, "three hosts have lived here, of {}", databases.len());
     let planted: BTreeSet<&str> = detector.names().collect();
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
         ensure!(planted.contains(name), "nothing was planted as {name}");

@@ -27,7 +27,7 @@ noticed! {
     a_route_to_a_machine_that_does_not_run: Broken::CHANGES_ARE_SILENT => RoutedWhileNotRunning;
     running_without_a_registration: Broken::RUNS_AT_ONCE => RunningUnregistered, then OperationNeverEnds;
     a_second_host_of_one_machine: Broken::REGISTRATION_IS_FORGOTTEN => RegisteredTwice,
-        then AuditIncomplete OperationNeverEnds;
+        then AuditIncomplete OperationNeverEnds Orphan;
     an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow;
     a_deleted_machine_that_comes_back: Broken::COMES_BACK => CameBack,
         then TwoActiveMachinesOfOneSlot AuditIncomplete;
@@ -38,7 +38,7 @@ noticed! {
         then PointerMovedByFencedHost PointerWentBack;
     a_snapshot_that_is_removed: Broken::StorePrunes => SnapshotRemoved;
     a_machine_that_waits_for_nothing: Broken::WORK_IS_DROPPED => Stuck;
-    an_operation_that_never_ends: Broken::NOTHING_ENDS => OperationNeverEnds;
+    an_operation_that_never_ends: Broken::NOTHING_ENDS => OperationNeverEnds, then Orphan;
     an_operation_that_is_forgotten: Broken::OPERATIONS_ARE_LOST => AcceptedAndForgotten, then Orphan;
     a_server_that_outlives_its_machine: Broken::NothingIsDeleted => Orphan, then OperationNeverEnds;
     a_server_that_nobody_misses: Broken::NOTHING_IS_MISSED => RunsWithoutServer;
