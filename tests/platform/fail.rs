@@ -102,8 +102,7 @@ async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_
     stack.store.remove(super::stack::BUCKET, &dump);
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
-    let new = stack.guest(&process, again.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(new.restore_mode, "required");
+    again.assert_problem(409, "snapshot_unusable");
     let unknown: Value = json!({"reason": "r"});
     let request = stack.request(&process, Method::POST, &format!("/vps/{}/fail", uuid::Uuid::now_v7()));
     stack.send(request.bearer_auth(SECRET).json(&unknown)).await.assert_problem(404, "machine_not_found");

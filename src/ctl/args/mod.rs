@@ -16,7 +16,7 @@ use url::Url;
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Fail, List, Provision, Recover, Resize, Target};
-pub use self::noun::{BackupCommand, BundleCommand, SlotCommand};
+pub use self::noun::{BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget};
 use crate::applet;
 use crate::machine::id::OperationId;
 
@@ -106,6 +106,9 @@ machine still can.\n\nExample: svcctl recover user_1 --wait"
     /// Backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
+    /// The pointer to a slot's latest snapshot
+    #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
+    Pointer(PointerCommand),
     /// Host bundles
     #[command(subcommand, after_help = "Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Bundle(BundleCommand),

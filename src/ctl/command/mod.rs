@@ -4,6 +4,7 @@ mod backup;
 mod deploy;
 mod dump;
 mod machine;
+mod pointer;
 mod slot;
 
 use std::path::Path;
@@ -58,6 +59,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Fail(args) => machine::fail(api, args, out).await,
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
+        Command::Pointer(command) => pointer::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Operation { operation, wait } => machine::operation(api, operation, wait, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {

@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod mutation;
 pub mod object;
 pub mod operation;
+pub mod pointer;
 pub mod provision;
 pub mod recover;
 pub mod register;
@@ -47,7 +48,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 31] = [
+pub static ENDPOINTS: [&Endpoint; 33] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -74,6 +75,8 @@ pub static ENDPOINTS: [&Endpoint; 31] = [
     &deploy::ABORT,
     &slots::LIST,
     &slots::PUT,
+    &pointer::SHOW,
+    &pointer::REBUILD,
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,

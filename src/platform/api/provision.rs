@@ -203,9 +203,9 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, P
 async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
-        Ok(_) | Err(Unusable::Damaged { .. }) => Ok(RestoreMode::Required),
+        Ok(_) => Ok(RestoreMode::Required),
         Err(Unusable::Absent) => Ok(RestoreMode::Empty),
-        Err(Unusable::Store(error)) => Err(error.into()),
+        Err(error) => Err(fault::unusable(error)),
     }
 }
 
@@ -262,6 +262,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::BundleNotFound,
             Code::HandleTaken,
             Code::PreviewLimitReached,
+            Code::SnapshotUnusable,
             Code::StoreUnavailable,
             Code::Unavailable,
             Code::DatabaseUnavailable,

@@ -132,7 +132,7 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
 async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch).await {
+    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch, machine.id).await {
         Ok(()) => Ok(Answer::done()),
         Err(error @ PointerError::Fenced(_)) => {
             Err(StepError::permanent("a later machine has fenced the slot", error))
