@@ -87,7 +87,7 @@ impl Refusal {
         let body = self.body.as_deref();
         match code {
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
-            "snapshot_unusable" if self.detail.contains("svcctl pointer") => Some(LOST_POINTER),
+            "snapshot_unusable" if self.detail.contains("the pointer is lost") => Some(LOST_POINTER),
             _ => advice(code),
         }
     }
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn lost_pointer_never_advises_to_start_empty() {
-        let text = r#"{"code":"snapshot_unusable","detail":"Gone. Run svcctl pointer show."}"#;
+        let text = r#"{"code":"snapshot_unusable","detail":"Gone: the pointer is lost."}"#;
         let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
         assert!(!said.contains("--allow-empty"), "{said}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));

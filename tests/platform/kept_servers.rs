@@ -266,7 +266,7 @@ async fn recovery_of_a_lost_pointer_changes_nothing() {
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     let refused = stack.post(&process, "/vps/recover", &empty).await;
     refused.assert_problem(409, "snapshot_unusable");
-    assert!(refused.body["detail"].as_str().unwrap().contains("pointer rebuild"), "{refused:?}");
+    assert!(refused.body["detail"].as_str().unwrap().contains("the pointer is lost"), "{refused:?}");
     stack.delete(&process, &format!("/vps/{}", old.machine)).await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "snapshot_unusable");

@@ -79,8 +79,8 @@ pub async fn never_backed_up(
 ) -> Result<(), Problem> {
     let Some(taken_at) = db::machines::newest_backup(client, user, slot).await? else { return Ok(()) };
     let detail = format!(
-        "The store names no snapshot, and a host reported one of {}. Run svcctl pointer show, then svcctl pointer \
-         rebuild.",
+        "The store's pointer names no snapshot, and a host reported one of {}: the pointer is lost. Recover with the \
+         key of a snapshot of svcctl backup list.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))

@@ -85,7 +85,7 @@ async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Re
     let is_heard = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_SILENCE);
     if !is_heard || !machine.is_healthy() {
         return Err(refused(
-            "Its host has sent no healthy heartbeat within two minutes: svcctl power on, or recover.",
+            "Its host has sent no healthy heartbeat within two minutes: start its server at the provider, or recover.",
         ));
     }
     let Some(server) = machine.provider_server_id else {
@@ -94,7 +94,7 @@ async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Re
     let server = platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
-        Some(_) => Err(refused("Its server is not running: svcctl power on.")),
+        Some(_) => Err(refused("Its server is not running: start it at the provider.")),
         None => Err(refused("The provider has no such server: recover the slot.")),
     }
 }
