@@ -75,7 +75,15 @@ async fn service_and_probe_take_their_settings_from_the_file_that_a_variable_nam
         probe.args(["svc-platform", "probe"]).env_clear().env("PLATFORM_ENV_FILE", path("platform.env"));
         probe.output().unwrap()
     };
-    let ready = probed();
+    // It is ready once its routes are loaded.
+    let mut ready = probed();
+    for _ in 0..100 {
+        if ready.status.success() {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        ready = probed();
+    }
     assert!(ready.status.success(), "{}", String::from_utf8_lossy(&ready.stderr));
     drop(process);
     assert_eq!(probed().status.code(), Some(69));
