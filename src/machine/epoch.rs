@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Epoch(pub u32);
 
+/// Above it, nothing that the store says is believed to be an epoch: the database counts in 32 bits with a sign.
+pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
+
 impl Epoch {
     pub const NONE: Self = Self(0);
 

@@ -12,12 +12,12 @@ use url::Url;
 
 use super::db::machine_row::MachineRow;
 use crate::clock::rfc3339_ms;
-use crate::config::{Env, env_line};
+use crate::config::{Env, Flag, env_line};
 use crate::machine::name::Slot;
 use crate::store::config::{S3Config, StoreConfig};
 use crate::store::credentials::Temporary;
 use crate::store::key::SlotPrefix;
-use crate::store::policy;
+use crate::store::policy::{self, SnapshotWrites};
 use crate::store::sts::{Sts, StsError};
 
 /// The bounds that STS sets for a session: AWS grants at most 12 hours, other stores up to 7 days.
@@ -41,6 +41,8 @@ pub struct StsConfig {
     pub endpoint: Url,
     pub role_arn: String,
     pub life: Duration,
+    /// `STORE_WRITE_ONCE`.
+    pub writes: SnapshotWrites,
 }
 
 impl HostCredentials {
@@ -77,8 +79,12 @@ impl HostCredentials {
             env.mistake(name, "sts needs an s3:// store");
             return None;
         };
+        let writes = match env.flag("STORE_WRITE_ONCE", Flag::Off) {
+            Flag::On => SnapshotWrites::Once,
+            Flag::Off => SnapshotWrites::Any,
+        };
         let endpoint = endpoint(env, s3);
-        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, life }))
+        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, life, writes }))
     }
 }
 
@@ -117,6 +123,7 @@ struct Assumer {
     sts: Sts,
     life: Duration,
     partition: String,
+    writes: SnapshotWrites,
 }
 
 impl Assumer {
@@ -150,7 +157,7 @@ impl HostStore {
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
-                Some(Assumer { sts, life: config.life, partition })
+                Some(Assumer { sts, life: config.life, partition, writes: config.writes })
             }
             _ => None,
         };
@@ -171,14 +178,23 @@ impl HostStore {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
+    /// Whether the store refuses hosts that write over a snapshot; `None` without sessions.
+    pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
+        self.sts.as_ref().map(|assumer| assumer.writes)
+    }
+
+    /// The slot of [`Self::try_session`], which no user has.
+    pub fn probe_slot() -> SlotPrefix {
+        SlotPrefix::new(&"svc-doctor".parse().expect("a user's id"), &Slot::primary())
+    }
+
     /// Asks for a session as a machine gets one, for a slot that nobody has; `None` where hosts get our own credentials.
     ///
     /// # Errors
     /// [`StsError`].
     pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        let nobody = SlotPrefix::new(&"svc-doctor".parse().ok()?, &Slot::primary());
-        let policy = policy::of_slot(&assumer.partition, &s3.bucket, &nobody);
+        let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
         Some(assumer.sts.assume("svc-doctor", &policy, SHORTEST).await)
     }
 
@@ -190,7 +206,7 @@ impl HostStore {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let session = match (&self.store, &self.sts) {
             (StoreConfig::S3(s3), Some(assumer)) => {
-                let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix);
+                let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
                 let life = if life == Life::Whole { assumer.life } else { SHORTEST };
                 Some(assumer.assume(&format!("svc-{}", machine.id), &policy, life).await?)
             }

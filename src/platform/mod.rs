@@ -52,10 +52,14 @@ use crate::http::server::{self, Limits};
 use crate::http::shards::Shards;
 use crate::http::tls::Identity;
 use crate::provider::hetzner::Hetzner;
+use crate::store::{Bucket, parallel_probe};
 use crate::{metrics, telemetry};
 
 /// How long steps under way may go on after the stop was asked; the rest is resumed by the next process.
 const DRAIN: Duration = Duration::from_secs(25);
+
+/// Of the probe at the start, which a store that is away must not hold up.
+const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.
 #[derive(clap::Parser)]
@@ -103,6 +107,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
     }
+    let bucket = config.store.open().or_exit(Exit::Config)?;
+    refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     scrape.keep_up(stop.clone());
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
@@ -137,7 +143,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let provider = Hetzner::sharing(client, api_url, token, allowance);
     let platform = Arc::new(Platform {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
-        bucket: config.store.open().or_exit(Exit::Config)?,
+        bucket,
         host_store,
         mint: TokenMint::new(&config.key),
         installation,
@@ -186,6 +192,24 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let drained = tokio::time::timeout(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
     if drained.is_err() {
         tracing::warn!("not everything ended in time; the next process goes on with it");
+    }
+    Ok(())
+}
+
+/// Refuses a store on which two hosts could both move a pointer. One that does not answer now may be well: it is used.
+async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
+    match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
+        Ok(found) => {
+            if let Some(why) = found.refusal() {
+                return Err(Failure::new(Exit::Config, anyhow::anyhow!(why)));
+            }
+            if let Some(why) = found.warning() {
+                tracing::warn!("{why}");
+            }
+        }
+        Err(error) => {
+            tracing::warn!(error = %crate::chain::chain(&error), "the object store was not probed with parallel writers");
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! One bucket: reads, writes and conditional writes with the errors that callers decide by.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::TryStreamExt;
@@ -126,6 +126,13 @@ pub enum Condition {
     Unchanged(Version),
 }
 
+impl Condition {
+    /// That the object is still the one that was described.
+    pub(super) fn unchanged(meta: &ObjectMeta) -> Self {
+        Self::Unchanged(Version(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }))
+    }
+}
+
 /// The bucket of the system.
 #[derive(Debug, Clone)]
 pub struct Bucket {
@@ -164,6 +171,22 @@ impl Bucket {
         let key = Path::from(open.key.as_str());
         counted("give_up", async { store.give_up(open).await.map_err(|error| StoreError::of(&key, error)) })
             .await
+    }
+
+    /// Ends the work at a deadline; then the store is `Unavailable`.
+    ///
+    /// # Errors
+    /// Of the work, or [`StoreError::Unavailable`].
+    pub async fn within<T>(
+        &self,
+        key: &Path,
+        deadline: Duration,
+        work: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
+            let why = format!("no answer within {} s", deadline.as_secs());
+            Err(StoreError::of(key, Error::Generic { store: "bucket", source: why.into() }))
+        })
     }
 
     /// The bare store, for streams and multipart uploads.

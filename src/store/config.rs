@@ -14,6 +14,7 @@ use super::bucket::Bucket;
 use super::credentials::{Asked, Source};
 use super::local::LocalStore;
 use super::resign::Resigning;
+use super::write_once::WriteOnce;
 use crate::config::Env;
 use crate::http::client::{self, Deadlines};
 
@@ -107,6 +108,7 @@ impl S3Config {
                 (Arc::new(Asked(source)), wire)
             }
         };
+        let wire = HttpClient::new(WriteOnce { wire });
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)

@@ -9,6 +9,12 @@ use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 
+/// Enough for every `seq` that a pointer may have.
+const SEQ_DIGITS: usize = 16;
+
+/// Within the keys of snapshots and of their side records.
+pub const SNAPSHOTS: &str = "/system/db/snapshots/";
+
 /// The place of one slot in the bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotPrefix(Path);
@@ -32,6 +38,16 @@ impl SlotPrefix {
 
     pub fn pointer(&self) -> Path {
         self.join(&["system", "db", "latest"])
+    }
+
+    /// Where each `seq` of the pointer is claimed.
+    pub fn pointer_log(&self) -> Path {
+        self.join(&["system", "db", "pointer-log"])
+    }
+
+    /// The entry that claims `seq`. Names sort as their numbers do.
+    pub fn pointer_entry(&self, seq: u64) -> Path {
+        self.pointer_log().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
 
     pub fn snapshots(&self) -> Path {
@@ -94,6 +110,19 @@ pub fn taken_at(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
+/// The epoch in a snapshot's key.
+pub fn epoch_of(key: &str) -> Option<Epoch> {
+    let (_, rest) = key.rsplit_once("Z-")?;
+    rest.strip_suffix(".dump")?.parse().ok()
+}
+
+/// The `seq` that an entry of the pointer's log claims.
+pub fn entry_seq(entry: &Path) -> Option<u64> {
+    let digits = entry.filename()?.strip_suffix(".json")?;
+    let fits = digits.len() == SEQ_DIGITS && digits.bytes().all(|b| b.is_ascii_digit());
+    fits.then(|| digits.parse().ok()).flatten()
+}
+
 /// Where all bundles are, at the bucket's root.
 pub const BUNDLES: &str = "system-bundles";
 
@@ -114,9 +143,25 @@ mod tests {
         assert_eq!(key, "system/db/snapshots/2026-01-02T03-04-05.678Z-7.dump");
         assert_eq!(taken_at(&key), Some("2026-01-02T03:04:05.678Z".parse().unwrap()));
         assert_eq!(taken_at("system/db/snapshots/x.dump"), None);
+        assert_eq!(epoch_of(&key), Some(Epoch(7)));
+        assert_eq!(epoch_of("system/db/snapshots/x.dump"), None);
         let path = prefix.snapshot(&key).unwrap();
         assert_eq!(path.as_ref(), format!("user_1/primary/{key}"));
         assert_eq!(prefix.side_record(&key).unwrap().as_ref(), format!("user_1/primary/{key}.json"));
+    }
+
+    #[test]
+    fn entries_of_the_log_sort_as_their_numbers() {
+        let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let entry = prefix.pointer_entry(42);
+        assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
+        assert_eq!(entry_seq(&entry), Some(42));
+        let largest = prefix.pointer_entry(crate::store::pointer::LARGEST_SEQ);
+        assert_eq!(entry_seq(&largest), Some(crate::store::pointer::LARGEST_SEQ));
+        assert!(entry < largest);
+        for other in ["1.json", "000000000000004x.json", "0000000000000042"] {
+            assert_eq!(entry_seq(&prefix.pointer_log().join(other)), None, "{other}");
+        }
     }
 
     #[test]

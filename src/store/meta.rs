@@ -47,11 +47,11 @@ pub enum MetaError {
     Store(#[from] StoreError),
 }
 
-/// Writes the metadata unless a later epoch's host has written its own. As with the pointer, a write whose answer was
+/// Writes the metadata unless a later epoch's host, or another of the same epoch, has written its own. As with the pointer, a write whose answer was
 /// lost is settled by reading back.
 ///
 /// # Errors
-/// [`MetaError`]; `Fenced` when a later machine of the slot has written.
+/// [`MetaError`]; `Fenced` when a later machine of the slot, or another of the same epoch, has written.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
     let mut unanswered = None;
@@ -73,7 +73,11 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
             None => Condition::Absent,
             Some(now) if now.value == *meta => return Ok(()),
             Some(now) if now.value.epoch > meta.epoch => {
-                return Err(Fenced { fence: now.value.epoch, mine: meta.epoch }.into());
+                return Err(Fenced { fence: now.value.epoch, holder: None, mine: meta.epoch }.into());
+            }
+            Some(now) if now.value.epoch == meta.epoch && now.value.machine_id != meta.machine_id => {
+                let holder = Some(now.value.machine_id);
+                return Err(Fenced { fence: now.value.epoch, holder, mine: meta.epoch }.into());
             }
             Some(now) => Condition::Unchanged(now.version),
         };

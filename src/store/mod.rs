@@ -6,17 +6,24 @@ pub mod bucket;
 pub mod bundle;
 pub mod config;
 pub mod credentials;
+pub mod epochs;
 pub mod key;
+#[cfg(test)]
+mod lenient;
 mod local;
 pub mod meta;
 pub mod multipart;
+pub mod parallel_probe;
 pub mod pointer;
 pub mod pointer_io;
+pub mod pointer_repair;
 pub mod policy;
+pub mod protection;
 mod resign;
 pub mod snapshot;
 pub mod snapshots;
 pub mod sts;
 pub mod upload;
+mod write_once;
 
 pub use bucket::{Bucket, StoreError};

@@ -1,7 +1,7 @@
 //! `system/db/latest`, pure: what the pointer says, and what a fence or a new snapshot makes of it.
 //!
-//! Invariants: `seq` and `fenceEpoch` only grow; a machine below the fence never moves the pointer; the clocks of
-//! hosts decide nothing.
+//! Invariants: `seq` and `fenceEpoch` only grow; a machine below the fence, or another machine of the fence's own epoch,
+//! never moves the pointer; the clocks of hosts decide nothing.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,9 @@ pub const LARGEST_SEQ: u64 = 1 << 53;
 pub struct Pointer {
     pub version: u32,
     pub fence_epoch: Epoch,
+    /// The machine that the fence lets through. Absent in pointers of earlier releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence_machine_id: Option<MachineId>,
     pub seq: u64,
     pub snapshot: Option<SnapshotRef>,
 }
@@ -42,49 +45,103 @@ pub struct SnapshotRef {
     pub verified_at: Timestamp,
 }
 
-/// A writer that has been replaced.
+/// A writer that has been replaced: the fence is above its epoch, or at its epoch for another machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the slot is fenced at epoch {fence}; this machine's epoch {mine} may not move the pointer any more")]
+#[error("{}", self.message())]
 pub struct Fenced {
     pub fence: Epoch,
+    /// The machine that the fence names, where the epochs are equal.
+    pub holder: Option<MachineId>,
     pub mine: Epoch,
 }
 
-/// The pointer with the fence at `epoch`; `None` when it already stands there.
-///
-/// # Errors
-/// [`Fenced`] when a later machine has fenced already.
-pub fn fence(current: Option<&Pointer>, epoch: Epoch) -> Result<Option<Pointer>, Fenced> {
-    match current {
-        None => Ok(Some(Pointer { version: FORMAT, fence_epoch: epoch, seq: 1, snapshot: None })),
-        Some(now) if now.fence_epoch > epoch => Err(Fenced { fence: now.fence_epoch, mine: epoch }),
-        Some(now) if now.fence_epoch == epoch => Ok(None),
-        Some(now) => Ok(Some(Pointer {
-            version: FORMAT,
-            fence_epoch: epoch,
-            seq: now.seq + 1,
-            snapshot: now.snapshot.clone(),
-        })),
+impl Fenced {
+    fn message(&self) -> String {
+        let Self { fence, holder, mine } = self;
+        let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
+        format!(
+            "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may not move the pointer any more"
+        )
     }
 }
 
-/// The pointer moved to `snapshot` by the machine of `epoch`; `None` when it already names that snapshot, which may be
+impl Pointer {
+    /// The machine of the fence's epoch: named, or the one whose snapshot of that epoch is the latest.
+    pub fn fence_holder(&self) -> Option<MachineId> {
+        let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
+        self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
+    }
+
+    /// Whether this machine may move the pointer.
+    ///
+    /// # Errors
+    /// [`Fenced`] when the fence is above `epoch`, or at `epoch` for another machine.
+    pub fn admit(&self, epoch: Epoch, machine: MachineId) -> Result<(), Fenced> {
+        let fence = self.fence_epoch;
+        if fence > epoch {
+            return Err(Fenced { fence, holder: None, mine: epoch });
+        }
+        match self.fence_holder().filter(|holder| fence == epoch && *holder != machine) {
+            Some(holder) => Err(Fenced { fence, holder: Some(holder), mine: epoch }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The pointer with the fence at `epoch` for `machine`; `None` when it is there already.
+///
+/// # Errors
+/// [`Fenced`] when a later machine, or another machine of the same epoch, has fenced already.
+pub fn fence(current: Option<&Pointer>, epoch: Epoch, machine: MachineId) -> Result<Option<Pointer>, Fenced> {
+    if let Some(now) = current {
+        now.admit(epoch, machine)?;
+        if now.fence_epoch == epoch && now.fence_machine_id == Some(machine) {
+            return Ok(None);
+        }
+    }
+    Ok(Some(Pointer {
+        version: FORMAT,
+        fence_epoch: epoch,
+        fence_machine_id: Some(machine),
+        seq: current.map_or(0, |now| now.seq) + 1,
+        snapshot: current.and_then(|now| now.snapshot.clone()),
+    }))
+}
+
+/// The pointer moved to `snapshot` by the machine that took it; `None` when it already names that snapshot, which may be
 /// this machine's own write whose answer was lost, even if it was fenced since. Who writes fences all earlier machines.
 ///
 /// # Errors
-/// [`Fenced`] when the fence stands above `epoch`.
-pub fn advance(
-    current: Option<&Pointer>,
-    epoch: Epoch,
-    snapshot: &SnapshotRef,
-) -> Result<Option<Pointer>, Fenced> {
-    let (fence_epoch, seq) = match current {
-        None => (epoch, 0),
-        Some(now) if now.snapshot.as_ref().is_some_and(|named| named.key == snapshot.key) => return Ok(None),
-        Some(now) if now.fence_epoch > epoch => return Err(Fenced { fence: now.fence_epoch, mine: epoch }),
-        Some(now) => (epoch, now.seq),
-    };
-    Ok(Some(Pointer { version: FORMAT, fence_epoch, seq: seq + 1, snapshot: Some(snapshot.clone()) }))
+/// [`Fenced`] when the fence is above the snapshot's epoch, or at that epoch for another machine.
+pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
+    if let Some(now) = current {
+        if now.snapshot.as_ref().is_some_and(|named| named.key == snapshot.key) {
+            return Ok(None);
+        }
+        now.admit(snapshot.epoch, snapshot.machine_id)?;
+    }
+    Ok(Some(Pointer {
+        version: FORMAT,
+        fence_epoch: snapshot.epoch,
+        fence_machine_id: Some(snapshot.machine_id),
+        seq: current.map_or(0, |now| now.seq) + 1,
+        snapshot: Some(snapshot.clone()),
+    }))
+}
+
+/// What holds where the log and `latest` have different values of one `seq`: an earlier release wrote `latest` without
+/// claiming that `seq`. Neither write saw the other, so the higher fence and the snapshot of the later epoch stay.
+pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
+    let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
+    let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
+    let fence = if latest.fence_epoch > claimed.fence_epoch { latest } else { claimed };
+    Pointer {
+        version: FORMAT,
+        fence_epoch: fence.fence_epoch,
+        fence_machine_id: fence.fence_holder(),
+        seq: claimed.seq.max(latest.seq),
+        snapshot: snapshot.clone(),
+    }
 }
 
 #[cfg(test)]
@@ -124,39 +181,97 @@ pub(crate) mod tests {
         }
     }
 
-    #[test]
-    fn a_first_fence_is_a_tombstone_and_a_replaced_machine_is_told() {
-        let first = fence(None, Epoch(1)).unwrap().unwrap();
-        assert_eq!(first.snapshot, None);
-        let second = fence(Some(&first), Epoch(2)).unwrap().unwrap();
-        let refused = advance(Some(&second), Epoch(1), &snapshot(1, Epoch(1))).unwrap_err();
-        assert_eq!(refused, Fenced { fence: Epoch(2), mine: Epoch(1) });
+    fn machine(n: u8) -> MachineId {
+        MachineId(uuid::Uuid::from_u128(u128::from(n)))
+    }
+
+    fn snapshot_of(n: u32, epoch: Epoch, by: MachineId) -> SnapshotRef {
+        SnapshotRef {
+            machine_id: by,
+            key: format!("system/db/snapshots/{n}-{by}-{epoch}.dump"),
+            ..snapshot(n, epoch)
+        }
     }
 
     #[test]
-    fn a_write_that_a_fence_followed_is_still_known_as_done() {
-        let mine = snapshot(1, Epoch(1));
-        let written = advance(None, Epoch(1), &mine).unwrap().unwrap();
-        let fenced = fence(Some(&written), Epoch(2)).unwrap().unwrap();
-        assert_eq!(advance(Some(&fenced), Epoch(1), &mine), Ok(None), "its answer may have been lost");
-        assert!(advance(Some(&fenced), Epoch(1), &snapshot(2, Epoch(1))).is_err());
+    fn fence_on_nothing_is_a_tombstone_that_refuses_the_predecessor() {
+        let first = fence(None, Epoch(1), machine(1)).unwrap().unwrap();
+        assert_eq!(first.snapshot, None);
+        let second = fence(Some(&first), Epoch(2), machine(2)).unwrap().unwrap();
+        let refused = advance(Some(&second), &snapshot_of(1, Epoch(1), machine(1))).unwrap_err();
+        assert_eq!(refused, Fenced { fence: Epoch(2), holder: None, mine: Epoch(1) });
+    }
+
+    #[test]
+    fn advance_after_a_lost_reply_is_known_as_done() {
+        let mine = snapshot_of(1, Epoch(1), machine(1));
+        let written = advance(None, &mine).unwrap().unwrap();
+        let fenced = fence(Some(&written), Epoch(2), machine(2)).unwrap().unwrap();
+        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "its answer may have been lost");
+        assert!(advance(Some(&fenced), &snapshot_of(2, Epoch(1), machine(1))).is_err());
+    }
+
+    #[test]
+    fn equal_epoch_of_another_machine_is_fenced() {
+        let fenced = fence(None, Epoch(2), machine(1)).unwrap().unwrap();
+        let refusal = Fenced { fence: Epoch(2), holder: Some(machine(1)), mine: Epoch(2) };
+        assert_eq!(fence(Some(&fenced), Epoch(2), machine(2)), Err(refusal));
+        assert_eq!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(2))), Err(refusal));
+        assert!(refusal.to_string().contains(&machine(1).to_string()), "{refusal}");
+        assert_eq!(fence(Some(&fenced), Epoch(2), machine(1)), Ok(None));
+        assert!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(1))).unwrap().is_some());
+    }
+
+    #[test]
+    fn pointer_of_an_earlier_release_is_read_and_its_writer_known() {
+        let text = r#"{"version":1,"fenceEpoch":3,"seq":7,"snapshot":null}"#;
+        let old: Pointer = serde_json::from_str(text).unwrap();
+        assert_eq!(old.fence_machine_id, None);
+        assert_eq!(serde_json::to_string(&old).unwrap(), text, "what is not known is not written");
+        let adopted = fence(Some(&old), Epoch(3), machine(1)).unwrap().unwrap();
+        assert_eq!((adopted.fence_machine_id, adopted.seq), (Some(machine(1)), 8));
+
+        let named = Pointer { snapshot: Some(snapshot_of(1, Epoch(3), machine(1))), ..old };
+        assert!(named.admit(Epoch(3), machine(1)).is_ok());
+        assert!(named.admit(Epoch(3), machine(2)).is_err(), "the snapshot says whose epoch it is");
+    }
+
+    #[test]
+    fn merge_keeps_the_higher_fence_and_the_later_snapshot() {
+        let base = fence(None, Epoch(1), machine(1)).unwrap().unwrap();
+        let claimed = fence(Some(&base), Epoch(2), machine(2)).unwrap().unwrap();
+        let latest = advance(Some(&base), &snapshot_of(9, Epoch(1), machine(1))).unwrap().unwrap();
+        for merged in [merge(&claimed, &latest), merge(&latest, &claimed)] {
+            assert_eq!((merged.fence_epoch, merged.fence_machine_id), (Epoch(2), Some(machine(2))));
+            assert_eq!(merged.snapshot, latest.snapshot);
+            assert_eq!(merged.seq, 2);
+        }
     }
 
     proptest! {
-        /// Whatever order fences and snapshots come in: nothing goes back, and a snapshot that was named stays named
-        /// until another takes its place.
+        /// Whatever order fences and snapshots come in: nothing goes back, no two machines hold one epoch, and a snapshot
+        /// that was named stays named until another takes its place.
         #[test]
-        fn the_pointer_never_goes_back(steps in prop::collection::vec((any::<bool>(), 1u32..6, 0u32..1000), 0..60)) {
+        fn pointer_never_goes_back(
+            steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
+        ) {
             let mut now: Option<Pointer> = None;
-            for (is_fence, epoch, n) in steps {
-                let epoch = Epoch(epoch);
-                let next = if is_fence { fence(now.as_ref(), epoch) } else { advance(now.as_ref(), epoch, &snapshot(n, epoch)) };
+            for (is_fence, epoch, by, n) in steps {
+                let (epoch, by) = (Epoch(epoch), machine(by));
+                let next = match is_fence {
+                    true => fence(now.as_ref(), epoch, by),
+                    false => advance(now.as_ref(), &snapshot_of(n, epoch, by)),
+                };
                 let Ok(Some(next)) = next else { continue };
+                prop_assert_eq!(next.fence_holder(), Some(by));
                 if let Some(old) = &now {
                     prop_assert!(next.seq == old.seq + 1);
                     prop_assert!(next.fence_epoch >= old.fence_epoch);
                     prop_assert!(old.snapshot.is_none() || next.snapshot.is_some());
                     prop_assert!(epoch >= old.fence_epoch);
+                    if epoch == old.fence_epoch {
+                        prop_assert_eq!(old.fence_holder(), Some(by), "two machines hold one epoch");
+                    }
                     if let (Some(old), Some(next)) = (&old.snapshot, &next.snapshot) {
                         prop_assert!(next.epoch >= old.epoch, "the snapshot of an earlier machine took its place");
                     }

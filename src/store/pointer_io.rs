@@ -1,12 +1,24 @@
-//! The pointer at the store: read, then written only if nobody wrote in between; a lost answer is settled by reading.
+//! The pointer at the store: who may claim the next `seq`, and how `system/db/latest` follows.
+//!
+//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which holds the whole pointer and must
+//! not exist before. `latest` is written after it and follows the log. So two writers never both succeed, even on a store
+//! whose `If-Match` is not exact: creating an object once is the only thing that the store has to do well. The highest
+//! entry decides; a `latest` that is behind it is healed by the next writer.
+//!
+//! Invariant: a `seq` is claimed only when `latest` holds the one before, so that a crash leaves at most one entry ahead
+//! of `latest`. Nothing deletes an entry.
 
 use std::time::Duration;
 
-use super::bucket::{Bucket, Condition, StoreError, Versioned};
-use super::key::SlotPrefix;
+use futures_util::TryStreamExt;
+use object_store::ObjectMeta;
+
+use super::bucket::{Bucket, Condition, StoreError, Version};
+use super::key::{self, SlotPrefix};
 use super::pointer::{self, Fenced, Pointer};
 use super::snapshot::Recorded;
-use crate::machine::epoch::Epoch;
+use crate::machine::epoch::{Epoch, MAX_EPOCH};
+use crate::machine::id::MachineId;
 
 /// How often a write is tried when others write at the same time.
 const ATTEMPTS: u32 = 16;
@@ -22,32 +34,133 @@ pub enum PointerError {
     Contended,
 }
 
-/// The pointer as it stands, or `None` where there is none.
-///
-/// # Errors
-/// [`StoreError`]; a format that we do not know is `Corrupt`, and so is a `seq` that nobody has counted.
-pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Versioned<Pointer>>, StoreError> {
-    let key = slot.pointer();
-    let Some(read) = bucket.get_json::<Pointer>(&key).await? else {
-        return Ok(None);
-    };
-    if read.value.version != pointer::FORMAT {
-        let why = format!("format version {} is not {}", read.value.version, pointer::FORMAT);
-        return Err(StoreError::Corrupt { key: key.to_string(), why });
-    }
-    if read.value.seq > pointer::LARGEST_SEQ {
-        let why = format!("its seq {} is more than a pointer has", read.value.seq);
-        return Err(StoreError::Corrupt { key: key.to_string(), why });
-    }
-    Ok(Some(read))
+/// The pointer that holds now, and the object `system/db/latest` as it was found.
+#[derive(Debug, Clone)]
+pub struct PointerRead {
+    pub value: Pointer,
+    latest: Option<Latest>,
 }
 
-/// Puts the fence at `epoch`. Done already is success.
+#[derive(Debug, Clone)]
+struct Latest {
+    seq: u64,
+    /// Whether it says what the log says.
+    agrees: bool,
+    version: Version,
+}
+
+impl PointerRead {
+    /// Whether `system/db/latest` exists. Without it, somebody deleted it: the log alone is not followed to a snapshot.
+    pub fn has_latest(&self) -> bool {
+        self.latest.is_some()
+    }
+
+    fn is_published(&self) -> bool {
+        self.latest.as_ref().is_some_and(|latest| latest.agrees && latest.seq == self.value.seq)
+    }
+
+    /// Whether the log has an entry that `latest` does not hold yet.
+    fn is_ahead_of_latest(&self) -> bool {
+        self.latest.as_ref().is_none_or(|latest| latest.seq < self.value.seq)
+    }
+
+    /// Under which `latest` is still what was read.
+    pub fn condition(&self) -> Condition {
+        let version = self.latest.as_ref().map(|latest| latest.version.clone());
+        version.map_or(Condition::Absent, Condition::Unchanged)
+    }
+}
+
+/// The pointer as it stands, or `None` where there is neither `latest` nor an entry of the log.
+///
+/// # Errors
+/// [`StoreError`]; `Corrupt` for a format that we do not know, and for a `seq` or an epoch beyond all counting.
+pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
+    let latest = bucket.get_json::<Pointer>(&slot.pointer()).await?;
+    if let Some(latest) = &latest {
+        check(&slot.pointer(), &latest.value)?;
+    }
+    let from = latest.as_ref().map_or(0, |latest| latest.value.seq);
+    let top = newest_entry(bucket, slot, from).await?;
+    let Some(latest) = latest else {
+        let Some((seq, _)) = top else { return Ok(None) };
+        return Ok(Some(PointerRead { value: entry(bucket, slot, seq).await?, latest: None }));
+    };
+    let seq = latest.value.seq;
+    let (value, agrees) = match top {
+        None => (latest.value, true),
+        // One version of the bytes: there is nothing to compare.
+        Some((at, meta))
+            if at == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
+        {
+            (latest.value, true)
+        }
+        Some((at, _)) if at == seq => {
+            let claimed = entry(bucket, slot, at).await?;
+            let agrees = claimed == latest.value;
+            (if agrees { claimed } else { pointer::merge(&claimed, &latest.value) }, agrees)
+        }
+        Some((at, _)) => (entry(bucket, slot, at).await?, true),
+    };
+    Ok(Some(PointerRead { value, latest: Some(Latest { seq, agrees, version: latest.version }) }))
+}
+
+/// The highest entry of the log from `from` on. The log is listed from there only: a few names, however long it is.
+pub(super) async fn newest_entry(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    from: u64,
+) -> Result<Option<(u64, ObjectMeta)>, StoreError> {
+    let log = slot.pointer_log();
+    let listing = match from.checked_sub(1) {
+        Some(before) => bucket.raw().list_with_offset(Some(&log), &slot.pointer_entry(before)),
+        None => bucket.raw().list(Some(&log)),
+    };
+    let numbered = listing.try_filter_map(async |meta| {
+        Ok(key::entry_seq(&meta.location).filter(|seq| *seq >= from).map(|seq| (seq, meta)))
+    });
+    let newest = numbered.try_fold(None, async |newest: Option<(u64, ObjectMeta)>, found| {
+        Ok(Some(newest.filter(|(seq, _)| *seq > found.0).unwrap_or(found)))
+    });
+    newest.await.map_err(|error| StoreError::of(&log, error))
+}
+
+pub(super) async fn entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Pointer, StoreError> {
+    let key = slot.pointer_entry(seq);
+    let found = bucket.get_json::<Pointer>(&key).await?;
+    let value = found.ok_or_else(|| StoreError::NotFound { key: key.to_string() })?.value;
+    check(&key, &value)?;
+    if value.seq != seq {
+        let why = format!("it holds seq {}", value.seq);
+        return Err(StoreError::Corrupt { key: key.to_string(), why });
+    }
+    Ok(value)
+}
+
+fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
+    let why = if pointer.version != pointer::FORMAT {
+        format!("format version {} is not {}", pointer.version, pointer::FORMAT)
+    } else if pointer.seq > pointer::LARGEST_SEQ {
+        format!("its seq {} is more than a pointer has", pointer.seq)
+    } else if pointer.fence_epoch > MAX_EPOCH {
+        format!("its fence {} is above every epoch", pointer.fence_epoch)
+    } else {
+        return Ok(());
+    };
+    Err(StoreError::Corrupt { key: key.to_string(), why })
+}
+
+/// Puts the fence at `epoch` for `machine`. Done already is success.
 ///
 /// # Errors
 /// [`PointerError`].
-pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, epoch: Epoch) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::fence(now, epoch)).await
+pub async fn fence(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    epoch: Epoch,
+    machine: MachineId,
+) -> Result<(), PointerError> {
+    write(bucket, slot, |now| pointer::fence(now, epoch, machine)).await
 }
 
 /// Makes the pointer name a snapshot, in the name of the machine that took it.
@@ -55,42 +168,90 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, epoch: Epoch) -> Result<(
 /// # Errors
 /// [`PointerError`]; `Fenced` when that machine has been replaced.
 pub async fn advance(bucket: &Bucket, slot: &SlotPrefix, snapshot: &Recorded) -> Result<(), PointerError> {
-    let named = snapshot.named();
-    write(bucket, slot, |now| pointer::advance(now, named.epoch, named)).await
+    write(bucket, slot, |now| pointer::advance(now, snapshot.named())).await
 }
 
-/// Each round reads, plans and writes on that version. After a refused or unanswered write the next round reads what
-/// came of it: our own write reads back as "nothing to do".
+/// One transient failure is borne, since the write may have happened all the same: the next round reads what holds. When
+/// it fails again, the first failure is the one that is reported.
+#[derive(Default)]
+struct Patience {
+    rounds: u32,
+    failure: Option<StoreError>,
+}
+
+impl Patience {
+    /// Waits a little longer after each write that was refused or not answered.
+    async fn pause(&mut self, refused: StoreError) -> Result<(), StoreError> {
+        if !matches!(refused, StoreError::Precondition { .. }) {
+            if self.failure.is_some() || !refused.is_transient() {
+                return Err(self.report(refused));
+            }
+            self.failure = Some(refused);
+        }
+        self.rounds += 1;
+        let jitter = u32::from(uuid::Uuid::new_v4().as_bytes()[0]) % 20;
+        tokio::time::sleep(Duration::from_millis(u64::from(10 * self.rounds + jitter))).await;
+        Ok(())
+    }
+
+    fn report(&mut self, last: StoreError) -> StoreError {
+        self.failure.take().unwrap_or(last)
+    }
+}
+
+/// Each round reads what holds and takes one step: `latest` follows the log, or the next `seq` is claimed. A claim of our
+/// own whose answer was lost reads back as "nothing to do".
 async fn write(
     bucket: &Bucket,
     slot: &SlotPrefix,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
 ) -> Result<(), PointerError> {
-    let key = slot.pointer();
-    let mut unavailable = None;
-    for attempt in 0..ATTEMPTS {
-        if attempt > 0 {
-            tokio::time::sleep(Duration::from_millis(u64::from(10 * attempt + rand_below(20)))).await;
-        }
-        let now = match read(bucket, slot).await {
-            Ok(now) => now,
-            Err(error) => return Err(unavailable.unwrap_or(error).into()),
+    let (mut patience, mut is_claimed) = (Patience::default(), false);
+    for _ in 0..ATTEMPTS {
+        let now = read(bucket, slot).await.map_err(|error| patience.report(error))?;
+        let stepped = match now.as_ref().filter(|now| now.is_ahead_of_latest()) {
+            Some(now) => publish(bucket, slot, &now.value, now.condition()).await,
+            None if is_claimed => return Ok(()),
+            None => {
+                let Some(next) = next(now.as_ref(), &plan)? else { return Ok(()) };
+                let claimed = claim(bucket, slot, &next).await;
+                is_claimed = claimed.is_ok();
+                let condition = now.as_ref().map_or(Condition::Absent, PointerRead::condition);
+                match claimed {
+                    Ok(()) => publish(bucket, slot, &next, condition).await,
+                    refused => refused,
+                }
+            }
         };
-        let Some(next) = plan(now.as_ref().map(|now| &now.value))? else {
-            return Ok(());
-        };
-        let condition = now.map_or(Condition::Absent, |now| Condition::Unchanged(now.version));
-        match bucket.put_json_if(&key, &next, condition).await {
-            Ok(()) => return Ok(()),
-            Err(StoreError::Precondition { .. }) => {}
-            // It may have happened: one more round settles it.
-            Err(error) if error.is_transient() && unavailable.is_none() => unavailable = Some(error),
-            Err(error) => return Err(error.into()),
+        if let Err(refused) = stepped {
+            patience.pause(refused).await?;
         }
     }
     Err(PointerError::Contended)
 }
 
-fn rand_below(limit: u32) -> u32 {
-    u32::from(uuid::Uuid::new_v4().as_bytes()[0]) % limit
+/// What the plan makes of the pointer. A merged value is in no entry yet, and gets one even where the plan has nothing to
+/// do.
+fn next(
+    now: Option<&PointerRead>,
+    plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
+) -> Result<Option<Pointer>, Fenced> {
+    let planned = plan(now.map(|now| &now.value))?;
+    let merged = now.filter(|now| !now.is_published());
+    Ok(planned.or_else(|| merged.map(|now| Pointer { seq: now.value.seq + 1, ..now.value.clone() })))
+}
+
+async fn claim(bucket: &Bucket, slot: &SlotPrefix, next: &Pointer) -> Result<(), StoreError> {
+    bucket.put_json_if(&slot.pointer_entry(next.seq), next, Condition::Absent).await
+}
+
+/// Makes `latest` hold what the log says. The condition only spares a later writer's value from being overwritten; where
+/// the store keeps it badly, the next round finds `latest` behind and writes it again.
+async fn publish(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    value: &Pointer,
+    condition: Condition,
+) -> Result<(), StoreError> {
+    bucket.put_json_if(&slot.pointer(), value, condition).await
 }

@@ -1,9 +1,11 @@
 //! A snapshot's side record, and the check that the snapshot named by the pointer is there whole.
 
+use futures_util::TryStreamExt;
 use jiff::Timestamp;
+use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
-use super::bucket::{Bucket, StoreError};
+use super::bucket::{Bucket, Condition, StoreError};
 use super::bundle;
 use super::key::SlotPrefix;
 use super::pointer::SnapshotRef;
@@ -119,10 +121,10 @@ impl Recorded {
     }
 }
 
-/// Writes the side record of a complete, verified object; `etag` is the object's.
+/// Writes the side record of a complete, verified object; `etag` is the object's. A side record is written once.
 ///
 /// # Errors
-/// [`StoreError`]; a key that is not one of a snapshot is `Corrupt`.
+/// [`StoreError`]; a key that is not one of a snapshot is `Corrupt`, and another record under that key `Precondition`.
 pub async fn record(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -132,7 +134,18 @@ pub async fn record(
     let no_snapshot =
         || StoreError::Corrupt { key: side.key.clone(), why: "the key is not one of a snapshot".to_owned() };
     let object = slot.side_record(&side.key).ok_or_else(no_snapshot)?;
-    bucket.put_json(&object, side).await?;
+    match bucket.put_json_if(&object, side, Condition::Absent).await {
+        Ok(()) => {}
+        Err(refused @ StoreError::Precondition { .. }) => {
+            // It may be our own write whose answer was lost. Another record is never replaced.
+            let found = bucket.get_json::<SideRecord>(&object).await?;
+            let text = |record: &SideRecord| serde_json::to_string(record).ok();
+            if found.is_none_or(|found| text(&found.value) != text(side)) {
+                return Err(refused);
+            }
+        }
+        Err(error) => return Err(error),
+    }
     Ok(Recorded(SnapshotRef { etag, ..side.named() }))
 }
 
@@ -153,7 +166,7 @@ pub async fn recorded(
 /// Why there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum Unusable {
-    /// Confirmed: no pointer, or a tombstone.
+    /// Confirmed: no pointer or a tombstone, and no object where snapshots are.
     #[error("there is no snapshot")]
     Absent,
     #[error("{key} is not usable: {why}")]
@@ -162,21 +175,60 @@ pub enum Unusable {
     Store(StoreError),
 }
 
-/// The snapshot that the pointer names, after a look that object and side record are there and agree in size.
+/// The snapshot that the pointer names, after a check that object and side record are there and agree in size.
 ///
 /// Its bytes are checked where they are read: by the restore.
 ///
 /// # Errors
-/// [`Unusable`]; only `Absent` means that there is none.
+/// [`Unusable`]; only `Absent` means that there is none. Snapshots that no pointer names are `Damaged`: the pointer was
+/// lost, and starting empty would forget them.
 pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, Unusable> {
-    let pointer = match pointer_io::read(bucket, slot).await {
-        Ok(Some(pointer)) => pointer.value,
-        Ok(None) => return Err(Unusable::Absent),
-        Err(StoreError::Corrupt { key, why }) => return Err(Unusable::Damaged { key, why }),
-        Err(error) => return Err(Unusable::Store(error)),
-    };
-    let named = pointer.snapshot.ok_or(Unusable::Absent)?;
-    check(bucket, slot, named).await
+    match named(bucket, slot).await? {
+        Ok(named) => check(bucket, slot, named).await,
+        Err(_) if !holds_any(bucket, slot).await.map_err(Unusable::Store)? => Err(Unusable::Absent),
+        // The first backup may have moved the pointer since it was read.
+        Err(_) => match named(bucket, slot).await? {
+            Ok(named) => check(bucket, slot, named).await,
+            Err(nameless) => Err(Unusable::Damaged {
+                key: slot.pointer().to_string(),
+                why: format!(
+                    "{nameless} although snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
+                ),
+            }),
+        },
+    }
+}
+
+/// Why no snapshot is named.
+#[derive(Debug, Clone, Copy)]
+enum Nameless {
+    Missing,
+    Tombstone,
+}
+
+impl std::fmt::Display for Nameless {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Missing => "the pointer is missing",
+            Self::Tombstone => "the pointer names no snapshot",
+        })
+    }
+}
+
+async fn named(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, Nameless>, Unusable> {
+    match pointer_io::read(bucket, slot).await {
+        Ok(Some(read)) if read.has_latest() => Ok(read.value.snapshot.ok_or(Nameless::Tombstone)),
+        Ok(_) => Ok(Err(Nameless::Missing)),
+        Err(StoreError::Corrupt { key, why }) => Err(Unusable::Damaged { key, why }),
+        Err(error) => Err(Unusable::Store(error)),
+    }
+}
+
+/// Whether any object is where the slot's snapshots are: one listing request.
+async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
+    let prefix = slot.snapshots();
+    let first = bucket.raw().list(Some(&prefix)).try_next().await;
+    Ok(first.map_err(|error| StoreError::of(&prefix, error))?.is_some())
 }
 
 async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, Unusable> {

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::TryStreamExt;
+use jiff::Timestamp;
 use kit::s3::{Fault, Rule, SessionInfo};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
@@ -11,9 +13,16 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::config::{Env, parse_env_file};
-use svc::store::Bucket;
+use svc::machine::epoch::Epoch;
+use svc::machine::name::Slot;
+use svc::store::bucket::{Condition, StoreError};
 use svc::store::config::StoreConfig;
+use svc::store::key::SlotPrefix;
+use svc::store::snapshot::SideRecord;
+use svc::store::upload::{Parts, Upload};
+use svc::store::{Bucket, pointer_io, snapshot};
 
+use super::super::pointer::actors::side_record;
 use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack};
 
 async fn ask(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
@@ -256,4 +265,39 @@ async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
     stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_credentials_cannot_overwrite_a_snapshot() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("STORE_WRITE_ONCE", "on")]);
+    let guest = stack.running(&process, "user_1").await;
+    let bucket = opened(&ask(&stack, &process, &guest).await);
+    let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+
+    // As the host takes a backup.
+    let side = side_record(Epoch(1), Timestamp::UNIX_EPOCH);
+    let side = SideRecord { machine_id: guest.machine.parse().unwrap(), ..side };
+    let dump = slot.snapshot(&side.key).unwrap();
+    let upload = async |content: &'static [u8]| {
+        let mut upload = Upload::begin(&bucket, &dump, Parts::for_at_most(1 << 20)).await.unwrap();
+        upload.push(Bytes::from_static(content)).await.unwrap();
+        upload.complete().await
+    };
+    upload(b"dump").await.unwrap();
+    let recorded = snapshot::record(&bucket, &slot, &side, None).await.unwrap();
+    pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
+    assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
+
+    // As somebody does who got hold of its credentials.
+    let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
+    for key in [&dump, &slot.side_record(&side.key).unwrap(), &entry] {
+        let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();
+        assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
+        let refused = bucket.put_if(key, &b"garbage"[..], Condition::Absent).await.unwrap_err();
+        assert!(matches!(refused, StoreError::Precondition { .. }), "{key}: {refused:?}");
+    }
+    upload(b"other garbage").await.unwrap_err();
+    assert_eq!(bucket.get(&dump, 100).await.unwrap().unwrap().value, "dump");
+    bucket.put(&slot.vps_meta(), &b"{}"[..]).await.unwrap();
 }

@@ -76,7 +76,10 @@ async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
     assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
     assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
     // The fence stands before the server does; tokens are nowhere in the database or the log.
-    assert_eq!(stack.pointer("user_1"), json!({"version": 1, "fenceEpoch": 1, "seq": 1, "snapshot": null}));
+    assert_eq!(
+        stack.pointer("user_1"),
+        json!({"version": 1, "fenceEpoch": 1, "fenceMachineId": machine, "seq": 1, "snapshot": null})
+    );
     let client = stack.database.connect().await.unwrap();
     let rows = client.query("SELECT to_jsonb(m)::text FROM user_machines m", &[]).await.unwrap();
     for token in [&guest.registration_token, &guest.upgrade_token] {
@@ -91,10 +94,19 @@ async fn a_slot_that_has_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.snapshot("user_1");
+    // Of a machine that the database does not know, below the first epoch that it gives.
+    let mut pointer = stack.pointer("user_1");
+    (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", pointer.to_string());
     let made = stack.provision(&process, "user_1").await;
     assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
 
     stack.subscribe(&process, "user_2").await;
+    stack.snapshot("user_2");
+    stack.store.remove(BUCKET, "user_2/primary/system/db/latest");
+    let refused = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
+    refused.assert_problem(409, "snapshot_unusable");
+    assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
     stack.store.down();
     stack
         .post(&process, "/vps/provision", &provision_body("user_2"))

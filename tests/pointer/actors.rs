@@ -11,9 +11,9 @@ use svc::machine::name::Slot;
 use svc::store::Bucket;
 use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
-use svc::store::pointer::{FORMAT, Pointer, SnapshotRef};
-use svc::store::pointer_io::{self, PointerError};
-use svc::store::snapshot::{self, SideRecord, Unusable};
+use svc::store::pointer::{FORMAT, Pointer};
+use svc::store::pointer_io::{self, PointerError, PointerRead};
+use svc::store::snapshot::{self, Recorded, SideRecord, Unusable};
 use tokio::sync::watch;
 
 use super::history::History;
@@ -53,6 +53,11 @@ impl Outside {
     }
 }
 
+/// The machine of an epoch.
+pub fn machine(epoch: u32) -> MachineId {
+    MachineId(uuid::Uuid::from_u128(u128::from(epoch)))
+}
+
 /// What a backup leaves in the store before the pointer moves.
 pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     SideRecord {
@@ -61,7 +66,7 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
         size_bytes: 4,
         sha256: "ab".repeat(32),
         pg_version: "16.14".to_owned(),
-        machine_id: MachineId(uuid::Uuid::from_u128(u128::from(epoch.0))),
+        machine_id: machine(epoch.0),
         epoch,
         taken_at: at,
         verified_at: at,
@@ -78,7 +83,7 @@ pub async fn platform(bucket: Bucket, outside: Arc<Outside>, epoch: u32, careles
     for _ in 0..PATIENCE {
         let end = match careless {
             Some(Careless::Lowering | Careless::Tombstone) => careless_fence(&bucket, epoch, careless).await,
-            _ => pointer_io::fence(&bucket, &slot(), Epoch(epoch)).await,
+            _ => pointer_io::fence(&bucket, &slot(), Epoch(epoch), machine(epoch)).await,
         };
         match end {
             Ok(()) => {
@@ -110,7 +115,7 @@ pub async fn host(
         let at = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(i64::from(seconds));
         let side = side_record(mine, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
-        let fenced = pointer.is_some_and(|pointer| pointer.value.fence_epoch > mine);
+        let fenced = pointer.is_some_and(|pointer| pointer.value.admit(mine, machine(epoch)).is_err());
         if fenced && careless != Some(Careless::Fence) {
             return;
         }
@@ -136,11 +141,31 @@ pub async fn host(
     }
 }
 
-/// Looks for the latest snapshot, as a recovery does.
+/// The last step of a backup whose dump and side record are in the store.
+pub async fn advance(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), recorded: Recorded) {
+    for _ in 0..PATIENCE {
+        match pointer_io::advance(&bucket, &slot(), &recorded).await {
+            Ok(()) => return history(&mut |history| history.told_of_success(&recorded.named().key)),
+            Err(PointerError::Fenced(_)) => return,
+            Err(_) => {}
+        }
+    }
+}
+
+/// Looks for the latest snapshot, as a recovery does. What was claimed before must be seen, and what was named before
+/// must be usable.
 pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), looks: u32) {
     for _ in 0..looks {
-        if let Err(Unusable::Damaged { .. }) = snapshot::latest(&bucket, &slot()).await {
-            history(&mut History::saw_damage);
+        let (mut seq, mut named) = (0, false);
+        history(&mut |history| (seq, named) = (history.seq(), history.names_snapshot()));
+        if let Ok(read) = pointer_io::read(&bucket, &slot()).await
+            && read.map_or(0, |read| read.value.seq) < seq
+        {
+            history(&mut History::saw_the_past);
+        }
+        match snapshot::latest(&bucket, &slot()).await {
+            Err(Unusable::Damaged { .. } | Unusable::Absent) if named => history(&mut History::saw_damage),
+            _ => {}
         }
     }
 }
@@ -154,9 +179,21 @@ async fn careless_fence(bucket: &Bucket, epoch: u32, careless: Option<Careless>)
     };
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
     let snapshot = snapshot.filter(|_| careless != Some(Careless::Tombstone));
-    let next = Pointer { version: FORMAT, fence_epoch, seq: old.map_or(0, |old| old.seq) + 1, snapshot };
-    let condition = now.map_or(Condition::Absent, |now| Condition::Unchanged(now.version));
-    Ok(bucket.put_json_if(&slot().pointer(), &next, condition).await?)
+    let next = Pointer {
+        version: FORMAT,
+        fence_epoch,
+        fence_machine_id: Some(machine(epoch)),
+        seq: old.map_or(0, |old| old.seq) + 1,
+        snapshot,
+    };
+    write(bucket, now, &next).await
+}
+
+/// As the product writes: the entry of the log, then `latest`.
+async fn write(bucket: &Bucket, now: Option<PointerRead>, next: &Pointer) -> Result<(), PointerError> {
+    bucket.put_json_if(&slot().pointer_entry(next.seq), next, Condition::Absent).await?;
+    let condition = now.map_or(Condition::Absent, |now| now.condition());
+    Ok(bucket.put_json_if(&slot().pointer(), next, condition).await?)
 }
 
 async fn careless_advance(
@@ -165,28 +202,18 @@ async fn careless_advance(
     careless: Option<Careless>,
 ) -> Result<(), PointerError> {
     let now = pointer_io::read(bucket, &slot()).await?;
-    let named = SnapshotRef {
-        key: side.key.clone(),
-        size_bytes: side.size_bytes,
-        sha256: side.sha256.clone(),
-        etag: None,
-        machine_id: side.machine_id,
-        epoch: side.epoch,
-        taken_at: side.taken_at,
-        verified_at: side.verified_at,
-    };
     let old = now.as_ref().map(|now| &now.value);
     let next = Pointer {
         version: FORMAT,
         fence_epoch: old.map_or(side.epoch, |old| old.fence_epoch.max(side.epoch)),
+        fence_machine_id: Some(side.machine_id),
         seq: old.map_or(0, |old| old.seq) + 1,
-        snapshot: Some(named),
+        snapshot: Some(side.named()),
     };
     if careless == Some(Careless::Fence) {
         snapshot::record(bucket, &slot(), side, None).await?;
     }
-    let condition = now.map_or(Condition::Absent, |now| Condition::Unchanged(now.version));
-    bucket.put_json_if(&slot().pointer(), &next, condition).await?;
+    write(bucket, now, &next).await?;
     if careless == Some(Careless::Order) {
         snapshot::record(bucket, &slot(), side, None).await?;
     }

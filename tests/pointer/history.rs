@@ -1,6 +1,6 @@
 //! What became of one pointer, write by write, and what must never be among it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use svc::store::pointer::Pointer;
 
@@ -19,21 +19,42 @@ pub enum Violation {
     Forgotten,
     /// A host was told of success, and the pointer had never named its snapshot.
     FalseSuccess,
-    /// Somebody who looked for the latest snapshot was told that it is damaged.
+    /// A snapshot was named, and a reader found none that is usable.
     SeenDamaged,
+    /// `latest` holds what no entry of the log says.
+    Unclaimed,
+    /// A read began after a claim, and did not see it.
+    SeenThePast,
 }
 
 #[derive(Debug, Default)]
 pub struct History {
     now: Option<Pointer>,
     named: HashSet<String>,
+    claimed: HashMap<u64, Pointer>,
     pub violations: Vec<Violation>,
     pub writes: u32,
 }
 
 impl History {
-    /// Takes note of a write that happened; `whole`: the snapshot that it names has its object and side record.
-    pub fn wrote(&mut self, new: Pointer, whole: bool) {
+    /// The `seq` that was claimed last.
+    pub fn seq(&self) -> u64 {
+        self.now.as_ref().map_or(0, |now| now.seq)
+    }
+
+    pub fn names_snapshot(&self) -> bool {
+        self.now.as_ref().is_some_and(|now| now.snapshot.is_some())
+    }
+
+    /// Takes note of a write of `latest`.
+    pub fn published(&mut self, new: &Pointer) {
+        if self.claimed.get(&new.seq) != Some(new) {
+            self.violations.push(Violation::Unclaimed);
+        }
+    }
+
+    /// Takes note of a claim that happened; `whole`: the snapshot that it names has its object and side record.
+    pub fn claimed(&mut self, new: Pointer, whole: bool) {
         self.writes += 1;
         let old_fence = self.now.as_ref().map(|old| old.fence_epoch);
         let old_seq = self.now.as_ref().map_or(0, |old| old.seq);
@@ -59,6 +80,7 @@ impl History {
             }
             _ => {}
         }
+        self.claimed.insert(new.seq, new.clone());
         self.now = Some(new);
     }
 
@@ -66,6 +88,10 @@ impl History {
         if !self.named.contains(key) {
             self.violations.push(Violation::FalseSuccess);
         }
+    }
+
+    pub fn saw_the_past(&mut self) {
+        self.violations.push(Violation::SeenThePast);
     }
 
     pub fn saw_damage(&mut self) {

@@ -4,13 +4,16 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream};
+use futures_util::{StreamExt, TryFutureExt};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
+use svc::store::Bucket;
+use svc::store::key::SlotPrefix;
 use svc::store::pointer::Pointer;
 use tokio::sync::{mpsc, oneshot};
 
@@ -26,6 +29,7 @@ pub struct Turn {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     Get,
+    List,
     Put,
 }
 
@@ -47,13 +51,17 @@ pub enum Fate {
 
 impl Fate {
     pub const OF_GET: [Self; 2] = [Self::Lost, Self::Stale];
+    pub const OF_LIST: [Self; 1] = [Self::Lost];
     pub const OF_PUT: [Self; 4] = [Self::Lost, Self::Unanswered, Self::RefusedBySelf, Self::Late];
 }
 
-/// Whether the server looks at a write's condition; one that does not breaks the protocol.
+/// Which conditions of a write the server keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
     Honoured,
+    /// An object is created once, and `If-Match` never refuses: the worst that an inexact store can do.
+    CreateAlone,
+    /// Neither: on such a store no protocol holds.
     Ignored,
 }
 
@@ -66,17 +74,17 @@ pub struct Server {
     before: Mutex<InMemory>,
     late: Mutex<Vec<LatePut>>,
     turns: mpsc::UnboundedSender<Turn>,
-    pointer: Path,
+    slot: SlotPrefix,
     conditions: Conditions,
     pub history: Mutex<History>,
 }
 
 impl Server {
-    pub fn new(pointer: Path, conditions: Conditions) -> (Arc<Self>, mpsc::UnboundedReceiver<Turn>) {
+    pub fn new(slot: SlotPrefix, conditions: Conditions) -> (Arc<Self>, mpsc::UnboundedReceiver<Turn>) {
         let (turns, waiting) = mpsc::unbounded_channel();
         let (inner, before) = (InMemory::new(), Mutex::new(InMemory::new()));
         let (late, history) = (Mutex::default(), Mutex::default());
-        (Arc::new(Self { inner, before, late, turns, pointer, conditions, history }), waiting)
+        (Arc::new(Self { inner, before, late, turns, slot, conditions, history }), waiting)
     }
 
     pub fn late(&self) -> usize {
@@ -89,27 +97,38 @@ impl Server {
         let _ = self.apply(&at, payload, options).await;
     }
 
+    /// Puts what was there before any actor came.
+    pub async fn prepare(&self, bucket: impl AsyncFnOnce(Bucket)) {
+        bucket(Bucket::new(Arc::new(self.inner.clone()))).await;
+    }
+
     async fn apply(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
-        if self.conditions == Conditions::Ignored {
+        let is_kept = match options.mode {
+            PutMode::Create => self.conditions != Conditions::Ignored,
+            PutMode::Update(_) | PutMode::Overwrite => self.conditions == Conditions::Honoured,
+        };
+        if !is_kept {
             options.mode = PutMode::Overwrite;
         }
         let before = self.inner.fork();
         let bytes: bytes::Bytes = payload.clone().into();
         let put = self.inner.put_opts(at, payload, options).await?;
-        *self.before.lock().unwrap() = before;
-        if *at == self.pointer {
-            let pointer: Pointer = serde_json::from_slice(&bytes).expect("a pointer is written to its place");
-            let whole = self.is_whole(&pointer).await;
-            self.history.lock().unwrap().wrote(pointer, whole);
+        let pointer =
+            || serde_json::from_slice::<Pointer>(&bytes).expect("a pointer is written to its place");
+        if *at == self.slot.pointer() {
+            *self.before.lock().unwrap() = before;
+            self.history.lock().unwrap().published(&pointer());
+        } else if at.prefix_matches(&self.slot.pointer_log()) {
+            let whole = self.is_whole(&pointer()).await;
+            self.history.lock().unwrap().claimed(pointer(), whole);
         }
         Ok(put)
     }
 
     async fn is_whole(&self, pointer: &Pointer) -> bool {
         let Some(named) = &pointer.snapshot else { return true };
-        let slot = self.pointer.as_ref().strip_suffix("system/db/latest").expect("the pointer's key");
-        let object = Path::from(format!("{slot}{}", named.key));
-        let side = Path::from(format!("{object}.json"));
+        let object = self.slot.snapshot(&named.key).expect("the key of a snapshot");
+        let side = self.slot.side_record(&named.key).expect("the key of a snapshot");
         let Ok(meta) = self.inner.head(&object).await else { return false };
         let Ok(side) = self.inner.get(&side).await else { return false };
         let side: serde_json::Value = serde_json::from_slice(&side.bytes().await.unwrap()).unwrap();
@@ -118,7 +137,7 @@ impl Server {
 }
 
 /// One actor's way to the server.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Staged {
     pub actor: usize,
     pub server: Arc<Server>,
@@ -171,10 +190,14 @@ impl ObjectStore for Staged {
     }
 
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
+        // An entry is written once: when it is read makes no difference.
+        if at.prefix_matches(&self.server.slot.pointer_log()) {
+            return self.server.inner.get_opts(at, options).await;
+        }
         match self.turn(Call::Get).await {
             Fate::Lost => Err(lost()),
-            // Only the pointer is ever written twice.
-            Fate::Stale if *at == self.server.pointer => {
+            // Only `latest` is ever written twice.
+            Fate::Stale if *at == self.server.slot.pointer() => {
                 let before = self.server.before.lock().unwrap().fork();
                 before.get_opts(at, options).await
             }
@@ -191,7 +214,17 @@ impl ObjectStore for Staged {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.server.inner.list(prefix)
+        let (me, prefix) = (self.clone(), prefix.cloned());
+        let listed = async move {
+            match me.turn(Call::List).await {
+                Fate::Lost => Err(lost()),
+                _ => {
+                    let all: Vec<_> = me.server.inner.list(prefix.as_ref()).collect().await;
+                    Ok(stream::iter(all))
+                }
+            }
+        };
+        listed.try_flatten_stream().boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

@@ -146,7 +146,8 @@ fn named(side: &SideRecord) -> SnapshotRef {
 async fn push(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> anyhow::Result<()> {
     let now = pointer_io::read(bucket, slot).await?;
     let Some(now) = now else { anyhow::bail!("no pointer yet") };
+    let condition = now.condition();
     let next = Pointer { seq: now.value.seq + 1, snapshot: Some(named.clone()), ..now.value };
-    bucket.put_json_if(&slot.pointer(), &next, svc::store::bucket::Condition::Unchanged(now.version)).await?;
+    bucket.put_json_if(&slot.pointer(), &next, condition).await?;
     Ok(())
 }

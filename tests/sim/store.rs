@@ -91,12 +91,12 @@ impl Store {
     }
 
     async fn put(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
-        if !at.as_ref().ends_with(POINTER) {
+        let Some(pointer) = pointer_of(at) else {
             return self.inner.put_opts(at, payload, options).await;
-        }
+        };
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
-        let before = pointers.get(at.as_ref()).cloned();
+        let before = pointers.get(&pointer).cloned();
         if self.broken == Some(Broken::Unconditional) {
             options.mode = PutMode::Overwrite;
         }
@@ -107,7 +107,8 @@ impl Store {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
-        if let Some(next) = next {
+        // A claim in the log is judged when `latest` follows it.
+        if let Some(next) = next.filter(|_| pointer == at.as_ref()) {
             self.judge(at, before.as_ref(), &next).await;
             if self.broken == Some(Broken::StorePrunes) {
                 self.prune(at, &next).await;
@@ -154,6 +155,16 @@ impl Store {
             let _ = self.inner.delete(&meta.location).await;
         }
     }
+}
+
+/// The key of the slot's `latest`, for `latest` itself and for an entry of the pointer's log.
+fn pointer_of(at: &Path) -> Option<String> {
+    let at = at.as_ref();
+    if at.ends_with(POINTER) {
+        return Some(at.to_owned());
+    }
+    let (slot, _) = at.split_once("system/db/pointer-log/")?;
+    Some(format!("{slot}system/db/latest"))
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {

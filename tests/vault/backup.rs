@@ -155,7 +155,8 @@ async fn a_replaced_machine_moves_nothing() -> Result<()> {
     // The fence comes while the dump is on its way.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.side_record=sleep(2000)")])?;
     until("a second side record", || snapshots(&store).len() == 4).await?;
-    pointer_io::fence(&bucket, &slot(), svc::machine::epoch::Epoch(2)).await?;
+    pointer_io::fence(&bucket, &slot(), svc::machine::epoch::Epoch(2), svc::machine::id::MachineId::new())
+        .await?;
     let fenced = machine::pointer(&store).await?;
     let ended = running.end()?.expect(77);
     assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);

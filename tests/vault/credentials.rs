@@ -21,7 +21,7 @@ use svc::clock::rfc3339_ms;
 use svc::host::config::PlatformLink;
 use svc::host::store_credentials::Renewed;
 use svc::store::credentials::{CredentialError, Source, Temporary};
-use svc::store::policy;
+use svc::store::policy::{self, SnapshotWrites};
 use svc::store::sts::Sts;
 
 use super::machine::{self, BUCKET, Machine, USER, slot, until};
@@ -75,7 +75,11 @@ impl Platform {
     }
 
     async fn session(&self) -> Result<Temporary> {
-        Ok(self.office.sts.assume("svc-host", &policy::of_slot("aws", BUCKET, &slot()), HOUR).await?)
+        Ok(self
+            .office
+            .sts
+            .assume("svc-host", &policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .await?)
     }
 
     /// Writes `r2.env` as user-data does; `expires_in` is what this machine's clock makes of it.
@@ -116,7 +120,7 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
         Mood::Away => return problem(503, "store_unavailable"),
         Mood::Refuses => return problem(401, "unauthorized"),
     }
-    let policy = policy::of_slot("aws", BUCKET, &slot());
+    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
     match office.sts.assume("svc-host", &policy, HOUR).await {
         Ok(session) => axum::Json(json!({
             "accessKeyId": session.access_key,
@@ -138,7 +142,7 @@ async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
-    let policy = policy::of_slot("aws", BUCKET, &slot());
+    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
     let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
     let left = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&left.as_secs()), "{left}");

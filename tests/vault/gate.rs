@@ -232,7 +232,8 @@ async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Resu
     assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
     is_untouched(&new, "absent").await?;
 
-    pointer_io::fence(&machine::bucket(&store)?, &slot(), Epoch(2)).await?;
+    pointer_io::fence(&machine::bucket(&store)?, &slot(), Epoch(2), svc::machine::id::MachineId::new())
+        .await?;
     restore(&new, &[])?.expect(70);
     is_untouched(&new, "tombstone").await?;
 

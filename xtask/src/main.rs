@@ -121,6 +121,11 @@ fn setup() -> Result<()> {
     let binaries = PgBinaries::locate_or_fetch(&target)?;
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
     println!("setup: moto at {}", kit::moto::fetched(&target)?.display());
+    // The tests that need it say that they are skipped.
+    match kit::seaweed::fetched(&target) {
+        Ok(place) => println!("setup: SeaweedFS at {}", place.display()),
+        Err(error) => println!("setup: no SeaweedFS, its tests are skipped: {error:#}"),
+    }
     Ok(())
 }
 

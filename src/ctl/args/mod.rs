@@ -17,7 +17,7 @@ use url::Url;
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{Delete, Discard, Fail, List, Provision, Recover, Resize, Resume, Target, Undelete};
-pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, SlotCommand};
+pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget};
 pub use self::operation::{Operation, OperationCommand};
 use crate::applet;
 
@@ -133,6 +133,9 @@ back.\n\nExample: svcctl delete ada --wait"
     /// Backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
+    /// The pointer to a slot's latest snapshot
+    #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
+    Pointer(PointerCommand),
     /// Host bundles
     #[command(subcommand, after_help = "Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Bundle(BundleCommand),

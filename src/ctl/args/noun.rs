@@ -1,6 +1,8 @@
 //! The commands below `slot`, `backup` and `bundle`.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Subcommand, ValueEnum};
 use jiff::Timestamp;
@@ -8,6 +10,7 @@ use jiff::Timestamp;
 use super::{Target, Wait};
 use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 use crate::machine::plan::Plan;
+use crate::store::key::SnapshotKey;
 
 fn plans() -> String {
     let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
@@ -136,6 +139,62 @@ Example: svcctl backup verify ada"
         /// Its key, or the last part of that; without it, the latest
         #[arg(value_name = "SNAPSHOT")]
         key: Option<String>,
+    },
+}
+
+/// `USER`, or `USER/SLOT`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SlotTarget {
+    pub user: IdpUserId,
+    pub slot: Slot,
+}
+
+impl FromStr for SlotTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (user, slot) = match text.split_once('/') {
+            Some((user, slot)) => (user, slot.parse().map_err(|why| format!("the slot {why}"))?),
+            None => (text, Slot::primary()),
+        };
+        Ok(Self { user: user.parse().map_err(|why| format!("the user {why}"))?, slot })
+    }
+}
+
+impl fmt::Display for SlotTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.user, self.slot)
+    }
+}
+
+#[derive(Debug, Subcommand)]
+pub enum PointerCommand {
+    /// Show what the pointer names, whether that can be restored, and what a rebuild would name
+    #[command(after_help = "Example: svcctl pointer show user_1/second")]
+    Show {
+        /// The user's id at the identity provider, and the slot where it is not `primary`
+        #[arg(value_name = "IDP_USER_ID[/SLOT]")]
+        slot: SlotTarget,
+    },
+    /// Write the pointer again, from the records of the slot's snapshots
+    #[command(
+        after_help = "For a pointer that was lost, is unreadable, or names a snapshot that is not whole. It never \
+lowers the fence of a replaced machine. What was unreadable is kept in the audit.\n\n\
+Example: svcctl pointer rebuild user_1"
+    )]
+    Rebuild {
+        /// The user's id at the identity provider, and the slot where it is not `primary`
+        #[arg(value_name = "IDP_USER_ID[/SLOT]")]
+        slot: SlotTarget,
+        /// The snapshot to name; else the newest whole one of the highest epoch
+        #[arg(long, value_name = "KEY")]
+        to: Option<SnapshotKey>,
+        /// Replace a pointer that is sound
+        #[arg(long)]
+        force: bool,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
     },
 }
 

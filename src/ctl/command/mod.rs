@@ -7,6 +7,7 @@ mod dump;
 mod kept;
 mod machine;
 mod operation;
+mod pointer;
 mod risk;
 mod slot;
 
@@ -63,6 +64,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Alarm(command) => alarm::run(api, command, out).await,
         Command::Backup(command) => backup::run(api, command, out).await,
+        Command::Pointer(command) => pointer::run(api, command, out).await,
         Command::Deploy(command) => deploy::run(api, command, out).await,
         Command::Undelete(args) => kept::undelete(api, args, out).await,
         Command::Resume(args) => kept::resume(api, args, out).await,

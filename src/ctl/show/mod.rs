@@ -11,6 +11,7 @@ pub mod fleet;
 mod human;
 pub mod machine;
 pub mod operation;
+pub mod pointer;
 pub mod report;
 pub mod slot;
 mod table;

@@ -268,11 +268,9 @@ async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, Backu
 ///
 /// A replaced machine need not dump first to learn it. What the store says at the end decides all the same.
 async fn before(settings: &Settings) -> Result<Option<SideRecord>, BackupError> {
-    let mine = settings.identity.epoch;
     let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
-    if pointer.value.fence_epoch > mine {
-        return Err(BackupError::Fenced(Fenced { fence: pointer.value.fence_epoch, mine }));
-    }
+    let mine = &settings.identity;
+    pointer.value.admit(mine.epoch, mine.machine).map_err(BackupError::Fenced)?;
     let Some(named) = pointer.value.snapshot else { return Ok(None) };
     match stored::side_record(&settings.bucket, &settings.slot, &named).await {
         Ok(side) => Ok(Some(side)),

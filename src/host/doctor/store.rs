@@ -57,12 +57,14 @@ pub async fn check(layout: &Layout) -> Findings {
     };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
     match pointer_io::read(&bucket, &slot).await {
-        Ok(Some(read)) if read.value.fence_epoch > identity.epoch => findings.problem(
-            format!("the slot's pointer is fenced at epoch {}, above this machine's", read.value.fence_epoch),
-            "this machine was replaced: nothing; its backups are refused on purpose",
-        ),
-        Ok(Some(_)) => findings.or_ok("it answers, and the slot's pointer lets this machine write"),
-        Ok(None) => findings.problem(
+        Ok(Some(read)) if read.has_latest() => match read.value.admit(identity.epoch, identity.machine) {
+            Ok(()) => findings.or_ok("it answers, and the slot's pointer lets this machine write"),
+            Err(fenced) => findings.problem(
+                fenced.to_string(),
+                "this machine was replaced: nothing; its backups are refused on purpose",
+            ),
+        },
+        Ok(_) => findings.problem(
             "the slot has no pointer, not even the fence of its provisioning",
             "somebody deleted system/db/latest: `svcctl backup now` writes it again",
         ),

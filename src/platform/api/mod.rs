@@ -25,6 +25,7 @@ pub mod mutation;
 pub mod object;
 pub mod operation;
 pub mod operation_decision;
+pub mod pointer;
 pub mod provision;
 pub mod recover;
 pub mod register;
@@ -53,7 +54,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 38] = [
+pub static ENDPOINTS: [&Endpoint; 40] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -86,6 +87,8 @@ pub static ENDPOINTS: [&Endpoint; 38] = [
     &deploy::ABORT,
     &slots::LIST,
     &slots::PUT,
+    &pointer::SHOW,
+    &pointer::REBUILD,
     &bundle::ENDPOINT,
     &health::LIVE,
     &health::READY,

@@ -47,6 +47,31 @@ pub fn sha256() -> Value {
     matching("^[0-9A-Fa-f]{64}$")
 }
 
+/// A slot's snapshot pointer.
+pub fn pointer() -> Value {
+    let snapshot = object(
+        &[
+            ("key", text()),
+            ("sizeBytes", count()),
+            ("sha256", text()),
+            ("epoch", count()),
+            ("machineId", uuid()),
+            ("takenAt", time()),
+            ("verifiedAt", time()),
+        ],
+        &[],
+    );
+    object(
+        &[
+            ("seq", count()),
+            ("fenceEpoch", count()),
+            ("fenceMachineId", nullable(uuid())),
+            ("snapshot", nullable(snapshot)),
+        ],
+        &[],
+    )
+}
+
 /// What a host says of its last backup.
 pub fn last_backup_told() -> Value {
     fields(

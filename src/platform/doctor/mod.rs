@@ -42,9 +42,16 @@ pub async fn examine(file: Option<&Path>) -> Examined {
                     .problem(mistake, "the README's reference has each variable; svc-platform will not start")
             });
             findings.extend(wrong.into_list());
-            for check in
-                ["database", "store", "host-credentials", "bundle", "provider", "identity-provider", "tls"]
-            {
+            for check in [
+                "database",
+                "store",
+                "store-protection",
+                "host-credentials",
+                "bundle",
+                "provider",
+                "identity-provider",
+                "tls",
+            ] {
                 let skipped = Findings::of(check).skipped("the configuration is wrong");
                 findings.extend(skipped.into_list());
             }
@@ -55,6 +62,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Check::new("configuration", ASKED, async { serving::settings(&config) }),
         Check::new("database", ASKED, database::check(&config)),
         Check::new("store", ASKED, store::check(&config)),
+        Check::new("store-protection", ASKED, store::protection(&config)),
         Check::new("host-credentials", ASKED, store::host_credentials(&config)),
         Check::new("bundle", ASKED, bundle::check(&config)),
         Check::new("provider", ASKED, provider::check(&config)),

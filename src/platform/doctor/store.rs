@@ -1,6 +1,8 @@
 //! The object store as the platform needs it: read, list, delete, and a put that happens only on its condition. Without
 //! that last one, two hosts could both believe that the pointer is theirs.
 
+use std::time::Duration;
+
 use futures_util::TryStreamExt;
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
@@ -11,10 +13,14 @@ use crate::diagnosis::Findings;
 use crate::platform::config::PlatformConfig;
 use crate::platform::host_store::HostStore;
 use crate::store::bucket::{Bucket, Condition, StoreError};
+use crate::store::config::{S3Config, StoreConfig};
+use crate::store::credentials::Temporary;
+use crate::store::parallel_probe::{self, PREFIX as PROBES};
+use crate::store::policy::SnapshotWrites;
+use crate::store::protection::{self, Setting};
 
 const NEXT: &str = "is it up? OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
-/// Beside the slots, where no user's name can be.
-const PROBES: &str = "system-doctor";
+const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::of("store");
@@ -49,6 +55,16 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             "delete it by hand; the platform itself deletes nothing",
         ),
     };
+    let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
+        Ok(found) => match (found.refusal(), found.warning()) {
+            (Some(why), _) => return findings.problem(why, "svc-platform refuses to start on such a store"),
+            (None, Some(why)) => {
+                findings.warning(why, "update every host and platform before you rely on it")
+            }
+            (None, None) => findings,
+        },
+        Err(error) => findings.warning(format!("parallel writers were not tried: {}", chain(&error)), NEXT),
+    };
     let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
     match listed {
         Ok(_) => findings.or_ok("reads, lists, and puts exactly on condition"),
@@ -82,6 +98,36 @@ async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, Stor
     Ok(None)
 }
 
+/// Whether the bucket keeps what somebody overwrites or deletes.
+pub async fn protection(config: &PlatformConfig) -> Findings {
+    let findings = Findings::of("store-protection");
+    let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
+    let found = match protection::read(s3).await {
+        Ok(found) => found,
+        Err(error) => return findings.warning(chain(&error), NEXT),
+    };
+    let findings = match found.versioning {
+        Setting::On => findings,
+        Setting::Off => findings.warning(
+            "the bucket has no versioning: an object that is overwritten or deleted is gone",
+            protection::enable_versioning(s3),
+        ),
+        Setting::Unknown(status) => {
+            return findings.skipped(format!("the store does not say whether it has versioning ({status})"));
+        }
+    };
+    match found.object_lock {
+        Setting::On => findings.or_ok("the bucket has versioning and object lock"),
+        Setting::Off => findings.warning(
+            "the bucket has no object lock: whoever may delete versions can delete every snapshot",
+            protection::enable_object_lock(s3),
+        ),
+        Setting::Unknown(_) => {
+            findings.or_ok("the bucket has versioning; the store does not know object lock")
+        }
+    }
+}
+
 pub async fn host_credentials(config: &PlatformConfig) -> Findings {
     let findings = Findings::of("host-credentials");
     let hosts = match HostStore::new(&config.store, &config.host_credentials) {
@@ -97,11 +143,61 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
     match hosts.try_session().await {
         None => findings.ok("the store is a directory, which knows none"),
         Some(Ok(session)) => {
-            findings.ok(format!("STS gives sessions of one slot, until {:.0}", session.expires_at))
+            let until = session.expires_at;
+            write_once(config, &hosts, session)
+                .await
+                .or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
             chain(&error),
             "no machine can be provisioned: STS_ROLE_ARN, STS_ENDPOINT, and the role's trust policy",
         ),
+    }
+}
+
+/// Whether a session that may not write over a snapshot can still write one, and only one.
+async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
+    let findings = Findings::of("host-credentials");
+    let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
+        return findings;
+    };
+    if writes == SnapshotWrites::Any {
+        return match s3.endpoint {
+            None => findings.warning(
+                "a host's credentials can write over the slot's snapshots",
+                "set STORE_WRITE_ONCE=on once every host runs this release",
+            ),
+            // Another store may not know the condition.
+            Some(_) => findings,
+        };
+    }
+    let as_host = S3Config {
+        access_key: session.access_key,
+        secret_key: session.secret_key,
+        session_token: session.session_token,
+        expires_at: Some(session.expires_at),
+        ..s3.clone()
+    };
+    let tried = async {
+        let bucket = StoreConfig::S3(as_host).open()?;
+        let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
+        let first = bucket.put_if(&key, &b"probe"[..], Condition::Absent).await;
+        let second = bucket.put(&key, &b"overwritten"[..]).await;
+        // Only the platform's own credentials delete.
+        config.store.open()?.raw().delete(&key).await.ok();
+        Ok::<_, anyhow::Error>((first, second))
+    };
+    let next = "set STORE_WRITE_ONCE=off, or use a store that knows the condition key s3:if-none-match";
+    match tried.await {
+        Ok((Ok(()), Err(StoreError::Denied { .. }))) => findings,
+        Ok((Ok(()), _)) => findings.problem(
+            "STORE_WRITE_ONCE=on, and a host's credentials still write over a snapshot: the store does not enforce it",
+            next,
+        ),
+        Ok((Err(error), _)) => findings.problem(
+            format!("STORE_WRITE_ONCE=on, and a host's credentials cannot write a snapshot: {}", chain(&error)),
+            next,
+        ),
+        Err(error) => findings.problem(format!("{error:#}"), NEXT),
     }
 }

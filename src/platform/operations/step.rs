@@ -176,7 +176,7 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
 async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch).await {
+    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch, machine.id).await {
         Ok(()) => Ok(Answer::done()),
         // The database is older than the store: this machine's epoch goes above what the store knows.
         Err(PointerError::Fenced(fenced))

@@ -5,6 +5,7 @@
 //! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
 //! | [`moto`] | another S3 server, not ours, for races of conditional writes |
+//! | [`seaweed`] | SeaweedFS, whose `If-Match` is not exact |
 //! | [`provider`] | the cloud provider: its API, and servers that are records, processes of a host, or virtual machines |
 //! | [`vm`] | virtual machines that boot a Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
@@ -43,6 +44,7 @@ pub mod packages;
 pub mod pg;
 pub mod provider;
 pub mod s3;
+pub mod seaweed;
 pub mod story;
 pub mod vm;
 

@@ -242,7 +242,13 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
 async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
-    pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), Epoch(2)).await?;
+    pointer_io::fence(
+        &machine::bucket(&store)?,
+        &machine::slot(),
+        Epoch(2),
+        svc::machine::id::MachineId::new(),
+    )
+    .await?;
     old.run(&["svc-db-backup"])?.expect(77);
     objects.heal();
     new.run(&["svc-restore"])?.expect(0);

@@ -127,7 +127,7 @@ mod tests {
             size_bytes: dump.len() as u64,
             sha256: hex::encode(Sha256::digest(&dump)),
             pg_version: "16".to_owned(),
-            machine_id: MachineId::new(),
+            machine_id: MachineId(uuid::Uuid::nil()),
             epoch: Epoch(1),
             taken_at: at,
             verified_at: at,
@@ -138,7 +138,7 @@ mod tests {
         };
         store.write(BUCKET, &path(&key), dump);
         store.write(BUCKET, &path(&format!("{key}.json")), serde_json::to_vec(&side).expect("JSON"));
-        let moved = pointer::advance(now, Epoch(1), &side.named()).expect("not fenced").expect("a move");
+        let moved = pointer::advance(now, &side.named()).expect("not fenced").expect("a move");
         store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&moved).expect("JSON"));
         moved
     }

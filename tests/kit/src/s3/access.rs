@@ -9,7 +9,7 @@ use s3s::dto::DeleteObjectsInput;
 use s3s::path::S3Path;
 use s3s::{S3Error, S3Request, S3Result, s3_error};
 
-use super::policy::{Policy, Wish};
+use super::policy::{Creation, Policy, Wish};
 use super::session::Sessions;
 
 pub(super) struct Access(pub(super) Arc<Sessions>);
@@ -29,12 +29,14 @@ impl S3Access for Access {
         }
         let session = self.0.check(&key, token(cx.headers(), cx.uri()).as_deref())?;
         let Some(policy) = session.policy else { return Ok(()) };
-        for wish in wishes(cx)? {
+        let creation = Creation::of(cx);
+        for mut wish in wishes(cx)? {
+            wish.creation = creation.clone();
             permit(&policy, &wish)?;
         }
         if let S3Path::Object { bucket, .. } = cx.s3_path() {
             let resource = format!("arn:aws:s3:::{bucket}");
-            if !policy.allows(&Wish { action: "s3:ListBucket", resource, prefix: None }) {
+            if !policy.allows(&Wish::new("s3:ListBucket", resource)) {
                 cx.extensions_mut().insert(AbsenceHidden);
             }
         }
@@ -46,7 +48,7 @@ impl S3Access for Access {
         let Some(policy) = request.extensions.get::<Arc<Policy>>().cloned() else { return Ok(()) };
         for named in &request.input.delete.objects {
             let resource = format!("arn:aws:s3:::{}/{}", request.input.bucket, named.key);
-            permit(&policy, &Wish { action: "s3:DeleteObject", resource, prefix: None })?;
+            permit(&policy, &Wish::new("s3:DeleteObject", resource))?;
         }
         Ok(())
     }
@@ -76,9 +78,9 @@ fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
         S3Path::Bucket { bucket } => format!("arn:aws:s3:::{bucket}"),
         S3Path::Root => "*".to_owned(),
     };
-    let one = |action: &'static str| Ok(vec![Wish { action, resource: object.clone(), prefix: None }]);
+    let one = |action: &'static str| Ok(vec![Wish::new(action, object.clone())]);
     let listing = |action: &'static str| {
-        Ok(vec![Wish { action, resource: object.clone(), prefix: query(cx.uri(), "prefix") }])
+        Ok(vec![Wish { prefix: query(cx.uri(), "prefix"), ..Wish::new(action, object.clone()) }])
     };
     match cx.s3_op().name() {
         "GetObject" | "HeadObject" => one("s3:GetObject"),
@@ -86,8 +88,8 @@ fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
             one("s3:PutObject")
         }
         "CopyObject" | "UploadPartCopy" => {
-            let source = Wish { action: "s3:GetObject", resource: copy_source(cx.headers())?, prefix: None };
-            Ok(vec![source, Wish { action: "s3:PutObject", resource: object.clone(), prefix: None }])
+            let source = Wish::new("s3:GetObject", copy_source(cx.headers())?);
+            Ok(vec![source, Wish::new("s3:PutObject", object.clone())])
         }
         "DeleteObject" => one("s3:DeleteObject"),
         // Each key is looked at once the body is read.
@@ -102,6 +104,15 @@ fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
         "CreateBucket" => one("s3:CreateBucket"),
         "DeleteBucket" => one("s3:DeleteBucket"),
         name => Err(s3_error!(AccessDenied, "no session may do {name} here")),
+    }
+}
+
+impl Creation {
+    /// As AWS has it: of the calls that need `s3:PutObject`, those that only begin or feed an upload create nothing.
+    fn of(cx: &S3AccessContext<'_>) -> Self {
+        let creates = matches!(cx.s3_op().name(), "PutObject" | "CompleteMultipartUpload" | "CopyObject");
+        let header = |name: &str| cx.headers().get(name)?.to_str().ok().map(str::to_owned);
+        Self { creates, if_none_match: header("if-none-match") }
     }
 }
 

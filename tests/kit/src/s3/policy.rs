@@ -13,6 +13,22 @@ pub(super) struct Wish<'a> {
     pub(super) resource: String,
     /// `s3:prefix` of a listing.
     pub(super) prefix: Option<String>,
+    pub(super) creation: Creation,
+}
+
+/// What conditions can ask of a write.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Creation {
+    /// `s3:ObjectCreationOperation`.
+    pub(super) creates: bool,
+    /// `s3:if-none-match`: the header, where there is one.
+    pub(super) if_none_match: Option<String>,
+}
+
+impl<'a> Wish<'a> {
+    pub(super) fn new(action: &'a str, resource: String) -> Self {
+        Self { action, resource, prefix: None, creation: Creation::default() }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -25,6 +41,10 @@ struct Statement {
     resources: Vec<String>,
     /// Patterns of `s3:prefix`; each condition has to hold.
     prefixes: Vec<Vec<String>>,
+    /// `Null` of `s3:if-none-match`: whether the header has to be missing.
+    if_none_match_is_null: Option<bool>,
+    /// `Bool` of `s3:ObjectCreationOperation`.
+    creates: Option<bool>,
 }
 
 impl Policy {
@@ -62,6 +82,8 @@ impl Statement {
                     .as_ref()
                     .is_some_and(|prefix| patterns.iter().any(|pattern| like(pattern, prefix)))
             })
+            && self.if_none_match_is_null.is_none_or(|null| null == wish.creation.if_none_match.is_none())
+            && self.creates.is_none_or(|creates| creates == wish.creation.creates)
     }
 }
 
@@ -75,9 +97,20 @@ fn statement(value: Value) -> Result<Statement, String> {
     };
     let actions = texts(fields.remove("Action"), "Action")?;
     let resources = texts(fields.remove("Resource"), "Resource")?;
-    let mut prefixes = Vec::new();
+    let (mut prefixes, mut if_none_match_is_null, mut creates) = (Vec::new(), None, None);
     for (operator, tests) in fields.remove("Condition").map_or(Ok(Map::new()), |c| object(c, "Condition"))? {
         for (key, patterns) in object(tests, &operator)? {
+            match (operator.as_str(), key.as_str()) {
+                ("Null", "s3:if-none-match") => {
+                    if_none_match_is_null = Some(truth(&patterns)?);
+                    continue;
+                }
+                ("Bool", "s3:ObjectCreationOperation") => {
+                    creates = Some(truth(&patterns)?);
+                    continue;
+                }
+                _ => {}
+            }
             if operator != "StringLike" && operator != "StringEquals" || key != "s3:prefix" {
                 return Err(format!("the condition {operator} of {key} is not known"));
             }
@@ -89,7 +122,15 @@ fn statement(value: Value) -> Result<Statement, String> {
         }
     }
     nothing_else(&fields)?;
-    Ok(Statement { allows, actions, resources, prefixes })
+    Ok(Statement { allows, actions, resources, prefixes, if_none_match_is_null, creates })
+}
+
+fn truth(value: &Value) -> Result<bool, String> {
+    match value.as_str() {
+        Some("true") => Ok(true),
+        Some("false") => Ok(false),
+        _ => Err(format!("{value} is neither \"true\" nor \"false\"")),
+    }
 }
 
 fn object(value: Value, what: &str) -> Result<Map<String, Value>, String> {
@@ -134,7 +175,27 @@ mod tests {
     use super::*;
 
     fn wish<'a>(action: &'a str, resource: &str, prefix: Option<&str>) -> Wish<'a> {
-        Wish { action, resource: format!("arn:aws:s3:::{resource}"), prefix: prefix.map(str::to_owned) }
+        let prefix = prefix.map(str::to_owned);
+        Wish { prefix, ..Wish::new(action, format!("arn:aws:s3:::{resource}")) }
+    }
+
+    #[test]
+    fn policy_can_ask_that_objects_are_created_once() {
+        let policy = Policy::parse(
+            r#"{"Version": "2012-10-17", "Statement": [
+                {"Effect": "Allow", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b/u/s/*"},
+                {"Effect": "Deny", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b/u/s/once/*",
+                 "Condition": {"Null": {"s3:if-none-match": "true"}, "Bool": {"s3:ObjectCreationOperation": "true"}}}]}"#,
+        )
+        .expect("a policy");
+        let put = |key: &str, creates: bool, header: Option<&str>| {
+            let creation = Creation { creates, if_none_match: header.map(str::to_owned) };
+            policy.allows(&Wish { creation, ..wish("s3:PutObject", key, None) })
+        };
+        assert!(put("b/u/s/x", true, None));
+        assert!(!put("b/u/s/once/x", true, None));
+        assert!(put("b/u/s/once/x", true, Some("*")));
+        assert!(put("b/u/s/once/x", false, None), "a part of an upload makes no object");
     }
 
     #[test]

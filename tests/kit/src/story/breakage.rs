@@ -94,7 +94,13 @@ async fn with_other_key(stack: &Stack, machine: &Machine) -> Result<()> {
 pub fn put_fence_back(stack: &Stack, first: &Machine) {
     let end = stack.slot.pointer(&stack.store).map(|mut pointer| {
         pointer["fenceEpoch"] = Value::from(first.epoch);
+        if let Some(fields) = pointer.as_object_mut() {
+            fields.remove("fenceMachineId");
+        }
         stack.slot.write(&stack.store, "system/db/latest", &pointer);
+        // The log says the same, or its fence would hold.
+        let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
+        stack.slot.write(&stack.store, &entry, &pointer);
     });
     let said = end
         .context("no pointer")

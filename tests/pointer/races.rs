@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use jiff::{SignedDuration, Timestamp};
 use kit::moto::Moto;
+use kit::seaweed::Seaweed;
 use svc::config::Env;
 use svc::machine::epoch::Epoch;
 use svc::machine::name::Slot;
@@ -13,13 +14,15 @@ use svc::store::key::SlotPrefix;
 use svc::store::pointer::Pointer;
 use svc::store::pointer_io::{self, PointerError};
 use svc::store::snapshot::Recorded;
-use svc::store::{Bucket, snapshot};
+use svc::store::{Bucket, parallel_probe, snapshot};
 
-use super::actors::side_record;
+use super::actors::{machine, side_record};
 use super::schedule::{Choices, Seeded};
 
-fn open(moto: &Moto) -> Result<Bucket> {
-    let pairs = moto.env();
+/// The product's configuration of a server.
+type Settings = Vec<(String, String)>;
+
+fn open(pairs: &Settings) -> Result<Bucket> {
     let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
     let config = StoreConfig::read(&mut env);
     env.finish(config)?.open()
@@ -50,7 +53,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
     // Starts that lie apart by about what a call takes: else the same one would always be the first.
     let mut pause = || Duration::from_millis(draw.pick(40) as u64);
 
-    pointer_io::fence(bucket, slot, Epoch(1)).await?;
+    pointer_io::fence(bucket, slot, Epoch(1), machine(1)).await?;
     let mut writers = tokio::task::JoinSet::new();
     for at in 0..3 {
         let recorded = backed_up(bucket, slot, 1, at).await?;
@@ -64,7 +67,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
     let (of_platform, on, pause) = (bucket.clone(), slot.clone(), pause());
     writers.spawn(async move {
         tokio::time::sleep(pause).await;
-        pointer_io::fence(&of_platform, &on, Epoch(2)).await?;
+        pointer_io::fence(&of_platform, &on, Epoch(2), machine(2)).await?;
         pointer_io::advance(&of_platform, &on, &recorded).await
     });
     // The fence at 1, and at 2: the platform's task stands for two writes, each other one for one.
@@ -80,26 +83,75 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_pointer_holds_on_another_server() -> Result<()> {
-    races(100).await
+async fn pointer_holds_on_moto() -> Result<()> {
+    on_moto(40).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "a long campaign: cargo xtask test --long"]
-async fn the_pointer_holds_on_another_server_in_thousands_of_races() -> Result<()> {
-    races(2000).await
+async fn pointer_holds_on_moto_in_thousands_of_races() -> Result<()> {
+    on_moto(2000).await
 }
 
-async fn races(count: usize) -> Result<()> {
+#[tokio::test(flavor = "multi_thread")]
+async fn pointer_holds_on_seaweedfs() -> Result<()> {
+    on_seaweedfs(100).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a long campaign: cargo xtask test --long"]
+async fn pointer_holds_on_seaweedfs_in_thousands_of_races() -> Result<()> {
+    on_seaweedfs(2000).await
+}
+
+async fn on_moto(count: usize) -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(Moto::start).await??;
     moto.make_bucket().await?;
-    let bucket = open(&moto)?;
+    races(&moto.env(), count).await
+}
+
+async fn on_seaweedfs(count: usize) -> Result<()> {
+    let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
+    races(&seaweed.env(), count).await
+}
+
+/// A server with its bucket; `None`, said by name, where it cannot be fetched.
+async fn seaweedfs() -> Result<Option<Seaweed>> {
+    svc::http::tls::install_provider();
+    if let Err(error) =
+        tokio::task::spawn_blocking(|| kit::seaweed::fetched(&kit::fetch::target_dir())).await?
+    {
+        println!("SKIPPED: SeaweedFS cannot be fetched: {error:#}");
+        return Ok(None);
+    }
+    let seaweed = tokio::task::spawn_blocking(Seaweed::start).await??;
+    seaweed.make_bucket().await?;
+    Ok(Some(seaweed))
+}
+
+/// What the probe is for: this store creates an object once, and lets several writers replace one version.
+#[tokio::test(flavor = "multi_thread")]
+async fn probe_finds_if_match_of_seaweedfs_inexact() -> Result<()> {
+    let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
+    let bucket = open(&seaweed.env())?;
+    for _ in 0..20 {
+        let found = parallel_probe::run(&bucket, Duration::from_secs(60)).await?;
+        assert_eq!(found.refusal(), None, "its If-None-Match is exact");
+        if found.warning().is_some() {
+            return Ok(());
+        }
+    }
+    bail!("twenty probes saw one winner in every round")
+}
+
+async fn races(settings: &Settings, count: usize) -> Result<()> {
+    let bucket = open(settings)?;
     let mut refused = 0;
     for n in 0..count {
         let slot = SlotPrefix::new(&format!("user_{n}").parse()?, &Slot::primary());
         let stop = tokio_util::sync::CancellationToken::new();
-        let watcher = tokio::spawn(watch(open(&moto)?, slot.clone(), stop.clone()));
+        let watcher = tokio::spawn(watch(open(settings)?, slot.clone(), stop.clone()));
         let writes =
             race(&bucket, &slot, &mut Seeded(n as u64)).await.with_context(|| format!("race {n}"))?;
         stop.cancel();

@@ -1,0 +1,43 @@
+//! `svcctl pointer`: what a slot's snapshot pointer says, and the way back where it cannot be used.
+
+use http::Method;
+use serde_json::json;
+
+use crate::applet::Failure;
+use crate::ctl::api::{Answer, Api};
+use crate::ctl::args::{PointerCommand, SlotTarget};
+use crate::ctl::confirm;
+use crate::ctl::out::Out;
+use crate::ctl::show::View;
+use crate::ctl::show::pointer::{Inspection, Rebuilt, inspection, rebuilt};
+use crate::store::key::SnapshotKey;
+
+pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Failure> {
+    match command {
+        PointerCommand::Show { slot } => {
+            let answer = inspect(api, &slot, None).await?;
+            out.answer(&answer, |view| Ok(inspection(view, &slot.to_string(), &answer.read()?)))
+        }
+        PointerCommand::Rebuild { slot, to, force, yes } => {
+            let what = format!("This writes the snapshot pointer of {slot} again.");
+            if confirm::is_due(&what, yes)? {
+                let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;
+                let shown = inspection(&View::of_stdout(), &slot.to_string(), &found);
+                confirm::ask(&format!("{what}\n{shown}"), slot.user.as_str())?;
+            }
+            let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force});
+            if let Some(key) = to {
+                body["snapshotKey"] = key.as_str().into();
+            }
+            let path = ["vps", "slots", "pointer", "rebuild"];
+            let answer = api.send(Method::POST, &path, Some(&body)).await?;
+            out.answer(&answer, |view| Ok(rebuilt(view, &answer.read::<Rebuilt>()?)))
+        }
+    }
+}
+
+async fn inspect(api: &Api, slot: &SlotTarget, to: Option<&SnapshotKey>) -> Result<Answer, Failure> {
+    let mut query = vec![("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
+    query.extend(to.map(|key| ("snapshotKey", key.as_str().to_owned())));
+    Ok(api.get(&["vps", "slots", "pointer"], &query).await?)
+}

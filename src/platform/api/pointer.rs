@@ -1,0 +1,283 @@
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: what a slot's snapshot pointer says, and another one in
+//! the place of a pointer that was lost, is unreadable, or names what is not there.
+//!
+//! The audit row, with what is unreadable, is committed before the pointer is written: the bytes are never lost.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use deadpool_postgres::GenericClient;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use super::call::Call;
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, idp_user_id, slot_name, told};
+use super::fault;
+use super::mutation::{self, Changed, Mutation, OPERATOR as ACTOR, Reply};
+use super::shape;
+use crate::clock::rfc3339_ms;
+use crate::http::fields::Fields;
+use crate::http::openapi::{
+    Operation, Parameter, Place, boolean, count, fields, matching, nullable, object, one_of, text,
+};
+use crate::http::problem::{Code, Problem};
+use crate::machine::name::{IdpUserId, Slot};
+use crate::platform::context::Platform;
+use crate::platform::db::{self, DbError};
+use crate::store::key::{SlotPrefix, SnapshotKey};
+use crate::store::pointer::Pointer;
+use crate::store::pointer_repair::{self, Found, Holder, Inspection, RepairError};
+
+/// Of all requests to the store together: a slot's snapshots are listed once.
+const STORE_TIMEOUT: Duration = Duration::from_secs(30);
+
+struct Target {
+    user: IdpUserId,
+    slot: Slot,
+    /// The snapshot to name, instead of the newest of the highest epoch.
+    to: Option<SnapshotKey>,
+}
+
+impl Target {
+    fn read(fields: &mut Fields) -> Option<Self> {
+        let user = fields.required("idpUserId");
+        let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
+        let to = fields.optional("snapshotKey");
+        user.map(|user| Self { user, slot, to })
+    }
+
+    fn prefix(&self) -> SlotPrefix {
+        SlotPrefix::new(&self.user, &self.slot)
+    }
+
+    async fn holder(&self, client: &impl GenericClient) -> Result<Option<Holder>, DbError> {
+        let machine = db::machines::of_slot(client, &self.user, &self.slot).await?;
+        Ok(machine.map(|machine| Holder { epoch: machine.epoch, machine: machine.id }))
+    }
+}
+
+/// Whether a pointer that can be used is replaced all the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sound {
+    Kept,
+    Replaced,
+}
+
+pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut query = call.query();
+    let target = Target::read(&mut query);
+    let target = query.finish(target)?;
+    let session = platform.db.session().await?;
+    let holder = target.holder(&session).await?;
+    drop(session);
+    let inspection = inspect(&platform, &target, holder).await?;
+    Ok(Json(shown(&target, &inspection)).into_response())
+}
+
+pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut body = call.fields()?;
+    let target = Target::read(&mut body);
+    let sound = if body.boolean("force") == Some(true) { Sound::Replaced } else { Sound::Kept };
+    let target = body.finish(target)?;
+    let mutation = Mutation::of(&call)?;
+    Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
+}
+
+async fn replace(
+    platform: &Platform,
+    target: &Target,
+    sound: Sound,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply);
+    }
+    let holder = target.holder(&session).await?;
+    let inspection = inspect(platform, target, holder).await?;
+    if inspection.found.is_sound() && sound == Sound::Kept {
+        let detail = "The pointer is sound; with force it is replaced all the same.";
+        return Err(Problem::new(Code::Conflict, detail));
+    }
+    let Some(next) = &inspection.next else {
+        return Err(Problem::new(Code::SnapshotUnusable, "No snapshot of the slot is whole."));
+    };
+    let (before, after) = (audited(&inspection.found), pointer(next));
+    let name = format!("{}/{}", target.user, target.slot);
+    let changed =
+        Changed { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
+    let tx = db::begin(&mut session).await?;
+    mutation::audit(&tx, ACTOR, &changed).await?;
+    db::commit(tx).await?;
+
+    let prefix = target.prefix();
+    let written = within(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
+    let reply = Reply::new(
+        StatusCode::OK,
+        json!({"idpUserId": target.user, "slot": target.slot, "pointer": pointer(&written)}),
+    );
+    let tx = db::begin(&mut session).await?;
+    mutation.store(&tx, &reply).await?;
+    db::commit(tx).await?;
+    tracing::warn!(slot = name, key = written.snapshot.as_ref().map(|named| &*named.key), "pointer rebuilt");
+    Ok(reply)
+}
+
+async fn inspect(
+    platform: &Platform,
+    target: &Target,
+    holder: Option<Holder>,
+) -> Result<Inspection, Problem> {
+    let prefix = target.prefix();
+    within(pointer_repair::inspect(&platform.bucket, &prefix, holder, target.to.as_ref())).await
+}
+
+async fn within<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
+    let ended = tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| fault::store_unavailable())?;
+    ended.map_err(|error| match error {
+        RepairError::Store(error) => error.into(),
+        error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
+        RepairError::Changed => Problem::new(
+            Code::Conflict,
+            "The pointer was changed by another writer meanwhile; show it again.",
+        ),
+    })
+}
+
+fn shown(target: &Target, inspection: &Inspection) -> Value {
+    json!({
+        "idpUserId": target.user,
+        "slot": target.slot,
+        "state": state(&inspection.found),
+        "problem": inspection.found.problem(),
+        "snapshots": inspection.snapshots,
+        "current": inspection.found.pointer().map(pointer),
+        "rebuilt": inspection.next.as_ref().map(pointer),
+    })
+}
+
+fn state(found: &Found) -> &'static str {
+    match found {
+        Found::Sound(_) => "sound",
+        Found::Unsound { .. } => "unsound",
+        Found::Absent { .. } => "absent",
+        Found::Unreadable { .. } => "unreadable",
+    }
+}
+
+fn audited(found: &Found) -> Value {
+    let mut before = json!({
+        "state": state(found),
+        "problem": found.problem(),
+        "pointer": found.pointer().map(pointer),
+    });
+    if let Found::Unreadable { size_bytes, start, .. } = found {
+        before["sizeBytes"] = (*size_bytes).into();
+        before["startBase64"] = BASE64_STANDARD.encode(start).into();
+    }
+    before
+}
+
+fn pointer(of: &Pointer) -> Value {
+    json!({
+        "seq": of.seq,
+        "fenceEpoch": of.fence_epoch,
+        "fenceMachineId": of.fence_holder(),
+        "snapshot": of.snapshot.as_ref().map(|named| json!({
+            "key": named.key,
+            "sizeBytes": named.size_bytes,
+            "sha256": named.sha256,
+            "epoch": named.epoch,
+            "machineId": named.machine_id,
+            "takenAt": rfc3339_ms(named.taken_at),
+            "verifiedAt": rfc3339_ms(named.verified_at),
+        })),
+    })
+}
+
+const USER: Parameter =
+    Parameter { name: "idpUserId", place: Place::Query, schema: idp_user_id, about: "Whose slot." };
+const SLOT: Parameter = Parameter {
+    name: "slot",
+    place: Place::Query,
+    schema: slot_name,
+    about: "Which of the user's slots; else `primary`.",
+};
+const SNAPSHOT_KEY: Parameter = Parameter {
+    name: "snapshotKey",
+    place: Place::Query,
+    schema: || matching(SnapshotKey::PATTERN),
+    about: "The snapshot that a rebuild would name; else the newest whole one of the highest epoch.",
+};
+
+/// The route and its description.
+pub static SHOW: Endpoint = Endpoint {
+    operation: Operation {
+        id: "showPointer",
+        method: Method::GET,
+        path: "/vps/slots/pointer",
+        summary: "The snapshot pointer of a slot, and what a rebuild would write.",
+        credentials: &[OPERATOR],
+        parameters: &[USER, SLOT, SNAPSHOT_KEY],
+        body: None,
+        answers: &[told(200, "The pointer.", || {
+            object(
+                &[
+                    ("idpUserId", idp_user_id()),
+                    ("slot", slot_name()),
+                    ("state", one_of(&["sound", "unsound", "absent", "unreadable"])),
+                    ("problem", nullable(text())),
+                    ("snapshots", count()),
+                    ("current", nullable(shape::pointer())),
+                    ("rebuilt", nullable(shape::pointer())),
+                ],
+                &[],
+            )
+        })],
+        problems: &[Code::SnapshotUnusable, Code::StoreUnavailable, Code::DatabaseUnavailable],
+    },
+    serve: || get(show),
+};
+
+/// The route and its description.
+pub static REBUILD: Endpoint = Endpoint {
+    operation: Operation {
+        id: "rebuildPointer",
+        method: Method::POST,
+        path: "/vps/slots/pointer/rebuild",
+        summary: "Writes the snapshot pointer of a slot again, from the side records of its snapshots.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY],
+        body: Some(|| {
+            fields(
+                &[("idpUserId", idp_user_id())],
+                &[
+                    ("slot", slot_name()),
+                    ("snapshotKey", matching(SnapshotKey::PATTERN)),
+                    ("force", boolean()),
+                ],
+            )
+        }),
+        answers: &[told(200, "The pointer as it was written.", || {
+            object(&[("idpUserId", idp_user_id()), ("slot", slot_name()), ("pointer", shape::pointer())], &[])
+        })],
+        problems: &[
+            Code::Conflict,
+            Code::SnapshotUnusable,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(rebuild),
+};

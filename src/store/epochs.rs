@@ -1,0 +1,140 @@
+//! The epoch floor: the highest epoch that the store knows of a slot. The next machine's epoch is above it, whatever the
+//! platform's database says, which may have been restored from an older copy.
+
+use std::time::Duration;
+
+use super::bucket::{Bucket, StoreError};
+use super::key::{self, SlotPrefix};
+use super::meta::VpsMeta;
+use super::pointer::Pointer;
+use super::{pointer_io, snapshots};
+use crate::machine::epoch::{Epoch, MAX_EPOCH};
+
+/// Of all requests together: 10,000 snapshots are some twenty pages of a listing.
+const FLOOR_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys.
+///
+/// # Errors
+/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known. Unreadable metadata is left out: its
+/// machine's fence was written before it.
+pub async fn floor(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+    let read = async {
+        let pointer = pointer_io::read(bucket, slot).await?;
+        let fence = pointer.map_or(Epoch::NONE, |read| fence_of(&read.value));
+        Ok(fence.max(beside_pointer(bucket, slot).await?))
+    };
+    bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
+}
+
+/// The floor without the pointer, for where it cannot be read.
+///
+/// # Errors
+/// [`StoreError`].
+pub(super) async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+    let keys = snapshots::keys(bucket, slot).await?;
+    Ok(of_keys(&keys).max(of_meta(bucket, slot).await?))
+}
+
+pub(super) fn of_keys(keys: &[String]) -> Epoch {
+    keys.iter()
+        .filter_map(|key| key::epoch_of(key))
+        .filter(|epoch| *epoch <= MAX_EPOCH)
+        .max()
+        .unwrap_or(Epoch::NONE)
+}
+
+pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+    let key = slot.vps_meta();
+    match bucket.get_json::<VpsMeta>(&key).await {
+        Ok(found) => Ok(found
+            .map(|found| found.value.epoch)
+            .filter(|epoch| *epoch <= MAX_EPOCH)
+            .unwrap_or(Epoch::NONE)),
+        Err(StoreError::Corrupt { key, why }) => {
+            tracing::warn!(key, why, "unreadable machine metadata; its epoch is left out");
+            Ok(Epoch::NONE)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn fence_of(pointer: &Pointer) -> Epoch {
+    let named = pointer.snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+    pointer.fence_epoch.max(named)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::machine::id::MachineId;
+    use crate::machine::name::Slot;
+    use crate::store::meta;
+
+    fn slot() -> SlotPrefix {
+        SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
+    }
+
+    fn bucket() -> Bucket {
+        Bucket::new(Arc::new(InMemory::new()))
+    }
+
+    async fn put_side(bucket: &Bucket, name: &str) {
+        bucket.put(&slot().snapshots().join(name), &b"{}"[..]).await.unwrap();
+    }
+
+    fn vps_meta(epoch: u32) -> VpsMeta {
+        VpsMeta {
+            version: meta::FORMAT,
+            idp_user_id: "user_1".parse().unwrap(),
+            slot: Slot::primary(),
+            machine_id: MachineId::new(),
+            epoch: Epoch(epoch),
+            provider_server_id: None,
+            image_version: "2026.11.1".parse().unwrap(),
+            status: "running".to_owned(),
+            public_ipv4: None,
+            heartbeat_at: crate::clock::now_ms(),
+            last_backup: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn floor_of_nothing_is_none() {
+        assert_eq!(floor(&bucket(), &slot()).await.unwrap(), Epoch::NONE);
+    }
+
+    #[tokio::test]
+    async fn floor_is_the_highest_of_fence_metadata_and_keys() {
+        let at = |n: u32| format!("2026-01-02T03-04-05.678Z-{n}.dump.json");
+        for (fence, meta, key) in [(9, 3, 4), (3, 9, 4), (3, 4, 9)] {
+            let bucket = bucket();
+            pointer_io::fence(&bucket, &slot(), Epoch(fence), MachineId::new()).await.unwrap();
+            bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
+            put_side(&bucket, &at(key)).await;
+            put_side(&bucket, &at(1)).await;
+            assert_eq!(floor(&bucket, &slot()).await.unwrap(), Epoch(9), "{fence} {meta} {key}");
+        }
+    }
+
+    #[tokio::test]
+    async fn floor_ignores_what_is_no_epoch() {
+        let bucket = bucket();
+        put_side(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
+        put_side(&bucket, "odd.dump.json").await;
+        bucket.put(&slot().vps_meta(), &b"torn"[..]).await.unwrap();
+        put_side(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
+        assert_eq!(floor(&bucket, &slot()).await.unwrap(), Epoch(2));
+    }
+
+    #[tokio::test]
+    async fn floor_is_unknown_where_the_pointer_is_unreadable() {
+        let bucket = bucket();
+        bucket.put(&slot().pointer(), &b"torn"[..]).await.unwrap();
+        assert!(matches!(floor(&bucket, &slot()).await, Err(StoreError::Corrupt { .. })));
+    }
+}

@@ -1,0 +1,154 @@
+//! Whether the store keeps conditional writes when several writers come at the same moment. A store can refuse a second
+//! writer that comes later, and still let two through that come together.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use object_store::ObjectStoreExt;
+use object_store::path::Path;
+use serde_json::json;
+
+use super::bucket::{Bucket, Condition, StoreError};
+
+/// Beside the slots, where no user's name can be.
+pub const PREFIX: &str = "system-doctor";
+const WRITERS: usize = 6;
+/// Of each kind. A store that lets two writers through in half of the rounds passes one time in 256.
+const ROUNDS: usize = 8;
+
+/// Whether one kind of conditional write has one winner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exactness {
+    Exact,
+    /// So many of the writers of one round succeeded.
+    Inexact {
+        winners: usize,
+    },
+}
+
+impl Exactness {
+    fn and(self, winners: usize) -> Self {
+        match self {
+            Self::Exact if winners > 1 => Self::Inexact { winners },
+            seen => seen,
+        }
+    }
+}
+
+/// What the rounds showed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Findings {
+    /// `If-None-Match: *`: the pointer's log rests on it.
+    pub create: Exactness,
+    /// `If-Match`.
+    pub replace: Exactness,
+}
+
+impl Findings {
+    /// Why the store must not be used, where that is so.
+    pub fn refusal(&self) -> Option<String> {
+        let Exactness::Inexact { winners } = self.create else { return None };
+        Some(format!(
+            "the object store let {winners} of {WRITERS} writers create the same object (If-None-Match): two hosts could \
+             both move the snapshot pointer; use a store that creates an object once"
+        ))
+    }
+
+    /// What an operator should know, where the store can be used.
+    pub fn warning(&self) -> Option<String> {
+        let Exactness::Inexact { winners } = self.replace else { return None };
+        Some(format!(
+            "the object store let {winners} of {WRITERS} writers replace the same version of an object (If-Match); the \
+             snapshot pointer is safe, because its log only creates objects, but releases without that log are not"
+        ))
+    }
+}
+
+/// Several writers at once, in a few rounds, on objects of its own that are deleted again.
+///
+/// # Errors
+/// [`StoreError`]; then nothing is known. `Unavailable` where the store does not answer within `deadline`.
+pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreError> {
+    let key = Path::from(PREFIX);
+    bucket.within(&key, deadline, rounds(bucket)).await
+}
+
+async fn rounds(bucket: &Bucket) -> Result<Findings, StoreError> {
+    let mut seen = Findings { create: Exactness::Exact, replace: Exactness::Exact };
+    for _ in 0..ROUNDS {
+        let key = Path::from(format!("{PREFIX}/{}.json", uuid::Uuid::new_v4()));
+        let round = round(bucket, &key).await;
+        // Best effort: what is left is a few bytes beside the slots.
+        if let Err(error) = bucket.raw().delete(&key).await {
+            tracing::debug!(%key, %error, "the probe's object was not deleted");
+        }
+        let (created, replaced) = round?;
+        seen = Findings { create: seen.create.and(created), replace: seen.replace.and(replaced) };
+    }
+    Ok(seen)
+}
+
+/// How many writers created the object, and how many replaced one version of it.
+async fn round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError> {
+    let created = winners(bucket, key, &Condition::Absent).await?;
+    let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
+        return Err(StoreError::NotFound { key: key.to_string() });
+    };
+    let replaced = winners(bucket, key, &Condition::Unchanged(read.version)).await?;
+    Ok((created, replaced))
+}
+
+async fn winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
+    let writers = (0..WRITERS).map(|writer| async move {
+        // No two writers write the same bytes: a store that names versions by content would not tell them apart.
+        let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
+        bucket.put_json_if(key, &value, condition.clone()).await
+    });
+    let mut winners = 0;
+    for end in join_all(writers).await {
+        match end {
+            Ok(()) => winners += 1,
+            Err(StoreError::Precondition { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(winners)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use futures_util::TryStreamExt;
+    use object_store::ObjectStore;
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::store::lenient::{Ignored, Lenient};
+
+    const DEADLINE: Duration = Duration::from_secs(10);
+
+    #[tokio::test]
+    async fn probe_finds_an_exact_store_exact_and_leaves_nothing() {
+        let store = Arc::new(InMemory::new());
+        let found = run(&Bucket::new(store.clone()), DEADLINE).await.unwrap();
+        assert_eq!((found.refusal(), found.warning()), (None, None));
+        assert_eq!(store.list(None).try_next().await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn probe_refuses_a_store_that_creates_twice() {
+        let store = Bucket::new(Arc::new(Lenient::new(Ignored::Create)));
+        let found = run(&store, DEADLINE).await.unwrap();
+        assert!(found.refusal().unwrap().contains("If-None-Match"));
+        assert_eq!(found.replace, Exactness::Exact);
+    }
+
+    #[tokio::test]
+    async fn probe_warns_of_a_store_that_replaces_twice() {
+        let store = Bucket::new(Arc::new(Lenient::new(Ignored::Replace)));
+        let found = run(&store, DEADLINE).await.unwrap();
+        assert_eq!(found.refusal(), None);
+        assert!(found.warning().unwrap().contains("If-Match"));
+    }
+}

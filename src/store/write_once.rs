@@ -1,0 +1,65 @@
+//! Between object_store and the wire: an upload of a snapshot is completed only where no object has its key.
+//!
+//! object_store completes uploads without a condition. The header is not among those that are signed, which S3 does not
+//! ask for.
+
+use async_trait::async_trait;
+use http::header::{HeaderValue, IF_NONE_MATCH};
+use http::{Method, StatusCode};
+use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, HttpService};
+
+use super::key::SNAPSHOTS;
+
+#[derive(Debug)]
+pub(super) struct WriteOnce {
+    pub(super) wire: HttpClient,
+}
+
+#[async_trait]
+impl HttpService for WriteOnce {
+    async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        if !completes_snapshot(&request) {
+            return self.wire.execute(request).await;
+        }
+        let unconditional = request.clone();
+        request.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));
+        let answer = self.wire.execute(request).await?;
+        if answer.status() != StatusCode::NOT_IMPLEMENTED {
+            return Ok(answer);
+        }
+        tracing::debug!("the store knows no condition on the end of an upload");
+        self.wire.execute(unconditional).await
+    }
+}
+
+fn completes_snapshot(request: &HttpRequest) -> bool {
+    let uri = request.uri();
+    let is_completion =
+        || uri.query().is_some_and(|query| query.split('&').any(|pair| pair.starts_with("uploadId=")));
+    request.method() == Method::POST && uri.path().contains(SNAPSHOTS) && is_completion()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_end_of_a_snapshots_upload_has_the_condition() {
+        let request = |method: Method, uri: &str| {
+            let mut request = HttpRequest::new(Vec::new().into());
+            *request.method_mut() = method;
+            *request.uri_mut() = uri.parse().unwrap();
+            request
+        };
+        let dump = "http://store/b/user_1/primary/system/db/snapshots/x.dump";
+        assert!(completes_snapshot(&request(Method::POST, &format!("{dump}?uploadId=1"))));
+        for (method, uri) in [
+            (Method::POST, format!("{dump}?uploads")),
+            (Method::PUT, format!("{dump}?partNumber=1&uploadId=1")),
+            (Method::DELETE, format!("{dump}?uploadId=1")),
+            (Method::POST, "http://store/b/system-bundles/v1/x.tar.gz?uploadId=1".to_owned()),
+        ] {
+            assert!(!completes_snapshot(&request(method.clone(), &uri)), "{method} {uri}");
+        }
+    }
+}

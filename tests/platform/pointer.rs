@@ -1,0 +1,135 @@
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: a pointer that cannot be used is written again from the
+//! snapshots that are there, and never takes anything back.
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{BUCKET, Process, SECRET, Stack};
+
+const LATEST: &str = "user_1/primary/system/db/latest";
+const SHOW: &str = "/vps/slots/pointer?idpUserId=user_1";
+const REBUILD: &str = "/vps/slots/pointer/rebuild";
+
+fn body() -> Value {
+    json!({"idpUserId": "user_1"})
+}
+
+/// A slot whose machine of epoch 2 holds the fence, with two snapshots of its predecessor: the keys, the newer one first.
+async fn recovered_twice(stack: &Stack, process: &Process) -> [String; 2] {
+    stack.running(process, "user_1").await;
+    let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
+    let older = key(stack.snapshot_at("user_1", "2026-01-01T00:00:00.000Z"));
+    let newer = key(stack.snapshot("user_1"));
+    let answer = stack.post(process, "/vps/recover", &body()).await;
+    stack.ended(process, answer.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 2);
+    [newer, older]
+}
+
+async fn audited(stack: &Stack) -> Vec<Value> {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT jsonb_build_object('before', before, 'after', after)::text FROM operator_audit \
+               WHERE action = 'pointer.rebuild' ORDER BY audit_id";
+    let rows = client.query(sql, &[]).await.unwrap();
+    rows.iter().map(|row| serde_json::from_str(row.get(0)).unwrap()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, _] = recovered_twice(&stack, &process).await;
+    let before = stack.pointer("user_1");
+    stack.store.write(BUCKET, LATEST, "{not json");
+
+    let shown = stack.get(&process, SHOW).await;
+    assert_eq!((shown.status, &shown.body["state"]), (200, &json!("unreadable")), "{shown:?}");
+    assert_eq!((&shown.body["current"], &shown.body["snapshots"]), (&Value::Null, &json!(2)));
+    let rebuilt = &shown.body["rebuilt"];
+    assert_eq!((&rebuilt["snapshot"]["key"], &rebuilt["fenceEpoch"]), (&json!(newer), &json!(2)));
+    assert_eq!(rebuilt["fenceMachineId"], before["fenceMachineId"]);
+    assert!(rebuilt["seq"].as_u64() > before["seq"].as_u64(), "{shown:?}");
+
+    let request = || {
+        let request = stack.request(&process, Method::POST, REBUILD).bearer_auth(SECRET);
+        stack.send(request.header("Idempotency-Key", "rebuild-1").json(&body()))
+    };
+    let answer = request().await;
+    assert_eq!((answer.status, &answer.body["pointer"]), (200, rebuilt), "{answer:?}");
+    assert_eq!(request().await.body, answer.body, "the same key, the same answer");
+    let now = stack.pointer("user_1");
+    assert_eq!((&now["snapshot"]["key"], &now["seq"]), (&json!(newer), &rebuilt["seq"]));
+    let audit = audited(&stack).await;
+    assert_eq!(audit.len(), 1, "{audit:?}");
+    assert_eq!(audit[0]["before"]["startBase64"], BASE64_STANDARD.encode("{not json"));
+    assert_eq!(audit[0]["after"], *rebuilt);
+
+    // It can be recovered from again, and the next machine's fence is above.
+    let recovered = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!(recovered.status, 202, "{recovered:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rebuild_brings_back_a_lost_pointer_with_its_fence() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, _] = recovered_twice(&stack, &process).await;
+    let before = stack.pointer("user_1");
+    stack.store.remove(BUCKET, LATEST);
+    stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
+    let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
+    stack.post(&process, "/vps/recover", &empty).await.assert_problem(409, "snapshot_unusable");
+    assert_eq!(stack.get(&process, SHOW).await.body["state"], "absent");
+
+    let answer = stack.post(&process, REBUILD, &body()).await;
+    let now = stack.pointer("user_1");
+    assert_eq!((answer.status, &now["snapshot"]["key"]), (200, &json!(newer)), "{answer:?}");
+    let fence = |of: &Value| (of["fenceEpoch"].clone(), of["fenceMachineId"].clone());
+    assert_eq!(fence(&now), fence(&before));
+    assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rebuild_leaves_a_sound_pointer_alone_unless_forced() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, older] = recovered_twice(&stack, &process).await;
+    let before = stack.pointer("user_1");
+    assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
+    stack.post(&process, REBUILD, &body()).await.assert_problem(409, "conflict");
+    let to = json!({"idpUserId": "user_1", "snapshotKey": older});
+    stack.post(&process, REBUILD, &to).await.assert_problem(409, "conflict");
+    assert_eq!((stack.pointer("user_1"), audited(&stack).await.len()), (before.clone(), 0));
+
+    let forced = json!({"idpUserId": "user_1", "snapshotKey": older, "force": true});
+    assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200);
+    let now = stack.pointer("user_1");
+    assert_eq!((&now["snapshot"]["key"], &now["fenceEpoch"]), (&json!(older), &before["fenceEpoch"]));
+    assert_eq!(now["seq"].as_u64(), before["seq"].as_u64().map(|seq| seq + 1));
+
+    let missing = json!({"idpUserId": "user_1", "snapshotKey": newer.replace("2026", "2027"), "force": true});
+    stack.post(&process, REBUILD, &missing).await.assert_problem(409, "snapshot_unusable");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rebuild_passes_over_a_snapshot_that_is_not_whole() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, older] = recovered_twice(&stack, &process).await;
+    stack.store.write(BUCKET, &format!("user_1/primary/{newer}"), "du");
+    let shown = stack.get(&process, SHOW).await;
+    assert_eq!(
+        (&shown.body["state"], &shown.body["rebuilt"]["snapshot"]["key"]),
+        (&json!("unsound"), &json!(older))
+    );
+    assert_eq!(stack.post(&process, REBUILD, &body()).await.status, 200);
+    assert_eq!(stack.pointer("user_1")["snapshot"]["key"], older);
+
+    stack.store.remove(BUCKET, &format!("user_1/primary/{older}"));
+    stack.post(&process, REBUILD, &body()).await.assert_problem(409, "snapshot_unusable");
+    stack.store.down();
+    stack.post(&process, REBUILD, &body()).await.assert_problem(503, "store_unavailable");
+    stack.store.up().unwrap();
+}
