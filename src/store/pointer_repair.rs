@@ -212,7 +212,7 @@ async fn newest_whole(
         match snapshot::by_key(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok(Some(side)),
             Ok(_) => {
-                tracing::warn!(key, "the side record is of another epoch than its key; it is passed over")
+                tracing::warn!(key, "the side record is of another epoch than its key; it is passed over");
             }
             Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is passed over"),
             Err(Unusable::Absent) => {}
