@@ -87,15 +87,15 @@ impl Refusal {
         let body = self.body.as_deref();
         match code {
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
-            "snapshot_unusable" if self.detail.contains("the pointer is lost") => Some(LOST_POINTER),
+            "snapshot_unusable" if self.detail.contains("pointer") => Some(UNUSABLE_POINTER),
             _ => advice(code),
         }
     }
 }
 
-/// What the store lost is not absent: `--allow-empty` would be the wrong way out.
-const LOST_POINTER: &str =
-    "the snapshots are lost or unnamed, not absent: run what it says, and nothing starts empty";
+/// A pointer that is lost or damaged does not mean that there is no snapshot: `--allow-empty` would forget them all.
+const UNUSABLE_POINTER: &str =
+    "`svcctl pointer show` says which snapshots exist, `svcctl pointer rebuild` names one of them again";
 
 /// What to do next, where the state that does not allow it says so.
 fn state_advice(body: &Value) -> Option<&'static str> {
@@ -268,9 +268,9 @@ mod tests {
 
     #[test]
     fn lost_pointer_never_advises_to_start_empty() {
-        let text = r#"{"code":"snapshot_unusable","detail":"Gone: the pointer is lost."}"#;
+        let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
         let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(!said.contains("--allow-empty"), "{said}");
+        assert!(said.contains("svcctl pointer rebuild") && !said.contains("--allow-empty"), "{said}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }

@@ -66,8 +66,8 @@ impl Alarm {
                  are lost indeed: `svcctl alarm release servers_missing` lets their machines fail for an hour"
             }
             Self::UnknownServers => {
-                "was the platform's database restored from an older copy? Then find out whose these servers are. \
-                 `svcctl alarm release unknown_servers` lets them be deleted, with their disks, for an hour"
+                "was the platform's database restored from an older copy? Then find out whose these servers are: until then \
+                 none is deleted, nor any that was kept. `svcctl alarm release unknown_servers` lets them be deleted, with their disks, for an hour"
             }
             Self::ProviderUnauthorized => {
                 "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations resume"
@@ -157,6 +157,15 @@ pub async fn fuse(
         tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
     }
     Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
+}
+
+/// Whether what the alarm is about is held back.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn is_held(client: &impl GenericClient, alarm: Alarm) -> Result<bool, DbError> {
+    let row = alarms::get(client, alarm.as_str()).await?;
+    Ok(row.is_some_and(|row| row.released_until.is_none()))
 }
 
 /// How many of so many machines may be lost at once before it is no accident of theirs.

@@ -116,6 +116,11 @@ pub fn epoch_of(key: &str) -> Option<Epoch> {
     rest.strip_suffix(".dump")?.parse().ok()
 }
 
+/// Whether the object is a snapshot's side record.
+pub fn is_side_record(object: &Path) -> bool {
+    object.filename().is_some_and(|name| name.ends_with(".dump.json"))
+}
+
 /// The `seq` that an entry of the pointer's log claims.
 pub fn entry_seq(entry: &Path) -> Option<u64> {
     let digits = entry.filename()?.strip_suffix(".json")?;

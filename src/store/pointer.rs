@@ -14,7 +14,8 @@ pub const FORMAT: u32 = 1;
 /// More moves than a slot ever sees, and as far as every reader of JSON counts exactly: `seq` must be able to grow.
 pub const LARGEST_SEQ: u64 = 1 << 53;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence where nothing was.
+/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence where nothing was, or,
+/// with `emptiedAt`, an operator's decision that no snapshot before it is restored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
@@ -25,6 +26,9 @@ pub struct Pointer {
     pub fence_machine_id: Option<MachineId>,
     pub seq: u64,
     pub snapshot: Option<SnapshotRef>,
+    /// When an operator decided that the slot starts empty although snapshots are there.
+    #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
+    pub emptied_at: Option<Timestamp>,
 }
 
 /// A verified snapshot as the pointer names it.
@@ -105,6 +109,7 @@ pub fn fence(current: Option<&Pointer>, epoch: Epoch, machine: MachineId) -> Res
         fence_machine_id: Some(machine),
         seq: current.map_or(0, |now| now.seq) + 1,
         snapshot: current.and_then(|now| now.snapshot.clone()),
+        emptied_at: current.and_then(|now| now.emptied_at),
     }))
 }
 
@@ -126,6 +131,7 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
         fence_machine_id: Some(snapshot.machine_id),
         seq: current.map_or(0, |now| now.seq) + 1,
         snapshot: Some(snapshot.clone()),
+        emptied_at: None,
     }))
 }
 
@@ -140,6 +146,7 @@ pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
         fence_epoch: fence.fence_epoch,
         fence_machine_id: fence.fence_holder(),
         seq: claimed.seq.max(latest.seq),
+        emptied_at: claimed.emptied_at.max(latest.emptied_at).filter(|_| snapshot.is_none()),
         snapshot: snapshot.clone(),
     }
 }

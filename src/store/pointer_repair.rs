@@ -5,6 +5,7 @@
 //! side record are there and agree; what somebody else wrote meanwhile is never overwritten.
 
 use bytes::Bytes;
+use jiff::Timestamp;
 use object_store::ObjectStoreExt;
 
 use super::bucket::{Bucket, Condition, StoreError};
@@ -12,6 +13,7 @@ use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, Unusable};
 use super::{epochs, pointer_io, snapshots};
+use crate::clock;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
@@ -68,6 +70,16 @@ impl Found {
     }
 }
 
+/// What a rebuild is to name.
+#[derive(Debug, Clone, Copy)]
+pub enum Wanted<'a> {
+    /// The newest whole snapshot of the highest epoch. Where there is no snapshot at all, none.
+    Newest,
+    Snapshot(&'a SnapshotKey),
+    /// None, although snapshots may be there: an operator's decision, made now.
+    Nothing,
+}
+
 /// The pointer as it is, and as a rebuild would write it.
 #[derive(Debug, Clone)]
 pub struct Inspection {
@@ -90,31 +102,31 @@ pub enum RepairError {
     Store(#[from] StoreError),
 }
 
-/// Reads the pointer, and finds the snapshot that a rebuild would name: `to`, else the newest whole one of the highest
-/// epoch.
+/// Reads the pointer, and finds what a rebuild would name.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` only of `to`.
+/// [`RepairError`]; `Unusable` only of a snapshot that is asked for.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
     holder: Option<Holder>,
-    to: Option<&SnapshotKey>,
+    wanted: Wanted<'_>,
 ) -> Result<Inspection, RepairError> {
     let (found, condition) = found(bucket, slot).await?;
     let keys = snapshots::keys(bucket, slot).await?;
-    let candidate = match to {
-        Some(key) => Some(chosen(bucket, slot, key).await?),
-        None => newest_whole(bucket, slot, &keys).await?,
+    let candidate = match wanted {
+        Wanted::Snapshot(key) => Some(chosen(bucket, slot, key).await?),
+        Wanted::Newest => newest_whole(bucket, slot, &keys).await?,
+        Wanted::Nothing => None,
     };
-    let next = match candidate {
-        Some(candidate) => {
-            let top = top_entry(bucket, slot).await?;
-            let meta = epochs::of_meta(bucket, slot).await?;
-            let known = Known { found: &found, keys: &keys, top: &top, meta, holder };
-            Some(known.next(candidate.named()))
-        }
-        None => None,
+    let emptied_at = matches!(wanted, Wanted::Nothing).then(clock::now_ms);
+    let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
+        let top = top_entry(bucket, slot).await?;
+        let meta = epochs::of_meta(bucket, slot).await?;
+        let known = Known { found: &found, keys: &keys, top: &top, meta, holder };
+        known.next(candidate.map(|side| side.named()), emptied_at)
+    } else {
+        None
     };
     Ok(Inspection { found, snapshots: keys.len(), next, condition })
 }
@@ -130,7 +142,7 @@ pub async fn rebuild(
 ) -> Result<Pointer, RepairError> {
     let none = || RepairError::Unusable {
         key: slot.snapshots().to_string(),
-        why: "no snapshot is whole".to_owned(),
+        why: "none of its snapshots is whole".to_owned(),
     };
     let next = inspection.next.clone().ok_or_else(none)?;
     let entry = slot.pointer_entry(next.seq);
@@ -242,25 +254,31 @@ struct Known<'a> {
 }
 
 impl Known<'_> {
-    fn next(&self, snapshot: SnapshotRef) -> Pointer {
+    /// `None` where nothing was ever fenced: then there is nothing to write.
+    fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch);
-        let others = [epochs::of_keys(self.keys), self.meta, snapshot.epoch];
+        let written = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+        let others = [epochs::of_keys(self.keys), self.meta, written];
         let held = self.holder.map(|holder| holder.epoch);
-        let fence_epoch = fences.chain(others).chain(held).max().unwrap_or(snapshot.epoch);
+        let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
         let by_platform =
             self.holder.filter(|holder| holder.epoch == fence_epoch).map(|holder| holder.machine);
         let by_pointer = || {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
         };
-        let by_snapshot = || (snapshot.epoch == fence_epoch).then_some(snapshot.machine_id);
-        Pointer {
+        let by_snapshot = || {
+            let named = snapshot.as_ref().filter(|named| named.epoch == fence_epoch);
+            named.map(|named| named.machine_id)
+        };
+        Some(Pointer {
             version: FORMAT,
             fence_epoch,
             fence_machine_id: by_platform.or_else(by_pointer).or_else(by_snapshot),
             seq: self.seq(fence_epoch) + 1,
-            snapshot: Some(snapshot),
-        }
+            emptied_at,
+            snapshot,
+        })
     }
 
     /// At least what it has been. Where the pointer does not say it: each snapshot moved it once, and each fence.

@@ -1,5 +1,8 @@
 //! A snapshot's side record, and the check that the snapshot named by the pointer is there whole.
 
+use std::future::ready;
+use std::pin::pin;
+
 use futures_util::TryStreamExt;
 use jiff::Timestamp;
 use object_store::ObjectStore;
@@ -7,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket::{Bucket, Condition, StoreError};
 use super::bundle;
-use super::key::SlotPrefix;
+use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
 use crate::clock;
@@ -166,7 +169,7 @@ pub async fn recorded(
 /// Why there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
 pub enum Unusable {
-    /// Confirmed: no pointer or a tombstone, and no object where snapshots are.
+    /// Confirmed: no pointer or a tombstone, and no snapshot; or an operator's decision to start empty.
     #[error("there is no snapshot")]
     Absent,
     #[error("{key} is not usable: {why}")]
@@ -185,6 +188,7 @@ pub enum Unusable {
 pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, Unusable> {
     match named(bucket, slot).await? {
         Ok(named) => check(bucket, slot, named).await,
+        Err(Nameless::Emptied) => Err(Unusable::Absent),
         Err(_) if !holds_any(bucket, slot).await.map_err(Unusable::Store)? => Err(Unusable::Absent),
         // The first backup may have moved the pointer since it was read.
         Err(_) => match named(bucket, slot).await? {
@@ -204,30 +208,38 @@ pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, U
 enum Nameless {
     Missing,
     Tombstone,
+    /// An operator decided so.
+    Emptied,
 }
 
 impl std::fmt::Display for Nameless {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Missing => "the pointer is missing",
-            Self::Tombstone => "the pointer names no snapshot",
+            Self::Tombstone | Self::Emptied => "the pointer names no snapshot",
         })
     }
 }
 
 async fn named(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, Nameless>, Unusable> {
     match pointer_io::read(bucket, slot).await {
-        Ok(Some(read)) if read.has_latest() => Ok(read.value.snapshot.ok_or(Nameless::Tombstone)),
+        Ok(Some(read)) if read.has_latest() => {
+            let nameless = read.value.emptied_at.map_or(Nameless::Tombstone, |_| Nameless::Emptied);
+            Ok(read.value.snapshot.ok_or(nameless))
+        }
         Ok(_) => Ok(Err(Nameless::Missing)),
         Err(StoreError::Corrupt { key, why }) => Err(Unusable::Damaged { key, why }),
         Err(error) => Err(Unusable::Store(error)),
     }
 }
 
-/// Whether any object is where the slot's snapshots are: one listing request.
+/// Whether the slot has any snapshot: one listing request. An object without a side record is none; the backup that made
+/// it did not end.
 async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreError> {
     let prefix = slot.snapshots();
-    let first = bucket.raw().list(Some(&prefix)).try_next().await;
+    let records =
+        bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_side_record(&meta.location)));
+    let first = pin!(records).try_next().await;
     Ok(first.map_err(|error| StoreError::of(&prefix, error))?.is_some())
 }
 

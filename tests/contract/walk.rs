@@ -109,7 +109,15 @@ async fn send(side: &impl Side, request: RequestBuilder) -> Reply {
 
 /// A call of an operation with a right body.
 pub fn right_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
-    let call = side.known(operation, &side.path(operation));
+    let needed = operation.parameters.iter().filter(|one| one.place == Place::QueryNeeded);
+    let known = needed.filter_map(|one| Some((one.name, side.own(operation, one.name)?)));
+    let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let query = form_urlencoded::Serializer::new(String::new())
+        .extend_pairs(known.map(|(name, value)| (name, text(value))))
+        .finish();
+    let path = side.path(operation);
+    let path = if query.is_empty() { path } else { format!("{path}?{query}") };
+    let call = side.known(operation, &path);
     match operation.body {
         Some(body) => call.json(&right_body(side, operation, &variants(&body())[0])),
         None => call,

@@ -103,8 +103,14 @@ fn pointers() -> impl Strategy<Value = Vec<u8>> {
         1 => Just(None),
     ];
     (0..60u32, 0..1u64 << 40, named).prop_map(|(fence, seq, snapshot)| {
-        let pointer =
-            Pointer { version: 1, fence_epoch: Epoch(fence), fence_machine_id: None, seq, snapshot };
+        let pointer = Pointer {
+            version: 1,
+            fence_epoch: Epoch(fence),
+            fence_machine_id: None,
+            seq,
+            snapshot,
+            emptied_at: None,
+        };
         serde_json::to_vec(&pointer).expect("a pointer is JSON")
     })
 }

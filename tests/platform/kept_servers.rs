@@ -266,8 +266,32 @@ async fn recovery_of_a_lost_pointer_changes_nothing() {
     let empty = json!({"idpUserId": "user_1", "allowEmpty": true});
     let refused = stack.post(&process, "/vps/recover", &empty).await;
     refused.assert_problem(409, "snapshot_unusable");
-    assert!(refused.body["detail"].as_str().unwrap().contains("the pointer is lost"), "{refused:?}");
+    assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
     stack.delete(&process, &format!("/vps/{}", old.machine)).await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "snapshot_unusable");
+}
+
+/// As after the platform's database was restored from a copy that is older than the registration.
+#[tokio::test(flavor = "multi_thread")]
+async fn host_that_serves_is_kept_though_its_registration_was_forgotten() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]);
+    let guest = stack.running(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    let forget = "UPDATE user_machines SET status = 'provisioning', registered_at = NULL, proven_at = NULL, \
+                  registration_body_hash = NULL";
+    client.execute(forget, &[]).await.unwrap();
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    client
+        .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
+        .await
+        .unwrap();
+    let answer = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let operation = id(&answer.body, "operationId");
+    stack.ended(&process, &operation).await;
+    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    assert!(power(&stack, &guest.machine).is_some(), "{}", stack.log());
+    let waits = stack.get(&process, "/vps/fleet").await.body.to_string();
+    assert!(waits.contains("unsaved_changes"), "{waits}");
 }

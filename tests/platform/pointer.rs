@@ -133,3 +133,57 @@ async fn rebuild_passes_over_a_snapshot_that_is_not_whole() {
     stack.post(&process, REBUILD, &body()).await.assert_problem(503, "store_unavailable");
     stack.store.up().unwrap();
 }
+
+/// Where everything is lost, the slot is not: an operator lets it start empty, and that is in the audit.
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_whose_snapshots_are_all_lost_starts_empty_when_an_operator_says_so() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, older] = recovered_twice(&stack, &process).await;
+    let emptied = json!({"idpUserId": "user_1", "empty": true});
+    stack.post(&process, REBUILD, &emptied).await.assert_problem(409, "conflict");
+    for key in [&newer, &older] {
+        stack.store.remove(BUCKET, &format!("user_1/primary/{key}"));
+    }
+    let allowed = json!({"idpUserId": "user_1", "allowEmpty": true});
+    stack.post(&process, "/vps/recover", &allowed).await.assert_problem(409, "snapshot_unusable");
+
+    let before = stack.pointer("user_1");
+    assert_eq!(stack.post(&process, REBUILD, &emptied).await.status, 200);
+    let now = stack.pointer("user_1");
+    assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &before["fenceEpoch"]));
+    assert_eq!(audited(&stack).await[0]["after"]["emptiedAt"], now["emptiedAt"]);
+    stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
+    let answer = stack.post(&process, "/vps/recover", &allowed).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    let guest = stack.guest(&process, answer.body["machineId"].as_str().unwrap()).await;
+    assert_eq!(guest.restore_mode, "empty");
+}
+
+/// A slot that never had a snapshot keeps its fence when its pointer becomes unreadable.
+#[tokio::test(flavor = "multi_thread")]
+async fn unreadable_pointer_of_a_slot_without_snapshots_becomes_a_fence_again() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.store.write(BUCKET, LATEST, "{not json");
+    assert_eq!(stack.post(&process, REBUILD, &body()).await.status, 200);
+    let now = stack.pointer("user_1");
+    assert_eq!((&now["snapshot"], &now["fenceEpoch"]), (&Value::Null, &json!(1)));
+    assert_eq!(now["fenceMachineId"], guest.machine);
+}
+
+/// The platform's database is older than the store: a machine that it forgot has the fence, and the next one is above it.
+#[tokio::test(flavor = "multi_thread")]
+async fn next_machine_is_above_every_epoch_that_the_store_knows() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let meta = json!({"version": 1, "idpUserId": "user_1", "slot": "primary", "machineId": uuid::Uuid::nil(),
+        "epoch": 6, "providerServerId": null, "imageVersion": "2026.11.1", "status": "running", "publicIpv4": null,
+        "heartbeatAt": "2026-01-02T03:04:05.678Z", "lastBackup": null});
+    stack.store.write(BUCKET, "user_1/primary/system/vps-meta.json", meta.to_string());
+    let answer = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(7)), "{answer:?}");
+}

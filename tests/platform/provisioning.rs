@@ -97,7 +97,7 @@ async fn a_slot_that_has_a_snapshot_never_starts_empty() {
     // Of a machine that the database does not know, below the first epoch that it gives.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
-    stack.store.write(BUCKET, "user_1/primary/system/db/latest", pointer.to_string());
+    stack.write_pointer("user_1", &pointer);
     let made = stack.provision(&process, "user_1").await;
     assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
 

@@ -18,11 +18,12 @@ impl Stack {
             "epoch": 1, "takenAt": at, "verifiedAt": at});
         let side = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
             "machineId": machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
-        let pointer = json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": named});
+        let seq = self.highest_seq(user) + 1;
+        let pointer = json!({"version": 1, "fenceEpoch": 1, "seq": seq, "snapshot": named});
         let prefix = format!("{user}/primary");
         self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
         self.store.write(BUCKET, &format!("{prefix}/{key}.json"), side.to_string());
-        self.store.write(BUCKET, &format!("{prefix}/system/db/latest"), pointer.to_string());
+        self.write_pointer(user, &pointer);
         format!("{prefix}/{key}")
     }
 
@@ -37,7 +38,7 @@ impl Stack {
 
     /// One that this machine took then, under the fence as it stands.
     pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) {
-        let (fence, seq) = (self.pointer(user)["fenceEpoch"].clone(), self.pointer(user)["seq"].clone());
+        let fence = self.pointer(user)["fenceEpoch"].clone();
         let object = self.snapshot_at(user, at);
         let mut side: Value = serde_json::from_slice(
             &self.store.read(BUCKET, &format!("{object}.json")).expect("a side record"),
@@ -48,11 +49,21 @@ impl Stack {
         let mut pointer = self.pointer(user);
         pointer["snapshot"]["machineId"] = json!(machine);
         pointer["fenceEpoch"] = fence;
-        pointer["seq"] = json!(seq.as_u64().unwrap_or(0) + 1);
         self.write_pointer(user, &pointer);
     }
 
+    /// By the pointer's log, which stays when the pointer is lost.
+    fn highest_seq(&self, user: &str) -> u64 {
+        let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
+        let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
+        log.iter().filter_map(|object| seq(&object.key)).max().unwrap_or(6)
+    }
+
+    /// Writes the pointer and its entry of the log.
     pub fn write_pointer(&self, user: &str, pointer: &Value) {
+        let entry =
+            format!("{user}/primary/system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or(0));
+        self.store.write(BUCKET, &entry, pointer.to_string());
         self.store.write(BUCKET, &format!("{user}/primary/system/db/latest"), pointer.to_string());
     }
 

@@ -185,6 +185,7 @@ async fn careless_fence(bucket: &Bucket, epoch: u32, careless: Option<Careless>)
         fence_machine_id: Some(machine(epoch)),
         seq: old.map_or(0, |old| old.seq) + 1,
         snapshot,
+        emptied_at: None,
     };
     write(bucket, now, &next).await
 }
@@ -209,6 +210,7 @@ async fn careless_advance(
         fence_machine_id: Some(side.machine_id),
         seq: old.map_or(0, |old| old.seq) + 1,
         snapshot: Some(side.named()),
+        emptied_at: None,
     };
     if careless == Some(Careless::Fence) {
         snapshot::record(bucket, &slot(), side, None).await?;

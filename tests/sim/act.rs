@@ -7,6 +7,7 @@ use anyhow::Result;
 use secrecy::SecretString;
 use serde_json::{Value, json};
 
+use super::check::is_stray;
 use super::host::Host;
 use super::ledger::{Ledger, Told};
 use super::look::{Look, MachineSeen};
@@ -23,6 +24,21 @@ struct Asked {
     token: SecretString,
     body: Option<Value>,
     key: Option<String>,
+    accepts: Accepts,
+}
+
+/// Whose data an operator gives up by a request.
+#[derive(Debug, Clone)]
+enum Accepts {
+    Nothing,
+    OfSlot(String),
+    OfMachine(String),
+}
+
+impl Asked {
+    fn accepting(self, does: bool, accepts: Accepts) -> Self {
+        if does { Self { accepts, ..self } } else { self }
+    }
 }
 
 impl World<'_> {
@@ -31,12 +47,13 @@ impl World<'_> {
         match &step.action {
             Action::BackUp { host, breaks_off } => {
                 if let Some(host) = self.host(*host) {
-                    let (store, ledger) = (Arc::clone(&self.store), self.ledger.clone());
+                    let (store, ledger, rows) =
+                        (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
                     let (breaks_off, broken) = (*breaks_off, self.broken);
                     self.tally.snapshots += 1;
                     self.under_way.spawn(async move {
                         let server = host.server.clone();
-                        let end = host.back_up(store, breaks_off, broken).await;
+                        let end = host.back_up(store, rows, breaks_off, broken).await;
                         ledger.note(format!("{server} backed up: {end}"));
                     });
                     tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
@@ -45,11 +62,23 @@ impl World<'_> {
             Action::ServerVanishes { host } => {
                 if let Some(host) = self.host(*host) {
                     self.sky.vanish(&host.server).await;
+                    self.rows.lost(&host.machine);
                 }
             }
             Action::ProviderFails { call, fault, times } => self.sky.fault(*call, *fault, *times),
             Action::StoreFails { write, fault, times } => self.store.fault(*write, *fault, *times),
+            Action::PointerBreaks { slot, is_lost } => {
+                let (user, slot) = SLOTS[*slot];
+                self.store.break_pointer(&format!("{user}/{slot}"), *is_lost).await;
+            }
+            Action::Write { host } => {
+                if let Some(host) = self.host(*host) {
+                    self.write(&host).await?;
+                }
+            }
             Action::DatabaseCuts => self.seat.cut().await?,
+            Action::DatabaseSaved => self.seat.save().await?,
+            Action::DatabaseRestored => self.restore_database().await?,
             Action::Crash { process } => {
                 self.tally.crashes += 1;
                 self.processes[*process].switch.kill();
@@ -70,6 +99,12 @@ impl World<'_> {
             Action::TimePasses { seconds, leases } => self.seat.pass_time(*seconds, *leases).await?,
             Action::Rest => self.rest().await?,
             _ => {
+                if let Action::Register { host, .. } = &step.action
+                    && let Some(host) = self.host(*host)
+                    && !self.boots(&host).await
+                {
+                    return Ok(());
+                }
                 if let Some(asked) = self.asked(step) {
                     self.ask(asked, step).await;
                 }
@@ -84,6 +119,35 @@ impl World<'_> {
         (!hosts.is_empty()).then(|| hosts[hosts.len() - 1 - nth % hosts.len()].clone())
     }
 
+    /// Whether the host has its slot's data, which it restores before it registers.
+    async fn boots(&self, host: &Host) -> bool {
+        let booted = host.boot(&self.store, &self.rows).await;
+        if !matches!(booted, Ok(true)) {
+            self.ledger.note(format!("{} does not boot: {booted:?}", host.server));
+        }
+        booted.unwrap_or(false)
+    }
+
+    /// Through the router: the machine runs, and its server is on, when the row is written and when it is acknowledged.
+    async fn write(&self, host: &Host) -> Result<()> {
+        if !self.serves(&host.machine).await? {
+            return Ok(());
+        }
+        let Some(row) = self.rows.write(&host.machine) else { return Ok(()) };
+        if self.serves(&host.machine).await? {
+            self.ledger.note(format!("{} has row {row}", host.server));
+        } else {
+            self.rows.take_back(row);
+        }
+        Ok(())
+    }
+
+    async fn serves(&self, machine: &str) -> Result<bool> {
+        let look = Look::at(&self.seat.client).await?;
+        Ok(look.machine(machine).is_some_and(MachineSeen::is_running)
+            && self.sky.on().iter().any(|on| on == machine))
+    }
+
     fn machine(&self, nth: usize) -> Option<String> {
         let known = self.ledger.machines();
         (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
@@ -93,7 +157,15 @@ impl World<'_> {
         let operator = |what, method, path: String, body: Option<Value>| {
             // The same key always carries the same request.
             let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
-            Asked { what, method, path, token: SECRET.to_owned().into(), body, key }
+            Asked {
+                what,
+                method,
+                path,
+                token: SECRET.to_owned().into(),
+                body,
+                key,
+                accepts: Accepts::Nothing,
+            }
         };
         let of_host = |what, path: String, token: &str, body: Value| Asked {
             what,
@@ -102,6 +174,7 @@ impl World<'_> {
             token: token.to_owned().into(),
             body: Some(body),
             key: None,
+            accepts: Accepts::Nothing,
         };
         Some(match &step.action {
             Action::Subscribe { slot } => {
@@ -109,16 +182,20 @@ impl World<'_> {
                 let body = json!({"idpUserId": user, "slot": slot, "plan": "max", "status": "active"});
                 operator("subscribe", "PUT", "/vps/slots".to_owned(), Some(body))
             }
-            Action::Provision { slot } => {
+            Action::Provision { slot, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let handle = user.replace('_', "-");
-                let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": true});
-                operator("provision", "POST", "/vps/provision".to_owned(), Some(body))
+                let body =
+                    json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss});
+                let asked = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
+                asked.accepting(*accept_loss, Accepts::OfSlot(format!("{user}/{slot}")))
             }
-            Action::Recover { slot, empty } => {
+            Action::Recover { slot, empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
-                let body = json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": true});
-                operator("recover", "POST", "/vps/recover".to_owned(), Some(body))
+                let body =
+                    json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": accept_loss});
+                let asked = operator("recover", "POST", "/vps/recover".to_owned(), Some(body));
+                asked.accepting(*accept_loss, Accepts::OfSlot(format!("{user}/{slot}")))
             }
             Action::Resize { machine, to } => {
                 let path = format!("/vps/{}/resize", self.machine(*machine)?);
@@ -128,9 +205,33 @@ impl World<'_> {
                 let path = format!("/vps/{}/fail", self.machine(*machine)?);
                 operator("fail", "POST", path, Some(json!({"reason": "the plan says so"})))
             }
-            Action::Delete { machine } => {
-                let path = format!("/vps/{}?acceptLoss=true", self.machine(*machine)?);
-                operator("delete", "DELETE", path, None)
+            Action::Delete { machine, accept_loss } => {
+                let machine = self.machine(*machine)?;
+                let asked =
+                    operator("delete", "DELETE", format!("/vps/{machine}?acceptLoss={accept_loss}"), None);
+                asked.accepting(*accept_loss, Accepts::OfMachine(machine))
+            }
+            Action::Undelete { machine } => {
+                operator("undelete", "POST", format!("/vps/{}/undelete", self.machine(*machine)?), None)
+            }
+            Action::Resume { machine } => {
+                operator("resume", "POST", format!("/vps/{}/resume", self.machine(*machine)?), None)
+            }
+            Action::Discard { machine, accept_loss } => {
+                let machine = self.machine(*machine)?;
+                let body = json!({"acceptLoss": accept_loss});
+                let asked = operator("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
+                asked.accepting(*accept_loss, Accepts::OfMachine(machine))
+            }
+            Action::Abandon { operation } => {
+                let known = self.ledger.operations();
+                let id = known.iter().rev().nth(*operation)?;
+                operator("abandon", "POST", format!("/vps/operations/{id}/abandon"), None)
+            }
+            Action::RebuildPointer { slot } => {
+                let (user, slot) = SLOTS[*slot];
+                let body = json!({"idpUserId": user, "slot": slot});
+                operator("rebuild", "POST", "/vps/slots/pointer/rebuild".to_owned(), Some(body))
             }
             Action::Register { host, body } => {
                 let host = self.host(*host)?;
@@ -155,17 +256,32 @@ impl World<'_> {
 
     async fn ask(&mut self, asked: Asked, step: &Step) {
         let copies = if step.twice { 2 } else { 1 };
+        let gives_up = self.given_up_by(&asked.accepts).await;
         for copy in 0..copies {
             let via = (step.via + copy) % PROCESSES;
             let process = Arc::clone(&self.processes[via]);
             let (ledger, asked) = (self.ledger.clone(), asked.clone());
+            let accepting = gives_up.clone().map(|prefix| self.rows.accept(prefix));
             self.tally.requests += 1;
             self.under_way.spawn(async move {
                 send(&process, via, &ledger, &asked).await;
+                drop(accepting);
             });
         }
         // One that takes longer than the step waits overlaps the next.
         let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.answered()).await;
+    }
+
+    /// The slot whose data a request gives up.
+    async fn given_up_by(&self, accepts: &Accepts) -> Option<String> {
+        match accepts {
+            Accepts::Nothing => None,
+            Accepts::OfSlot(prefix) => Some(prefix.clone()),
+            Accepts::OfMachine(machine) => {
+                let look = Look::at(&self.seat.client).await.ok()?;
+                look.machine(machine).map(MachineSeen::prefix)
+            }
+        }
     }
 
     /// Until every request so far has ended.
@@ -178,17 +294,32 @@ impl World<'_> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
         let body = Some(host.heartbeat_body());
-        let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key: None };
+        let (key, accepts) = (None, Accepts::Nothing);
+        let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key, accepts };
         send(&self.processes[via], via, &self.ledger, &asked).await
     }
 
     /// The host registers, as it was made to.
     pub async fn register(&self, host: &Host, via: usize) -> Option<Answer> {
+        if !self.boots(host).await {
+            return None;
+        }
         self.ledger.registers(&host.machine);
         let token = host.registration.clone().into();
         let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
-        let asked = Asked { what: "register", method: "POST", path, token, body, key: None };
+        let (key, accepts) = (None, Accepts::Nothing);
+        let asked = Asked { what: "register", method: "POST", path, token, body, key, accepts };
         send(&self.processes[via], via, &self.ledger, &asked).await
+    }
+
+    /// An operator puts a broken pointer in place again.
+    async fn rebuild(&self, prefix: &str) {
+        let (user, slot) = prefix.split_once('/').expect("a slot's prefix");
+        let body = Some(json!({"idpUserId": user, "slot": slot}));
+        let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
+        let (key, accepts) = (None, Accepts::Nothing);
+        let asked = Asked { what: "rebuild", method: "POST", path, token, body, key, accepts };
+        send(&self.processes[0], 0, &self.ledger, &asked).await;
     }
 
     /// For a while, or until no operation has anything to do but wait for a host.
@@ -221,6 +352,9 @@ impl World<'_> {
                 self.start(process);
             }
         }
+        for prefix in self.store.broken_pointers() {
+            self.rebuild(&prefix).await;
+        }
         let mut calm = 0;
         // With a rule broken, it may never come to rest.
         let rounds = if self.broken.is_some() { 100 } else { 400 };
@@ -229,7 +363,7 @@ impl World<'_> {
             tokio::time::sleep(Duration::from_millis(30)).await;
             let look = Look::at(&self.seat.client).await?;
             let live = self.sky.live();
-            let stray = |id: &String| !look.machine(id).is_some_and(MachineSeen::is_active);
+            let stray = |id: &String| is_stray(&look, &live, &self.ledger, id);
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
             let under_way = look.operations.iter().any(|it| it.state == "running");
             let quiet = !under_way && !live.iter().any(stray) && !look.machines.iter().any(bare);
@@ -263,7 +397,7 @@ impl World<'_> {
 
 async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> Option<Answer> {
     let request_id = ledger.request_id();
-    let Asked { what, method, path, token, body, key } = asked;
+    let Asked { what, method, path, token, body, key, .. } = asked;
     let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let answer = process.api(request).await;
     let said =
@@ -272,6 +406,10 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> 
     if let Some(answer) = &answer {
         if let ("register", 200, Some(body)) = (*what, answer.status, body) {
             ledger.registered(body);
+        }
+        if let ("heartbeat", 200, Some(epoch)) = (*what, answer.status, answer.body["epoch"].as_u64()) {
+            let machine = path.split('/').nth(2).unwrap_or_default();
+            ledger.raised(machine, epoch as u32);
         }
         ledger.answered(Told { what, key: key.clone(), request_id, status: answer.status }, answer);
     } else {

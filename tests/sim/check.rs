@@ -119,7 +119,7 @@ pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledge
     if look.operations.iter().any(|operation| operation.state == "running") {
         found.insert(Violation::OperationNeverEnds);
     }
-    if live.iter().any(|id| !look.machine(id).is_some_and(MachineSeen::is_active)) {
+    if live.iter().any(|id| is_stray(look, live, ledger, id)) {
         found.insert(Violation::Orphan);
     }
     if look.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
@@ -129,6 +129,14 @@ pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledge
         found.insert(Violation::AuditIncomplete);
     }
     found
+}
+
+/// Whether a server is to be gone. One that the database forgot when it was restored is for an operator to decide about.
+pub fn is_stray(look: &Look, live: &[String], ledger: &Ledger, machine: &str) -> bool {
+    if ledger.was_restored() && live.iter().any(|id| look.machine(id).is_none()) {
+        return false;
+    }
+    look.machine(machine).is_none_or(|machine| !machine.is_active() && !look.is_kept(machine))
 }
 
 /// One row for each change, none twice, and none for an answer that was given again.
@@ -144,7 +152,7 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
         let target = |row: &AuditSeen| row.target == *id;
         rows(&["provision", "recover"], &made) == 1
             && rows(&["delete", "preview.expired", "delete.predecessor"], &target)
-                == usize::from(machine.deleted_at.is_some())
+                == usize::from(machine.deleted_at.is_some()) + rows(&["undelete"], &target)
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
     let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");

@@ -81,6 +81,13 @@ impl Cloud {
         self.books().servers.values().map(machine).collect()
     }
 
+    /// Of those, the ones that are switched on.
+    pub fn on(&self) -> Vec<String> {
+        let books = self.books();
+        let on = books.servers.values().filter(|server| server.status == ServerStatus::Running);
+        on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
+    }
+
     /// Every server that was ever made, the oldest first.
     pub fn made(&self) -> Vec<Made> {
         self.books().made.clone()
@@ -114,6 +121,13 @@ impl Cloud {
             books.faults.remove(at);
         }
         Some(fault)
+    }
+
+    /// Whether the next list is not whole.
+    fn is_partial(&self) -> bool {
+        let next =
+            |books: &Books| books.faults.iter().find(|(call, _, _)| *call == Call::Look).map(|found| found.1);
+        next(&self.books()) == Some(CloudFault::Partial)
     }
 
     fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
@@ -264,6 +278,9 @@ impl Provider for AtThePort {
             }
             Some(CloudFault::ServerError) => Err(failure(CALL, ErrorKind::Ambiguous, 503, "")),
             Some(CloudFault::Refused) => Err(failure(CALL, ErrorKind::Refused, 422, "unsupported_error")),
+            Some(CloudFault::NoCapacity) => {
+                Err(failure(CALL, ErrorKind::Account, 412, "resource_unavailable"))
+            }
             Some(CloudFault::LostReply) => {
                 let _ = self.0.order(order);
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
@@ -282,7 +299,9 @@ impl Provider for AtThePort {
                 tokio::time::sleep(SLOW).await;
                 made
             }
-            Some(CloudFault::ActionError) | None => self.0.order(order),
+            Some(CloudFault::ActionError | CloudFault::Partial | CloudFault::Locked) | None => {
+                self.0.order(order)
+            }
         }
     }
 
@@ -299,7 +318,13 @@ impl Provider for AtThePort {
             let found = server.labels.get(label);
             !blind && found.is_some_and(|found| value.is_none_or(|value| value == found))
         };
-        self.0.look("list servers", |books| books.servers.values().filter(chosen).cloned().collect()).await
+        let partial = self.0.is_partial();
+        let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
+        let all: Vec<Server> = self
+            .0
+            .look("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
+            .await?;
+        Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
@@ -314,6 +339,7 @@ impl Provider for AtThePort {
                 return Err(failure(CALL, ErrorKind::Transient, 429, "rate_limit_exceeded"));
             }
             Some(CloudFault::ServerError) => return Err(failure(CALL, ErrorKind::Transient, 503, "")),
+            Some(CloudFault::Locked) => return Err(failure(CALL, ErrorKind::Transient, 423, "locked")),
             _ => {}
         }
         if self.0.broken == Some(Broken::NothingIsDeleted) {

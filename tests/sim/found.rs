@@ -21,7 +21,7 @@ async fn holds(steps: Vec<Step>) {
 fn running(slot: usize) -> Vec<Step> {
     let actions = [
         Action::Subscribe { slot },
-        Action::Provision { slot },
+        Action::Provision { slot, accept_loss: true },
         Action::Rest,
         Action::Register { host: 0, body: 0 },
     ];
@@ -32,7 +32,7 @@ fn running(slot: usize) -> Vec<Step> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_recovery_asked_for_twice_is_not_begun_again_by_the_second_key() {
     let mut steps = running(0);
-    let recover = || Action::Recover { slot: 0, empty: true };
+    let recover = || Action::Recover { slot: 0, empty: true, accept_loss: true };
     steps.push(step(recover(), Some(0)));
     steps.push(step(recover(), Some(1)));
     steps.push(step(Action::Rest, None));
@@ -45,7 +45,7 @@ async fn a_recovery_asked_for_twice_is_not_begun_again_by_the_second_key() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_repeated_deletion_keeps_its_answer() {
     let mut steps = running(0);
-    let delete = || Action::Delete { machine: 0 };
+    let delete = || Action::Delete { machine: 0, accept_loss: true };
     steps.push(step(delete(), Some(0)));
     steps.push(step(delete(), Some(1)));
     steps.push(step(Action::Rest, None));

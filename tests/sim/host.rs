@@ -1,10 +1,12 @@
 //! A host at the level of its protocol: what its user-data tells it, and a backup by the production store code.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use jiff::Timestamp;
+use object_store::ObjectStoreExt;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use svc::config::parse_env_file;
@@ -12,11 +14,12 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{self, FORMAT, SideRecord};
+use svc::store::snapshot::{self, FORMAT, SideRecord, Unusable};
 use svc::store::upload::{Parts, Upload};
 use svc::store::{Bucket, pointer_io};
 
 use super::cloud::Made;
+use super::rows::Rows;
 use super::store::{Store, View};
 use super::violation::Broken;
 
@@ -31,6 +34,14 @@ pub struct Host {
     pub epoch: u32,
     pub registration: String,
     pub upgrade: String,
+    pub restore: String,
+}
+
+/// What a snapshot holds, instead of a dump.
+#[derive(Debug, Serialize, Deserialize)]
+struct Dump {
+    machine: String,
+    rows: BTreeSet<u32>,
 }
 
 impl Host {
@@ -53,6 +64,7 @@ impl Host {
             epoch: take("SVC_EPOCH").parse().expect("a number"),
             registration: take("REGISTRATION_TOKEN"),
             upgrade: take("UPGRADE_TOKEN"),
+            restore: take("SVC_RESTORE_MODE"),
         }
     }
 
@@ -67,9 +79,39 @@ impl Host {
             "lastBackup": null, "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
     }
 
+    pub fn prefix(&self) -> String {
+        format!("{}/{}", self.user, self.slot)
+    }
+
+    /// Restores the slot's latest snapshot, once for each disk; `false` where that cannot be done now.
+    pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
+        if rows.on_disk(&self.machine).is_some() {
+            return Ok(true);
+        }
+        let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
+        let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
+        let restored = match (snapshot::latest(&bucket, &slot).await, self.restore.as_str()) {
+            (Ok(named), _) => {
+                let path = slot.snapshot(&named.key).expect("a key of ours");
+                let dump = bucket.raw().get(&path).await?.bytes().await?;
+                serde_json::from_slice::<Dump>(&dump)?.rows
+            }
+            (Err(Unusable::Absent), "empty") => BTreeSet::new(),
+            (Err(_), _) => return Ok(false),
+        };
+        rows.load(&self.machine, &self.prefix(), restored);
+        Ok(true)
+    }
+
     /// Dump, side record, pointer, in that order, as the backup job does it; it may break off in between.
-    pub async fn back_up(self, store: Arc<Store>, breaks_off: Option<u8>, broken: Option<Broken>) -> String {
-        match self.backed_up(&store, breaks_off, broken).await {
+    pub async fn back_up(
+        self,
+        store: Arc<Store>,
+        rows: Rows,
+        breaks_off: Option<u8>,
+        broken: Option<Broken>,
+    ) -> String {
+        match self.backed_up(&store, &rows, breaks_off, broken).await {
             Ok(what) => what.to_owned(),
             Err(error) => format!("{error:#}"),
         }
@@ -78,6 +120,7 @@ impl Host {
     async fn backed_up(
         &self,
         store: &Arc<Store>,
+        rows: &Rows,
         breaks_off: Option<u8>,
         broken: Option<Broken>,
     ) -> anyhow::Result<&'static str> {
@@ -85,7 +128,12 @@ impl Host {
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
         let (at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
         let key = snapshot_key(at, epoch);
-        let content = Bytes::from(format!("dump of {} at {at}", self.machine));
+        if !self.boot(store, rows).await? {
+            return Ok("nothing is restored there yet");
+        }
+        let dump =
+            Dump { machine: self.machine.clone(), rows: rows.on_disk(&self.machine).unwrap_or_default() };
+        let content = Bytes::from(serde_json::to_vec(&dump)?);
         let path = slot.snapshot(&key).expect("a key of ours");
         let mut upload = Upload::begin(&bucket, &path, Parts::for_at_most(1 << 20)).await?;
         upload.push(content.clone()).await?;
@@ -99,6 +147,7 @@ impl Host {
             return Ok("moved the pointer too soon");
         }
         let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
+        rows.saved(&self.prefix(), dump.rows);
         if breaks_off == Some(2) {
             return Ok("broke off after the side record");
         }

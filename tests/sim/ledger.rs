@@ -32,6 +32,9 @@ struct Book {
     ended: BTreeSet<String>,
     seen: BTreeSet<Violation>,
     requests: u32,
+    /// Epochs that heartbeats handed out.
+    raised: BTreeMap<String, u32>,
+    was_restored: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -130,6 +133,30 @@ impl Ledger {
 
     pub fn operations(&self) -> BTreeSet<String> {
         self.book().operations.clone()
+    }
+
+    /// A host was told its epoch.
+    pub fn raised(&self, machine: &str, epoch: u32) {
+        self.book().raised.insert(machine.to_owned(), epoch);
+    }
+
+    pub fn epoch_of(&self, machine: &str) -> Option<u32> {
+        self.book().raised.get(machine).copied()
+    }
+
+    /// The platform's database was restored from an older copy: what callers were told since is not in it.
+    pub fn restored(&self) {
+        let mut book = self.book();
+        book.was_restored = true;
+        book.told.clear();
+        book.keys.clear();
+        book.operations.clear();
+        book.accepted.clear();
+        book.ended.clear();
+    }
+
+    pub fn was_restored(&self) -> bool {
+        self.book().was_restored
     }
 
     pub fn told(&self) -> Vec<Told> {

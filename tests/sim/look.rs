@@ -16,6 +16,9 @@ pub struct MachineSeen {
     pub proven_at: Option<String>,
     pub retired_at: Option<String>,
     pub deleted_at: Option<String>,
+    pub unsaved_since: Option<String>,
+    pub discard_ordered_at: Option<String>,
+    pub server_deleted_at: Option<String>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -44,7 +47,8 @@ pub struct Look {
 /// One statement, hence one instant; the oldest machine first.
 const LOOK: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
-        status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at FROM user_machines) m), \
+        status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at, \
+        unsaved_since, discard_ordered_at, server_deleted_at FROM user_machines) m), \
     (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
         kind, state, step FROM operations) o)";
 
@@ -59,6 +63,23 @@ impl Look {
 
     pub fn machine(&self, id: &str) -> Option<&MachineSeen> {
         self.machines.iter().find(|machine| machine.machine_id == id)
+    }
+
+    /// Whether the server of a machine that left its slot is to stay: it holds what no snapshot does, or nothing has taken
+    /// its place yet.
+    pub fn is_kept(&self, machine: &MachineSeen) -> bool {
+        if machine.is_active() || machine.discard_ordered_at.is_some() {
+            return false;
+        }
+        if machine.registered_at.is_none() {
+            return machine.unsaved_since.is_some();
+        }
+        let later = |it: &&MachineSeen| {
+            it.prefix() == machine.prefix() && it.epoch > machine.epoch && it.registered_at.is_some()
+        };
+        let mut later = self.machines.iter().filter(later);
+        let is_replaced = later.any(|it| it.proven_at.is_some() || it.server_deleted_at.is_some());
+        machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)
     }
 
     pub fn is_under_way(&self, machine: &str) -> bool {

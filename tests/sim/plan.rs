@@ -13,10 +13,12 @@ pub enum Action {
     },
     Provision {
         slot: usize,
+        accept_loss: bool,
     },
     Recover {
         slot: usize,
         empty: bool,
+        accept_loss: bool,
     },
     /// Of any machine that an answer ever named.
     Resize {
@@ -28,6 +30,28 @@ pub enum Action {
     },
     Delete {
         machine: usize,
+        accept_loss: bool,
+    },
+    Undelete {
+        machine: usize,
+    },
+    Resume {
+        machine: usize,
+    },
+    Discard {
+        machine: usize,
+        accept_loss: bool,
+    },
+    /// Of any operation that an answer ever named.
+    Abandon {
+        operation: usize,
+    },
+    RebuildPointer {
+        slot: usize,
+    },
+    /// The owner's app writes a row, and is told that it is stored.
+    Write {
+        host: usize,
     },
     /// Of any host that ever was, also one whose server is gone: its disk may run anywhere.
     Register {
@@ -58,8 +82,17 @@ pub enum Action {
         fault: StoreFault,
         times: u8,
     },
+    /// `system/db/latest` is deleted, or overwritten with what is no JSON.
+    PointerBreaks {
+        slot: usize,
+        is_lost: bool,
+    },
     /// Every connection to the database is cut.
     DatabaseCuts,
+    /// The platform's database is copied, to be restored later.
+    DatabaseSaved,
+    /// The platform stops, gets the copy as its database, and starts again.
+    DatabaseRestored,
     Crash {
         process: usize,
     },
@@ -106,6 +139,12 @@ pub enum CloudFault {
     Refused,
     /// Accepted; the action ends as an error.
     ActionError,
+    /// A list leaves out every other server.
+    Partial,
+    /// The account's fault, for now: no capacity where the server was ordered.
+    NoCapacity,
+    /// The server is locked by something else.
+    Locked,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,14 +211,21 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
     let backs_up = |host| Action::BackUp { host, breaks_off: None };
     let recovers = rng.percent(40);
+    let accept_loss = rng.percent(ACCEPTED);
     let mut life = if recovers {
-        vec![backs_up(newest), Action::Rest, Action::Recover { slot, empty: false }, backs_up(newest)]
+        vec![
+            backs_up(newest),
+            Action::Rest,
+            Action::Recover { slot, empty: false, accept_loss },
+            backs_up(newest),
+        ]
     } else if rng.percent(65) {
-        vec![Action::Provision { slot }]
+        vec![Action::Provision { slot, accept_loss }]
     } else {
-        vec![Action::Delete { machine: 0 }, Action::Provision { slot }]
+        vec![Action::Delete { machine: 0, accept_loss }, Action::Provision { slot, accept_loss }]
     };
     life.extend(comes_up);
+    life.push(Action::Write { host: newest });
     if rng.percent(20) {
         let resize = Action::Resize { machine: 0, to: rng.pick(&["cpx32", "cpx52"]) };
         life.extend([resize, Action::Rest, Action::Heartbeat { host: newest }]);
@@ -195,6 +241,9 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     }
     life
 }
+
+/// How often an operator accepts a loss.
+const ACCEPTED: u64 = 30;
 
 fn step(rng: &mut Rng, action: Action) -> Step {
     let twice = rng.percent(12);
@@ -226,6 +275,15 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         3 * trouble,
         2,
         8,
+        10,
+        3,
+        2,
+        1,
+        2,
+        1 + trouble,
+        trouble,
+        1,
+        trouble,
     ];
     let machine = rng.below(64);
     let slot = rng.below(SLOTS.len());
@@ -234,11 +292,11 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
     let process = rng.below(PROCESSES);
     match rng.weighted(&weights) {
         0 => Action::Subscribe { slot },
-        1 => Action::Provision { slot },
-        2 => Action::Recover { slot, empty: rng.percent(70) },
+        1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPTED) },
+        2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPTED) },
         3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
         4 => Action::Fail { machine },
-        5 => Action::Delete { machine },
+        5 => Action::Delete { machine, accept_loss: rng.percent(ACCEPTED) },
         6 => Action::Register { host, body: u8::from(rng.percent(25)) },
         7 => Action::Heartbeat { host },
         8 => Action::BootFailure { host },
@@ -260,17 +318,30 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         16 => Action::Stop { process },
         17 => Action::Start { process },
         18 => Action::TimePasses { seconds: rng.pick(&[1, 5, 30, 90, 1000]), leases: rng.percent(40) },
-        _ => Action::Rest,
+        19 => Action::Rest,
+        20 => Action::Write { host },
+        21 => Action::Undelete { machine },
+        22 => Action::Resume { machine },
+        23 => Action::Discard { machine, accept_loss: rng.percent(ACCEPTED) },
+        24 => Action::Abandon { operation: rng.below(3) },
+        25 => Action::RebuildPointer { slot },
+        26 => Action::PointerBreaks { slot, is_lost: rng.percent(60) },
+        27 => Action::DatabaseSaved,
+        _ => Action::DatabaseRestored,
     }
 }
 
 fn provider_fails(rng: &mut Rng) -> Action {
-    use CloudFault::{ActionError, Late, LostReply, RateLimited, Refused, ServerError, Slow};
+    use CloudFault::{
+        ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
+    };
     let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Look, Call::Delete, Call::Act]);
     let fault = match call {
-        Call::Create => rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused]),
-        Call::Look => rng.pick(&[RateLimited, ServerError, Slow]),
-        Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow]),
+        Call::Create => {
+            rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
+        }
+        Call::Look => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
+        Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
         Call::Act => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
     Action::ProviderFails { call, fault, times: 1 + rng.below(3) as u8 }

@@ -167,5 +167,7 @@ impl Tally {
         self.resized += other.resized;
         self.crashes += other.crashes;
         self.snapshots += other.snapshots;
+        self.rows += other.rows;
+        self.restored += other.restored;
     }
 }

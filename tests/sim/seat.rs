@@ -62,7 +62,24 @@ impl Seat {
 
     /// As new, but for the keys.
     pub async fn clear(&self) -> Result<()> {
+        self.client.batch_execute("DROP SCHEMA IF EXISTS saved CASCADE").await?;
         insist(&self.client, &self.empty).await
+    }
+
+    /// Copies every table and sequence, as a dump of the database would.
+    pub async fn save(&self) -> Result<()> {
+        insist(&self.client, SAVE).await
+    }
+
+    /// Brings the copy back; `false` without one.
+    pub async fn restore(&self) -> Result<bool> {
+        let found = self.client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
+        if found.is_none() {
+            return Ok(false);
+        }
+        insist(&self.client, &self.empty).await?;
+        insist(&self.client, RESTORE).await?;
+        Ok(true)
     }
 
     pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
@@ -82,6 +99,25 @@ async fn cheap_password(client: &Client, password: &str) -> Result<()> {
     let sql = format!("SET scram_iterations = 1; ALTER ROLE postgres PASSWORD '{password}'");
     Ok(client.batch_execute(&sql).await?)
 }
+
+/// The tables that [`Seat::clear`] empties, and the sequences.
+const SAVE: &str = "DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
+    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
+        AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
+        EXECUTE format('CREATE TABLE saved.%I AS TABLE public.%I', name, name);
+    END LOOP;
+    CREATE TABLE saved.sequences AS SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'public';
+    END $$";
+
+const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
+    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'saved' AND tablename <> 'sequences' LOOP
+        SELECT string_agg(quote_ident(column_name), ', ') INTO columns FROM information_schema.columns
+            WHERE table_schema = 'public' AND table_name = name AND is_generated = 'NEVER';
+        EXECUTE format('INSERT INTO public.%I (%s) OVERRIDING SYSTEM VALUE SELECT %s FROM saved.%I',
+            name, columns, columns, name);
+    END LOOP;
+    PERFORM setval(quote_ident(sequencename), coalesce(last_value, 1)) FROM saved.sequences;
+    END $$";
 
 /// What the platform is doing, or has left, may be in the way for a moment.
 async fn insist(client: &Client, sql: &str) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Result;
-use kit::provider::{Fault, FaultRule, RateLimit, Simulator, SimulatorOptions};
+use kit::provider::{Fault, FaultRule, Power, RateLimit, Simulator, SimulatorOptions};
 use svc::http::client::{self, Deadlines};
 use svc::provider::Provider;
 use svc::provider::hetzner::{Hetzner, Limits};
@@ -57,6 +57,17 @@ impl Sky {
                 .into_iter()
                 .map(|server| server.labels.get("svc-machine").cloned().unwrap_or_default())
                 .collect(),
+        }
+    }
+
+    /// Of those, the ones whose servers are switched on.
+    pub fn on(&self) -> Vec<String> {
+        match self {
+            Self::Port(cloud) => cloud.on(),
+            Self::Wire { simulator, .. } => {
+                let on = simulator.servers().into_iter().filter(|server| server.status == Power::Running);
+                on.filter_map(|server| server.labels.get("svc-machine").cloned()).collect()
+            }
         }
     }
 
@@ -126,6 +137,10 @@ fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
         CloudFault::Slow => Fault::SlowReply { ms: 200 },
         CloudFault::Refused => status(422, "unsupported_error"),
         CloudFault::ActionError => Fault::ActionError,
+        // The kit's provider lists the truth: over HTTP, an answer that does not come stands for it.
+        CloudFault::Partial => Fault::LostRequest,
+        CloudFault::NoCapacity => status(412, "resource_unavailable"),
+        CloudFault::Locked => status(423, "locked"),
     };
     FaultRule::times(u32::from(times), method, path, fault)
 }

@@ -17,7 +17,7 @@ use object_store::{
     ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 use sha2::{Digest, Sha256};
-use svc::store::pointer::Pointer;
+use svc::store::pointer::{Pointer, SnapshotRef};
 use svc::store::snapshot::SideRecord;
 
 use super::plan::{Moment, StoreFault};
@@ -36,6 +36,8 @@ pub struct Store {
     /// What each pointer was last. One write of a pointer at a time, so that this is the order they came in.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
     dumps: Mutex<BTreeSet<String>>,
+    /// Pointers that a plan broke: what is written next need not follow from what was there.
+    pointers_broken: Mutex<BTreeSet<String>>,
 }
 
 impl Store {
@@ -47,6 +49,7 @@ impl Store {
             seen: Mutex::default(),
             pointers: tokio::sync::Mutex::default(),
             dumps: Mutex::default(),
+            pointers_broken: Mutex::default(),
         })
     }
 
@@ -70,6 +73,31 @@ impl Store {
             dumps.extend(there.into_iter().filter(|key| key.ends_with(".dump")));
         }
         lock(&self.seen).clone()
+    }
+
+    /// The store loses a pointer, or what it says.
+    pub async fn break_pointer(&self, slot: &str, is_lost: bool) {
+        let at = Path::from(format!("{slot}{POINTER}"));
+        let _pointers = self.pointers.lock().await;
+        if self.inner.head(&at).await.is_err() {
+            return;
+        }
+        lock(&self.pointers_broken).insert(at.to_string());
+        let done = if is_lost {
+            self.inner.delete(&at).await
+        } else {
+            self.inner.put(&at, "{not json".into()).await.map(drop)
+        };
+        done.expect("the store itself works");
+    }
+
+    /// Slots whose pointers nobody has written since.
+    pub fn broken_pointers(&self) -> Vec<String> {
+        lock(&self.pointers_broken)
+            .iter()
+            .filter_map(|key| key.strip_suffix(POINTER))
+            .map(str::to_owned)
+            .collect()
     }
 
     /// The fence of each slot, by its prefix.
@@ -123,7 +151,19 @@ impl Store {
         if let Some(before) = before {
             let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
             let older = next.seq <= before.seq || next.fence_epoch < before.fence_epoch;
-            if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 && !older {
+            let is_others = |named: &SnapshotRef| {
+                named.epoch == before.fence_epoch
+                    && before.fence_holder().is_some_and(|it| it != named.machine_id)
+            };
+            let is_new = next.snapshot != before.snapshot;
+            if lock(&self.pointers_broken).remove(at.as_ref()) {
+                // Put in place again from the log, or rebuilt from snapshots.
+                if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
+                    found.insert(Violation::PointerWentBack);
+                }
+            } else if is_new && next.snapshot.as_ref().is_some_and(is_others) {
+                found.insert(Violation::PointerMovedByFencedHost);
+            } else if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 && !older {
                 found.insert(Violation::PointerMovedByFencedHost);
             } else if older || epoch(next) < epoch(before) {
                 found.insert(Violation::PointerWentBack);

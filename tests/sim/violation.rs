@@ -32,6 +32,8 @@ pub enum Violation {
     ReplayDiffers,
     /// A replaced host does not learn of it, or a current one is sent away.
     HostNotTold,
+    /// An acknowledged row is on no server and in no snapshot, and nobody accepted that.
+    LostRows,
     /// The platform answered that it does not know what went wrong.
     InternalError,
 }
@@ -158,6 +160,13 @@ impl Broken {
          CREATE FUNCTION kept() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER kept BEFORE UPDATE OF state ON operations
             FOR EACH ROW WHEN (NEW.state = 'succeeded') EXECUTE FUNCTION kept();",
+    );
+    /// Nobody remembers that a server holds what no snapshot does.
+    pub const UNSAVED_IS_FORGOTTEN: Self = Self::Sql(
+        "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            NEW.unsaved_since := NULL; RETURN NEW; END $$;
+         CREATE TRIGGER broken BEFORE UPDATE OF unsaved_since ON user_machines
+            FOR EACH ROW EXECUTE FUNCTION broken();",
     );
     pub const RAISES: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN

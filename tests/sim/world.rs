@@ -19,6 +19,7 @@ use super::ledger::Ledger;
 use super::look::Look;
 use super::plan::{PROCESSES, SLOTS};
 use super::process::Process;
+use super::rows::Rows;
 use super::seat::Seat;
 use super::sky::Sky;
 use super::store::{Store, View};
@@ -30,6 +31,7 @@ pub struct World<'a> {
     pub store: Arc<Store>,
     pub processes: Vec<Arc<Process>>,
     pub ledger: Ledger,
+    pub rows: Rows,
     pub broken: Option<Broken>,
     /// Requests and backups whose end nobody waits for.
     pub under_way: JoinSet<()>,
@@ -50,6 +52,10 @@ pub struct Tally {
     pub resized: u32,
     pub crashes: u32,
     pub snapshots: u32,
+    /// Rows that were acknowledged.
+    pub rows: u32,
+    /// Older copies of the database that the platform went on with.
+    pub restored: u32,
 }
 
 impl<'a> World<'a> {
@@ -76,6 +82,7 @@ impl<'a> World<'a> {
             store,
             processes,
             ledger: Ledger::new(),
+            rows: Rows::default(),
             broken,
             under_way: JoinSet::new(),
             memory: Memory::default(),
@@ -94,6 +101,9 @@ impl<'a> World<'a> {
     pub fn hosts(&mut self) -> &[Host] {
         let made = self.sky.made();
         self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
+        for host in &mut self.hosts {
+            host.epoch = self.ledger.epoch_of(&host.machine).unwrap_or(host.epoch);
+        }
         &self.hosts
     }
 
@@ -107,6 +117,11 @@ impl<'a> World<'a> {
         let mut found = check::always(&look, &mut self.memory, &self.ledger, &known);
         found.extend(check::fenced(&look, &live, &fences));
         found.extend(self.store.violations().await);
+        let lost = self.rows.missing(&self.sky.live());
+        if !lost.is_empty() {
+            self.ledger.note(format!("rows {lost:?} are nowhere"));
+            found.insert(Violation::LostRows);
+        }
         if self.sky.had_doubles() {
             found.insert(Violation::TwoServersOfOneMachine);
         }
@@ -160,10 +175,13 @@ impl<'a> World<'a> {
         found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
         let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
         self.tally.resized += look.operations.iter().filter(resized).count() as u32;
+        self.tally.rows += u32::try_from(self.rows.acknowledged())?;
         self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
         for host in self.hosts().to_vec() {
             let Some(machine) = look.machine(&host.machine) else { continue };
-            let right = Some((200, Some(!machine.is_active())));
+            // Whose server is kept may get its slot back: its writers stay stopped, and it is not sent away.
+            let is_kept = look.is_kept(machine) && machine.registered_at.is_some();
+            let right = Some((200, Some(!machine.is_active() && !is_kept)));
             let mut told = None;
             // The reconciler sees soon that a deleted machine cannot come back.
             for _ in 0..30 {
@@ -181,6 +199,31 @@ impl<'a> World<'a> {
             }
         }
         Ok(found)
+    }
+
+    /// The platform stops, its database becomes what it was when it was saved, and it starts again; then its hosts are heard.
+    pub async fn restore_database(&mut self) -> Result<()> {
+        for process in &self.processes {
+            process.switch.kill();
+        }
+        self.under_way.shutdown().await;
+        self.seat.cut().await?;
+        if self.seat.restore().await? {
+            self.ledger.restored();
+            self.memory = Memory::default();
+            self.tally.restored += 1;
+        }
+        for process in 0..PROCESSES {
+            self.start(process);
+        }
+        let on = self.sky.on();
+        let registered = self.ledger.registrations();
+        for host in self.hosts().to_vec() {
+            if on.contains(&host.machine) && registered.contains(&host.machine) {
+                self.heartbeat(&host, 0).await;
+            }
+        }
+        Ok(())
     }
 
     /// Ends everything of the run.

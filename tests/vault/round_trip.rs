@@ -92,8 +92,7 @@ async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
     assert_eq!(record["sha256"], snapshot.sha256.as_str());
 
     let new = Machine::new(&store, 2).await?;
-    pointer_io::fence(&machine::bucket(&store)?, &slot(), new.epoch, svc::machine::id::MachineId::new())
-        .await?;
+    pointer_io::fence(&machine::bucket(&store)?, &slot(), new.epoch, new.id).await?;
     new.client().await?.batch_execute("CREATE TABLE of_the_empty_start (id int)").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());

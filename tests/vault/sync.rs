@@ -191,7 +191,13 @@ async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
     let machine = Machine::in_use(&store, 3).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     let bucket = machine::bucket(&store)?;
-    svc::store::pointer_io::fence(&bucket, &machine::slot(), svc::machine::epoch::Epoch(4)).await?;
+    svc::store::pointer_io::fence(
+        &bucket,
+        &machine::slot(),
+        svc::machine::epoch::Epoch(4),
+        svc::machine::id::MachineId::new(),
+    )
+    .await?;
     machine.run(&["svc-db-backup"])?.expect(77);
     platform.serves(&machine)?;
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;

@@ -189,7 +189,10 @@ Example: svcctl pointer rebuild user_1"
         /// The snapshot to name; else the newest whole one of the highest epoch
         #[arg(long, value_name = "KEY")]
         to: Option<SnapshotKey>,
-        /// Replace a pointer that is sound
+        /// Name no snapshot: a recovery with --allow-empty then starts without any. Nothing is deleted
+        #[arg(long, conflicts_with = "to")]
+        empty: bool,
+        /// Replace a pointer that is sound, or with --empty, leave out snapshots that are whole
         #[arg(long)]
         force: bool,
         /// Do not ask

@@ -18,14 +18,18 @@ pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Fa
             let answer = inspect(api, &slot, None).await?;
             out.answer(&answer, |view| Ok(inspection(view, &slot.to_string(), &answer.read()?)))
         }
-        PointerCommand::Rebuild { slot, to, force, yes } => {
-            let what = format!("This writes the snapshot pointer of {slot} again.");
+        PointerCommand::Rebuild { slot, to, empty, force, yes } => {
+            let what = if empty {
+                format!("This leaves out every snapshot of {slot}: its next machine starts empty.")
+            } else {
+                format!("This writes the snapshot pointer of {slot} again.")
+            };
             if confirm::is_due(&what, yes)? {
                 let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;
                 let shown = inspection(&View::of_stdout(), &slot.to_string(), &found);
                 confirm::ask(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
-            let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force});
+            let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});
             if let Some(key) = to {
                 body["snapshotKey"] = key.as_str().into();
             }

@@ -91,6 +91,9 @@ pub async fn handle(
             machine_changes::proven(&session, id).await?;
         }
     }
+    if is_well && machine.registered_at.is_none() {
+        machine_changes::serves_unregistered(&platform.db.session().await?, id).await?;
+    }
     if is_well {
         heal(&platform, &machine, epoch).await;
     }

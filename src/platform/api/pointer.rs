@@ -32,7 +32,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::{self, DbError};
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, Found, Holder, Inspection, RepairError};
+use crate::store::pointer_repair::{self, Found, Holder, Inspection, RepairError, Wanted};
 
 /// Of all requests to the store together: a slot's snapshots are listed once.
 const STORE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,6 +42,8 @@ struct Target {
     slot: Slot,
     /// The snapshot to name, instead of the newest of the highest epoch.
     to: Option<SnapshotKey>,
+    /// Whether the slot is to start without any.
+    empty: bool,
 }
 
 impl Target {
@@ -49,11 +51,19 @@ impl Target {
         let user = fields.required("idpUserId");
         let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
         let to = fields.optional("snapshotKey");
-        user.map(|user| Self { user, slot, to })
+        user.map(|user| Self { user, slot, to, empty: false })
     }
 
     fn prefix(&self) -> SlotPrefix {
         SlotPrefix::new(&self.user, &self.slot)
+    }
+
+    fn wanted(&self) -> Wanted<'_> {
+        match &self.to {
+            _ if self.empty => Wanted::Nothing,
+            Some(key) => Wanted::Snapshot(key),
+            None => Wanted::Newest,
+        }
     }
 
     async fn holder(&self, client: &impl GenericClient) -> Result<Option<Holder>, DbError> {
@@ -86,9 +96,13 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     let mut body = call.fields()?;
-    let target = Target::read(&mut body);
+    let empty = body.boolean("empty") == Some(true);
+    let target = Target::read(&mut body).map(|target| Target { empty, ..target });
     let sound = if body.boolean("force") == Some(true) { Sound::Replaced } else { Sound::Kept };
     let target = body.finish(target)?;
+    if empty && target.to.is_some() {
+        return Err(Problem::field("/empty", "excludes snapshotKey"));
+    }
     let mutation = Mutation::of(&call)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
 }
@@ -108,6 +122,9 @@ async fn replace(
     if inspection.found.is_sound() && sound == Sound::Kept {
         let detail = "The pointer is sound; with force it is replaced all the same.";
         return Err(Problem::new(Code::Conflict, detail));
+    }
+    if target.empty && sound == Sound::Kept {
+        refuse_whole(platform, target, holder).await?;
     }
     let Some(next) = &inspection.next else {
         return Err(Problem::new(Code::SnapshotUnusable, "No snapshot of the slot is whole."));
@@ -133,13 +150,26 @@ async fn replace(
     Ok(reply)
 }
 
+/// Refuses to leave out a snapshot that could be restored.
+async fn refuse_whole(platform: &Platform, target: &Target, holder: Option<Holder>) -> Result<(), Problem> {
+    let prefix = target.prefix();
+    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, holder, Wanted::Newest)).await?;
+    let Some(whole) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
+    let detail = format!(
+        "{} of {} can be restored; with force the slot starts empty all the same.",
+        whole.key,
+        rfc3339_ms(whole.taken_at)
+    );
+    Err(Problem::new(Code::Conflict, detail))
+}
+
 async fn inspect(
     platform: &Platform,
     target: &Target,
     holder: Option<Holder>,
 ) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
-    within(pointer_repair::inspect(&platform.bucket, &prefix, holder, target.to.as_ref())).await
+    within(pointer_repair::inspect(&platform.bucket, &prefix, holder, target.wanted())).await
 }
 
 async fn within<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
@@ -193,6 +223,7 @@ fn pointer(of: &Pointer) -> Value {
         "seq": of.seq,
         "fenceEpoch": of.fence_epoch,
         "fenceMachineId": of.fence_holder(),
+        "emptiedAt": of.emptied_at.map(rfc3339_ms),
         "snapshot": of.snapshot.as_ref().map(|named| json!({
             "key": named.key,
             "sizeBytes": named.size_bytes,
@@ -206,7 +237,7 @@ fn pointer(of: &Pointer) -> Value {
 }
 
 const USER: Parameter =
-    Parameter { name: "idpUserId", place: Place::Query, schema: idp_user_id, about: "Whose slot." };
+    Parameter { name: "idpUserId", place: Place::QueryNeeded, schema: idp_user_id, about: "Whose slot." };
 const SLOT: Parameter = Parameter {
     name: "slot",
     place: Place::Query,
@@ -265,6 +296,7 @@ pub static REBUILD: Endpoint = Endpoint {
                     ("slot", slot_name()),
                     ("snapshotKey", matching(SnapshotKey::PATTERN)),
                     ("force", boolean()),
+                    ("empty", boolean()),
                 ],
             )
         }),

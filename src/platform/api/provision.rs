@@ -18,6 +18,7 @@ use super::{entitlement, fault, restorable};
 use crate::config::Flag;
 use crate::http::openapi::{Operation, boolean, count, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::machine::epoch::Epoch;
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::OperationId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
@@ -130,6 +131,8 @@ struct Prepared {
     image_version: ImageVersion,
     bundle_sha256: String,
     restore: RestoreMode,
+    /// The highest epoch that the store knows of the slot.
+    epoch_floor: Epoch,
 }
 
 async fn prepare(
@@ -143,7 +146,9 @@ async fn prepare(
     };
     let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
     let restore = restore_mode(platform, client, asked).await?;
-    Ok(Prepared { image_version, bundle_sha256, restore })
+    let slot = SlotPrefix::new(&asked.user, &asked.slot);
+    let epoch_floor = restorable::epoch_floor(&platform.bucket, &slot).await?;
+    Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
 }
 
 /// The release that the next machine of a slot starts with.
@@ -179,7 +184,12 @@ async fn make(
         restore_snapshot: None,
     };
     let restore = prepared.restore;
-    let with = Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
+    let with = Circumstances {
+        successor: Some(&wanted),
+        options: asked.options,
+        epoch_floor: prepared.epoch_floor,
+        ..Circumstances::default()
+    };
     let Some(failed) = failed else {
         let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
         return begun.map_err(|error| match error {
@@ -259,7 +269,7 @@ async fn restore_mode(
             Ok(RestoreMode::Required)
         }
         Err(Unusable::Absent) => {
-            restorable::never_backed_up(client, &asked.user, &asked.slot).await?;
+            restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
             Ok(RestoreMode::Empty)
         }
         Err(error) => Err(fault::unusable(error)),

@@ -19,6 +19,7 @@ use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault, provision, restorable};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
+use crate::machine::epoch::Epoch;
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
@@ -97,6 +98,8 @@ struct Prepared {
     image_version: ImageVersion,
     bundle_sha256: String,
     server_type: ServerType,
+    /// The highest epoch that the store knows of the slot.
+    epoch_floor: Epoch,
 }
 
 async fn prepare(
@@ -118,8 +121,10 @@ async fn prepare(
         None => provision::release(platform, client, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
+    let slot = SlotPrefix::new(&asked.user, &asked.slot);
+    let epoch_floor = restorable::epoch_floor(&platform.bucket, &slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
-    Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type })
+    Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })
 }
 
 async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
@@ -165,7 +170,12 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         restore_snapshot: prepared.snapshot,
     };
     let event = Event::RecoverRequested { restore: prepared.restore };
-    let with = Circumstances { successor: Some(&wanted), options: asked.options, ..Circumstances::default() };
+    let with = Circumstances {
+        successor: Some(&wanted),
+        options: asked.options,
+        epoch_floor: prepared.epoch_floor,
+        ..Circumstances::default()
+    };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
@@ -211,7 +221,6 @@ async fn starts_with(
 ) -> Result<StartsWith, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     if let Some(key) = &asked.snapshot_key {
-        restorable::readable_pointer(&platform.bucket, &slot).await?;
         let side = snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
         return Ok(StartsWith {
             restore: RestoreMode::Required,
@@ -225,7 +234,7 @@ async fn starts_with(
             Ok(StartsWith { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(Unusable::Absent) => {
-            restorable::never_backed_up(client, &asked.user, &asked.slot).await?;
+            restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
                 return Err(fault::unusable(Unusable::Absent));
             }

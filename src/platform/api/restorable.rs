@@ -6,12 +6,13 @@ use deadpool_postgres::GenericClient;
 use super::fault;
 use crate::clock::rfc3339_ms;
 use crate::http::problem::{Code, Problem, chain};
+use crate::machine::epoch::Epoch;
 use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
-use crate::store::{Bucket, StoreError, pointer_io};
+use crate::store::{Bucket, StoreError, epochs, pointer_io};
 
 /// What system and release take of a server's disk, with room to work.
 const RESERVED_BYTES: u64 = 6 << 30;
@@ -56,31 +57,37 @@ fn needed_bytes(database: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// Refuses a pointer that cannot be read: the fence could not be written into it.
+/// The highest epoch that the store knows of the slot. An unreadable pointer is refused: no fence could be written into it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn readable_pointer(bucket: &Bucket, slot: &SlotPrefix) -> Result<(), Problem> {
-    match pointer_io::read(bucket, slot).await {
-        Ok(_) => Ok(()),
+pub async fn epoch_floor(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, Problem> {
+    match epochs::floor(bucket, slot).await {
+        Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent.
+/// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent, unless an
+/// operator has decided since that the slot starts empty.
 ///
 /// # Errors
-/// `snapshot_unusable`.
-pub async fn never_backed_up(
+/// `snapshot_unusable`, `store_unavailable`.
+pub async fn may_start_empty(
+    bucket: &Bucket,
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<(), Problem> {
     let Some(taken_at) = db::machines::newest_backup(client, user, slot).await? else { return Ok(()) };
+    let pointer = pointer_io::read(bucket, &SlotPrefix::new(user, slot)).await?;
+    if pointer.and_then(|read| read.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
+        return Ok(());
+    }
     let detail = format!(
-        "The store's pointer names no snapshot, and a host reported one of {}: the pointer is lost. Recover with the \
-         key of a snapshot of svcctl backup list.",
+        "The store's pointer names no snapshot, and a host reported one of {}: svcctl pointer show says what the slot \
+         has, svcctl pointer rebuild names a snapshot again.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))

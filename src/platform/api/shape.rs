@@ -67,6 +67,7 @@ pub fn pointer() -> Value {
             ("fenceEpoch", count()),
             ("fenceMachineId", nullable(uuid())),
             ("snapshot", nullable(snapshot)),
+            ("emptiedAt", nullable(time())),
         ],
         &[],
     )

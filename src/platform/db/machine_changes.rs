@@ -360,12 +360,23 @@ pub async fn registered(
     registration: &Registration<'_>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET image_version = $2, bundle_sha256 = $3, tls_spki_sha256 = $4, \
-               registration_body_hash = $5, registered_at = now() WHERE machine_id = $1";
+               registration_body_hash = $5, registered_at = now(), unsaved_since = NULL WHERE machine_id = $1";
     let pin = registration.tls_pin.to_string();
     let version = registration.image_version.as_str();
     execute(tx, sql, &[&id.0, &version, &registration.bundle_sha256, &pin, &registration.body_hash])
         .await
         .map(drop)
+}
+
+/// A host is well although its machine never registered: it served before this database was restored from an older copy.
+/// What it holds must not go with the machine.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn serves_unregistered(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, now()) \
+               WHERE machine_id = $1 AND registered_at IS NULL AND server_deleted_at IS NULL";
+    execute(client, sql, &[&id.0]).await.map(drop)
 }
 
 /// What a heartbeat leaves behind.

@@ -1,8 +1,9 @@
 //! The servers that the provider has, against the machines that we know: late ones, vanished ones, orphans.
 //!
 //! The invariant: a listing alone proves nothing. A machine fails only after its server was asked for by id and absent
-//! twice, while its host sent no heartbeat; a server is deleted only if its machine has ended, or if it is ours and unknown
-//! for a long time. Beyond a few at once neither happens: a fuse trips, and an operator decides.
+//! twice, while its host sent no heartbeat; a server is deleted only if its machine has ended. Beyond a few at once no
+//! machine fails: a fuse trips, and an operator decides. A server of ours that no machine is known for is no leftover, since
+//! each machine is stored before its server is ordered: the database has forgotten it. An operator decides about each.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -26,6 +27,8 @@ use crate::provider::{Server, ServerId};
 const CONFIRM: Duration = Duration::from_secs(10);
 /// Over this time losses are counted together.
 const WINDOW: Duration = Duration::from_secs(3600);
+/// So many unknown servers are named.
+const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
 const NONE_SHOWN: usize = 4;
 
@@ -161,9 +164,9 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Servers that carry our own label and belong to no machine that we know: after a grace they are deleted, unless they are
-/// many, as after the database was restored from an older copy. What another
-/// platform has made in the same project is not looked at.
+/// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
+/// copy: an alarm is raised, and once an operator has released it, they are deleted after their grace. What another platform
+/// has made in the same project is not looked at.
 async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
     let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
@@ -178,11 +181,10 @@ async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
         .map(|(server, _)| server.0)
         .collect();
     let grown_old = db::servers::unknown(&session, &unknown, platform.config.timing.orphan_grace).await?;
-    let live = db::servers::live(&session).await?.len();
-    let limit = alarms::limit(live);
-    let detail = json!({"unknown": unknown.len(), "live": live, "limit": limit});
-    let is_over = unknown.len() > limit;
-    let fuse = alarms::fuse(&session, Alarm::UnknownServers, unknown.len(), is_over, &detail).await?;
+    let shown = &unknown[..unknown.len().min(SHOWN)];
+    let detail = json!({"unknown": unknown.len(), "servers": shown});
+    let fuse =
+        alarms::fuse(&session, Alarm::UnknownServers, unknown.len(), !unknown.is_empty(), &detail).await?;
     drop(session);
     if fuse == Fuse::Tripped {
         return Ok(());

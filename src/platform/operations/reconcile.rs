@@ -150,12 +150,18 @@ async fn servers(platform: &Platform, unless_within: Duration) -> anyhow::Result
     if ours { census::take(platform).await } else { Ok(()) }
 }
 
+/// Deletes servers that are no longer kept; none while the database may have forgotten machines.
 async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;
+    if alarms::is_held(&tx, Alarm::UnknownServers).await? {
+        return Ok(());
+    }
     let timing = &platform.config.timing;
-    let found = db::machines::removable(&tx, timing.predecessor_keep, timing.delete_grace).await?;
+    let found =
+        db::machines::removable(&tx, timing.predecessor_keep, timing.delete_grace, timing.server_silence)
+            .await?;
     for machine in &found {
         db::operations::file(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default()).await?;
         tracing::info!(%machine, "its server is no longer kept");

@@ -153,7 +153,7 @@ impl Side for World {
             "imageVersion" => json!("v1"),
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
-            "allowEmpty" => json!(false),
+            "allowEmpty" | "empty" => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
         })
@@ -305,7 +305,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         // The host of a record does not answer, and it has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" => Some((502, "host_unreachable")),
-            "recover" => Some((409, "snapshot_unusable")),
+            "recover" | "rebuildPointer" => Some((409, "snapshot_unusable")),
             // Nothing is missing.
             "releaseAlarm" => Some((404, "not_found")),
             // The machine that waited has registered by then.

@@ -118,6 +118,13 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let to = |server_type: &str| json!({ "serverType": server_type });
     rows.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
+    let rebuild = "/vps/slots/pointer/rebuild";
+    rows.post(rebuild, &json!({"idpUserId": "user_1"}), 409, "conflict").await;
+    let key = "system/db/snapshots/x.dump";
+    let named = json!({"idpUserId": "user_1", "snapshotKey": key, "force": true});
+    rows.post(rebuild, &named, 409, "snapshot_unusable").await;
+    let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
+    rows.row(world.ask(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
     for what in ["backup", "drill"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;

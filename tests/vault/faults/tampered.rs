@@ -36,6 +36,20 @@ impl<'a> Objects<'a> {
     }
 
     fn put(&self, pointer: &Value, side: &Value, dump: &[u8]) {
+        let log = format!("{USER}/primary/system/db/pointer-log");
+        let entry = |seq: u64| format!("{log}/{seq:016}.json");
+        // What the log says later than this pointer would hold.
+        let seq = pointer["seq"].as_u64().unwrap_or_default();
+        for key in self
+            .store
+            .objects(BUCKET, &log)
+            .into_iter()
+            .map(|object| object.key)
+            .filter(|key| *key > entry(seq))
+        {
+            self.store.remove(BUCKET, &key);
+        }
+        self.store.write(BUCKET, &entry(seq.min(1 << 53)), pointer.to_string());
         self.store.write(BUCKET, &latest(), pointer.to_string());
         self.store.write(BUCKET, &self.path(".json"), side.to_string());
         self.store.write(BUCKET, &self.path(""), dump.to_vec());
@@ -242,13 +256,7 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
 async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
-    pointer_io::fence(
-        &machine::bucket(&store)?,
-        &machine::slot(),
-        Epoch(2),
-        svc::machine::id::MachineId::new(),
-    )
-    .await?;
+    pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), Epoch(2), new.id).await?;
     old.run(&["svc-db-backup"])?.expect(77);
     objects.heal();
     new.run(&["svc-restore"])?.expect(0);

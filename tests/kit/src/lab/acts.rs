@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
 
 use super::{agent, data, faults, life, look, packages, stages, updates};
-use crate::story::{MachineRecord, Stack};
+use crate::story::{self, MachineRecord, Stack};
 
 /// What is played on the machine once it is provisioned.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,7 +40,7 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 28] = [
+static ACTS: [Act; 30] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -56,6 +56,13 @@ static ACTS: [Act; 28] = [
     whole("store-away", |stack, lives| Box::pin(data::store_away(stack, &lives.now))),
     whole("side-database", |stack, lives| Box::pin(data::side_database(stack, &lives.now))),
     whole("archive", |stack, lives| Box::pin(data::archive(stack, &lives.now))),
+    quick("failed-recovery", |stack, lives| {
+        Box::pin(async {
+            let (back, said) = story::fail_half_way(stack, &lives.now, life::PATIENCE).await?;
+            (lives.first, lives.now) = (back.clone(), back);
+            Ok(((), said))
+        })
+    }),
     quick("later-row", |stack, _| Box::pin(life::insert_later(stack))),
     quick("loss", |stack, lives| Box::pin(life::lose(stack, &lives.now))),
     whole("bad-restore", |stack, _| Box::pin(life::refused_restore(stack))),
@@ -67,6 +74,7 @@ static ACTS: [Act; 28] = [
         })
     }),
     quick("rows", |stack, _| Box::pin(life::rows_are_back(stack))),
+    quick("undelete", |stack, lives| Box::pin(story::undelete(stack, &lives.now, life::PATIENCE))),
     whole("fenced", |stack, lives| Box::pin(life::old_machine_learns(stack, &lives.first))),
     whole("clock-jump", |stack, lives| Box::pin(faults::clock_jump(stack, &lives.now))),
     whole("update", |stack, lives| Box::pin(updates::update(stack, &lives.now))),

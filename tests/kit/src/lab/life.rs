@@ -10,11 +10,12 @@ use super::{look, release};
 use crate::bundle;
 use crate::pg::PgBinaries;
 use crate::s3::{Fault, Rule};
-use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, USER, eventually};
+use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Patience, Stack, USER, eventually};
 pub use crate::story::{backup, delete, insert_and_find, insert_later, nobody_is_served, rows_are_back};
 
 /// From a machine's start to its gateway, under emulation.
 pub const UP: Duration = Duration::from_secs(400);
+pub const PATIENCE: Patience = Patience { up: Duration::from_secs(800), removal: Duration::from_secs(300) };
 const MARKER: &str = "stat -c %Y.%Z /var/lib/svc/restore-complete";
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 

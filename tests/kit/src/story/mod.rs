@@ -23,7 +23,7 @@ use tokio::signal::unix::{SignalKind, signal};
 pub use self::breakage::Breakage;
 pub use self::first_life::{Machine as MachineRecord, backup, insert_and_find, insert_later};
 pub use self::report::{Report, Step, Stopped};
-pub use self::second_life::{delete, nobody_is_served, rows_are_back};
+pub use self::second_life::{Patience, delete, fail_half_way, nobody_is_served, rows_are_back, undelete};
 pub use self::slot::BUCKET;
 pub use self::stack::{Front, Ground, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 pub use self::web::Web;
@@ -139,7 +139,8 @@ async fn acts(
     report.step("resize", first_life::resize(stack, &first)).await?;
     report.step("update", first_life::update(stack, &first)).await?;
     report.step("roll-back", first_life::roll_back(stack, &first)).await?;
-    let first = report.step("failed-recovery", second_life::fail_half_way(stack, &first)).await?;
+    let first =
+        report.step("failed-recovery", second_life::fail_half_way(stack, &first, Patience::DEMO)).await?;
     report.step("later-row", first_life::insert_later(stack)).await?;
     report.step("loss", second_life::lose(stack, &first)).await?;
     if broken(Breakage::Restore) {
@@ -153,7 +154,7 @@ async fn acts(
     report.step("fenced", second_life::old_machine_is_fenced(stack, &first, &backup)).await?;
     report.step("superseded", second_life::old_machine_learns(stack, &first, &backup)).await?;
     report.quietly("watched", look(stack, Moment::Lived)).await?;
-    report.step("undelete", second_life::undelete(stack, &second)).await?;
+    report.step("undelete", second_life::undelete(stack, &second, Patience::DEMO)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
     report.step("gone", second_life::nobody_is_served(stack)).await
 }

@@ -25,13 +25,30 @@ pub async fn lose(stack: &Stack, first: &Machine) -> Result<((), String)> {
     Ok(((), "killed and gone at the provider; the owner gets a 502 page".to_owned()))
 }
 
+/// How long this ground takes.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// From an order to a machine that serves.
+    pub up: Duration,
+    pub removal: Duration,
+}
+
+impl Patience {
+    pub const DEMO: Self = Self { up: Duration::from_secs(220), removal: Duration::from_secs(60) };
+
+    fn wait(self) -> String {
+        format!("--wait={}", self.up.as_secs())
+    }
+}
+
 /// A recovery whose new machine cannot restore: the slot goes back to the machine that it had, which serves on.
-pub async fn fail_half_way(stack: &Stack, first: &Machine) -> Result<(Machine, String)> {
+pub async fn fail_half_way(stack: &Stack, first: &Machine, patience: Patience) -> Result<(Machine, String)> {
+    let titles = stack.web.titles(&stack.owner()).await?;
     stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key_ending(".dump").always());
-    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?;
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", &patience.wait()]).await?;
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
-    let back = eventually("the old machine serves again", Duration::from_secs(90), || async {
+    let back = eventually("the old machine serves again", patience.up, || async {
         let record = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.stdout;
         let back = Machine::read(&record)?;
         ensure!(back.id == first.id && back.status == "running", "the slot's machine is {back:?}");
@@ -39,13 +56,13 @@ pub async fn fail_half_way(stack: &Stack, first: &Machine) -> Result<(Machine, S
     })
     .await?;
     let owner = stack.owner();
-    eventually("the owner's rows are there", Duration::from_secs(60), || async {
+    eventually("the owner's rows are there", patience.up, || async {
         let found = stack.web.titles(&owner).await?;
-        ensure!(found == TITLES, "found {found:?}");
+        ensure!(found == titles, "found {found:?}");
         Ok(())
     })
     .await?;
-    eventually("the new server is deleted", Duration::from_secs(60), || async {
+    eventually("the new server is deleted", patience.removal, || async {
         let servers = stack.provider.servers();
         ensure!(servers.len() == 1 && servers[0].name == first.server, "at the provider: {servers:?}");
         Ok(())
@@ -56,16 +73,17 @@ pub async fn fail_half_way(stack: &Stack, first: &Machine) -> Result<(Machine, S
 }
 
 /// A deletion that is undone while the server is kept.
-pub async fn undelete(stack: &Stack, second: &Machine) -> Result<((), String)> {
-    stack.svcctl(&["--json", "delete", &second.id, "--yes", "--wait=120"]).await?.good()?;
+pub async fn undelete(stack: &Stack, second: &Machine, patience: Patience) -> Result<((), String)> {
+    let titles = stack.web.titles(&stack.owner()).await?;
+    stack.svcctl(&["--json", "delete", &second.id, "--yes", &patience.wait()]).await?.good()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
     ensure!(is_off, "a deleted machine's server is kept, switched off: {servers:?}");
-    stack.svcctl(&["--json", "undelete", &second.id, "--wait=120"]).await?.good()?;
+    stack.svcctl(&["--json", "undelete", &second.id, &patience.wait()]).await?.good()?;
     let owner = stack.owner();
-    let found = eventually("the rows are there again", Duration::from_secs(90), || async {
+    let found = eventually("the rows are there again", patience.up, || async {
         let found = stack.web.titles(&owner).await?;
-        ensure!(found.len() > TITLES.len(), "found {found:?}");
+        ensure!(found == titles, "found {found:?}, there were {titles:?}");
         Ok(found)
     })
     .await?;

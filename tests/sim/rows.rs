@@ -1,0 +1,136 @@
+//! The rows that owners were told are stored: on which disks and in which snapshots each of them is, and which ones an
+//! operator gave up.
+//!
+//! The rule: a row that was acknowledged stays on a server of its slot or in a snapshot, unless an operator accepted the
+//! loss, or the provider lost the disk.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+#[derive(Debug, Clone, Default)]
+pub struct Rows(Arc<Mutex<Book>>);
+
+#[derive(Debug, Default)]
+struct Book {
+    last: u32,
+    /// By the slot's prefix.
+    slots: BTreeMap<String, SlotRows>,
+    /// By machine; a disk without an entry was never loaded.
+    disks: BTreeMap<String, Disk>,
+}
+
+#[derive(Debug, Default)]
+struct SlotRows {
+    acknowledged: BTreeSet<u32>,
+    in_snapshots: BTreeSet<u32>,
+    given_up: BTreeSet<u32>,
+    /// Requests under way that accept a loss.
+    accepting: u32,
+}
+
+#[derive(Debug)]
+struct Disk {
+    prefix: String,
+    rows: BTreeSet<u32>,
+}
+
+impl Rows {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A new machine's disk, with what its snapshot held.
+    pub fn load(&self, machine: &str, prefix: &str, rows: BTreeSet<u32>) {
+        self.book().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
+    }
+
+    /// `None`: nothing was ever restored there.
+    pub fn on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
+        self.book().disks.get(machine).map(|disk| disk.rows.clone())
+    }
+
+    /// One more row; its number.
+    pub fn write(&self, machine: &str) -> Option<u32> {
+        let mut book = self.book();
+        book.last += 1;
+        let row = book.last;
+        let disk = book.disks.get_mut(machine)?;
+        disk.rows.insert(row);
+        let prefix = disk.prefix.clone();
+        let slot = book.slots.entry(prefix).or_default();
+        slot.acknowledged.insert(row);
+        if slot.accepting > 0 {
+            slot.given_up.insert(row);
+        }
+        Some(row)
+    }
+
+    /// The answer to a write did not get out.
+    pub fn take_back(&self, row: u32) {
+        for slot in self.book().slots.values_mut() {
+            slot.acknowledged.remove(&row);
+        }
+    }
+
+    pub fn saved(&self, prefix: &str, rows: BTreeSet<u32>) {
+        self.book().slots.entry(prefix.to_owned()).or_default().in_snapshots.extend(rows);
+    }
+
+    /// The provider lost the disk.
+    pub fn lost(&self, machine: &str) {
+        let mut book = self.book();
+        let Some(disk) = book.disks.remove(machine) else { return };
+        book.slots.entry(disk.prefix).or_default().given_up.extend(disk.rows);
+    }
+
+    /// An operator gives up what the slot has that no snapshot holds, up to the end of the request.
+    pub fn accept(&self, prefix: String) -> Accepting {
+        let accepting = Accepting { rows: self.clone(), prefix };
+        accepting.count(1);
+        accepting
+    }
+
+    pub fn acknowledged(&self) -> usize {
+        self.book().slots.values().map(|slot| slot.acknowledged.len()).sum()
+    }
+
+    /// What was acknowledged and is nowhere any more, with these machines having servers.
+    pub fn missing(&self, live: &[String]) -> BTreeSet<u32> {
+        let book = self.book();
+        let on_servers: BTreeSet<u32> = live
+            .iter()
+            .filter_map(|machine| book.disks.get(machine))
+            .flat_map(|disk| &disk.rows)
+            .copied()
+            .collect();
+        let held = |slot: &SlotRows, row: &u32| {
+            slot.in_snapshots.contains(row) || slot.given_up.contains(row) || on_servers.contains(row)
+        };
+        let missing = |slot: &SlotRows| -> Vec<u32> {
+            slot.acknowledged.iter().filter(|row| !held(slot, row)).copied().collect()
+        };
+        book.slots.values().flat_map(missing).collect()
+    }
+}
+
+/// A request under way that accepts a loss. It may be done at any moment until its end.
+#[derive(Debug)]
+pub struct Accepting {
+    rows: Rows,
+    prefix: String,
+}
+
+impl Accepting {
+    fn count(&self, by: i8) {
+        let mut book = self.rows.book();
+        let slot = book.slots.entry(self.prefix.clone()).or_default();
+        slot.given_up.extend(slot.acknowledged.clone());
+        slot.accepting = slot.accepting.saturating_add_signed(i32::from(by));
+    }
+}
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        self.count(-1);
+    }
+}
