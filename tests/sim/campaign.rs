@@ -225,7 +225,7 @@ async fn campaign(seed: u64) -> Result<u32> {
     let asked: u32 = join_all((0..USERS).map(|number| fleet.serve(number, seed))).await.into_iter().sum();
     let _ = tell.send(());
     let (_processes, kills) = killer.await?;
-    assert!(asked >= REQUESTS && kills > 5, "{asked} requests, {kills} kills");
+    assert!(asked >= REQUESTS && kills > 3, "{asked} requests, {kills} kills");
 
     let database = fleet.stack.database.connect().await?;
     let times = Times::of(&database).await?;
