@@ -20,3 +20,4 @@ mod side;
 mod stage;
 mod sync;
 mod update;
+mod update_snapshot;
