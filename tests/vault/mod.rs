@@ -19,5 +19,6 @@ mod round_trip;
 mod side;
 mod stage;
 mod sync;
+mod tight_disk;
 mod update;
 mod update_snapshot;

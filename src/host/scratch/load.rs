@@ -12,6 +12,8 @@ use tokio_postgres::error::SqlState;
 
 use super::Means;
 use super::database::{self, Scratch};
+use super::download::{DownloadError, Dump};
+use super::stream;
 use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::host::census;
@@ -63,6 +65,8 @@ pub enum LoadError {
     #[error("the restored database is not what the record says: {0}")]
     Differs(String),
     #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
     Injected(#[from] Injected),
 }
 
@@ -71,6 +75,7 @@ impl LoadError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
+            Self::Download(error) => error.exit(),
             Self::Query { source, .. } => pgconn::exit(source),
             Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
             Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
@@ -127,7 +132,7 @@ pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadEr
 /// [`LoadError`].
 pub async fn into_scratch(
     means: &Means,
-    dump: &Path,
+    dump: &Dump,
     side: &SideRecord,
     roles: Roles,
 ) -> Result<Scratch, LoadError> {
@@ -138,7 +143,7 @@ pub async fn into_scratch(
     let loaded = async {
         failpoint::pass("restore.created")?;
         tokio::select! {
-            end = restore(means, dump, &scratch.name) => end?,
+            end = load(means, dump, &scratch.name) => end?,
             never = watch(means, &client, &scratch.name, side) => match never {},
         }
         failpoint::pass("restore.loaded")?;
@@ -216,7 +221,14 @@ async fn create(client: &Client) -> Result<Scratch, LoadError> {
     Ok(Scratch { name, oid, number })
 }
 
-async fn restore(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
+async fn load(means: &Means, dump: &Dump, database: &str) -> Result<(), LoadError> {
+    match dump {
+        Dump::File(path) => load_file(means, path, database).await,
+        Dump::InStore(snapshot) => stream::load(means, snapshot, database).await,
+    }
+}
+
+async fn load_file(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
     let mut command = means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?;
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut said = Vec::new();

@@ -4,6 +4,7 @@
 mod database;
 mod download;
 mod load;
+mod stream;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
-pub use download::{DownloadError, ensure_room, fetch, remove_all as remove_dumps};
+pub use download::{DownloadError, Dump, ensure_room, fetch, remove_all as remove_dumps};
 pub use load::{LoadError, Roles, connect_patiently, drop_drills_roles, into_scratch, refuse_newer};
 
 /// Where snapshots come from and go to.
