@@ -17,6 +17,7 @@ mod platform;
 mod register;
 mod round_trip;
 mod side;
+mod side_dependents;
 mod stage;
 mod sync;
 mod tight_disk;
