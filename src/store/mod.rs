@@ -14,6 +14,7 @@ pub mod pointer;
 pub mod pointer_io;
 pub mod policy;
 mod resign;
+pub mod role_facts;
 pub mod snapshot;
 pub mod snapshots;
 pub mod sts;

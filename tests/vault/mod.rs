@@ -15,6 +15,7 @@ pub mod machine;
 mod meta;
 mod platform;
 mod register;
+mod roles;
 mod round_trip;
 mod side;
 mod side_dependents;

@@ -4,6 +4,7 @@
 mod database;
 mod download;
 mod load;
+mod roles;
 mod stream;
 
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use crate::store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, Dump, ensure_room, fetch, remove_all as remove_dumps};
-pub use load::{LoadError, Roles, connect_patiently, drop_drills_roles, into_scratch, refuse_newer};
+pub use load::{LoadError, Roles, connect_patiently, into_scratch, refuse_newer};
+pub use roles::drop_drills_roles;
 
 /// Where snapshots come from and go to.
 pub struct Means {
