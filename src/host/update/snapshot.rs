@@ -25,8 +25,9 @@ use crate::store::key;
 
 /// It waits for a backup under way, and takes its snapshot after that.
 const UNIT: &str = "svc-db-backup-request.service";
-/// A unit that failed is started again; systemd ignores the call while it runs.
-const START_INTERVAL: Duration = Duration::from_secs(60);
+/// A unit that failed is started again after pauses that double; systemd ignores the call while it runs.
+const FIRST_START_PAUSE: Duration = Duration::from_secs(5);
+const MAX_START_PAUSE: Duration = Duration::from_secs(60);
 /// An update that was cut off and is resumed later takes another snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
@@ -83,7 +84,8 @@ impl<'a, S: Services> Wait<'a, S> {
     /// `Late` when no backup has made progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut patience = Patience::new(self.deadline);
-        let (mut started, mut seen, mut most_bytes) = (None::<Instant>, Timestamp::now(), 0);
+        let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
+        let (mut seen, mut most_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
         loop {
             if is_waived(self.layout, &journal.plan.to) {
@@ -98,14 +100,15 @@ impl<'a, S: Services> Wait<'a, S> {
             if let Some(ended) = &ended {
                 seen = Timestamp::now();
                 let error = ended.error.as_deref().unwrap_or("the snapshot is older than this update");
-                self.record(journal, since, format!("svc-db-backup failed: {error}"))?;
+                self.record(journal, since, &format!("svc-db-backup failed: {error}"))?;
             }
-            if ended.is_some() || started.is_none_or(|started| started.elapsed() >= START_INTERVAL) {
-                started = Some(Instant::now());
+            if Instant::now() >= next_start {
+                next_start = Instant::now() + pause;
+                pause = (pause * 2).min(MAX_START_PAUSE);
                 if let Err(error) = self.services.start(UNIT).await {
-                    self.record(journal, since, chain(&error).to_string())?;
+                    self.record(journal, since, &chain(&error))?;
                 } else if journal.waiting.is_none() {
-                    self.record(journal, since, String::new())?;
+                    self.record(journal, since, "")?;
                 }
             }
             let bytes = self.progress_bytes();
@@ -126,7 +129,7 @@ impl<'a, S: Services> Wait<'a, S> {
         progress.map_or(0, |progress| progress.dumped_bytes.saturating_add(progress.uploaded_bytes))
     }
 
-    fn record(&self, journal: &mut Journal, since: Timestamp, why: String) -> Result<(), FileError> {
+    fn record(&self, journal: &mut Journal, since: Timestamp, why: &str) -> Result<(), FileError> {
         let why: String = why.chars().take(super::machine::MAX_ERROR_CHARS).collect();
         let waiting = Some(SnapshotWait { since, why });
         if journal.waiting == waiting {
