@@ -31,6 +31,7 @@ pub mod records;
 pub mod register;
 pub mod release;
 pub mod restore;
+pub mod role_facts;
 pub mod runner;
 pub mod scratch;
 pub mod settings;

@@ -181,6 +181,17 @@ impl PgTools {
         Ok(command)
     }
 
+    /// Loads the dump that comes on stdin into a database that nobody uses yet, as it arrives and in one session.
+    pub fn load_stream(&self, server: &Server, database: &str) -> Command {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let mut vars = connection_vars(server);
+        vars.push(("PGOPTIONS", load_options(cores)));
+        let mut command = self.command_with("pg_restore", vars);
+        command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+    }
+
     fn command(&self, tool: &str, server: Option<&Server>) -> Command {
         self.command_with(tool, server.map(connection_vars).unwrap_or_default())
     }

@@ -149,6 +149,12 @@ pub struct CopiedTable {
     /// Columns of the snapshot that the table does not have any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
+    /// Of a table that was made again: what depended on it, was dropped with it, and is there again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub recreated: Vec<String>,
+    /// What depended on it and is not made again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_recreated: Vec<String>,
 }
 
 /// How the last copy ended.

@@ -31,6 +31,9 @@ const FORMAT: u32 = 1;
 const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
 /// Sessions that live longer are meant to outlast a platform that is away.
 const LONG_LIFE: SignedDuration = SignedDuration::from_hours(2);
+/// How old a long session becomes: less than the hour between two backups, so that each of them begins with one that has
+/// all of its life but an hour, whatever happens to the platform then.
+const LONG_RENEW_AFTER: SignedDuration = SignedDuration::from_mins(50);
 /// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
 const MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const ATTEMPTS: u32 = 4;
@@ -64,12 +67,16 @@ struct Held {
 }
 
 impl Held {
-    /// Renewal is due when a third of a short life is left, or three quarters of a long one, so that a platform that goes
-    /// away leaves most of it; somewhat earlier, so that not all hosts ask at once.
+    /// Renewal is due when a third of a short life is left, and of a long one after [`LONG_RENEW_AFTER`]; somewhat earlier,
+    /// so that not all hosts ask at once. Each host costs the platform one call to STS in an hour.
     fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
         let seconds = life.as_secs().max(0);
-        let (left, spread) =
-            if life > LONG_LIFE { (seconds / 4 * 3, seconds / 8) } else { (seconds / 3, seconds / 3) };
+        let (left, spread) = if life > LONG_LIFE {
+            let after = LONG_RENEW_AFTER.as_secs();
+            (seconds - after, after / 2)
+        } else {
+            (seconds / 3, seconds / 3)
+        };
         let early = SignedDuration::from_secs(left) + SignedDuration::from_secs(spread * random() / 512);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
         Self { key: Arc::new(key), expires_at, renew_at }
@@ -288,5 +295,39 @@ fn refusal(status: StatusCode, body: &[u8]) -> CredentialError {
         CredentialError::Unavailable(format!("the platform answered {status} {code}"))
     } else {
         CredentialError::Refused(format!("the platform answered {status} {code}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(life: SignedDuration) -> (Timestamp, Held) {
+        let now = Timestamp::now();
+        let key = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
+        (now, Held::new(key, now.saturating_add(life).unwrap(), life))
+    }
+
+    #[test]
+    fn backup_begins_with_all_of_a_long_session_but_an_hour() {
+        for hours in [3, 12, 72, 168] {
+            for _ in 0..100 {
+                let (now, held) = held(SignedDuration::from_hours(hours));
+                let age = held.renew_at.duration_since(now);
+                assert!(age <= LONG_RENEW_AFTER, "{hours} h: renewed after {age:?}");
+                assert!(age >= LONG_RENEW_AFTER / 3, "{hours} h: hosts would ask all the time");
+                // The platform goes away: what was given last holds to its end.
+                let late = held.expires_at.saturating_sub(SignedDuration::from_mins(1)).unwrap();
+                assert!(held.is_usable(late) && !held.is_usable(held.expires_at));
+            }
+        }
+    }
+
+    #[test]
+    fn short_session_is_renewed_in_its_last_two_thirds() {
+        let life = SignedDuration::from_mins(15);
+        let (now, held) = held(life);
+        let age = held.renew_at.duration_since(now);
+        assert!(age >= life / 3 && age <= life * 2 / 3, "{age:?}");
     }
 }

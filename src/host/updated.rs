@@ -39,6 +39,33 @@ impl Request {
     }
 }
 
+/// An update that waits for a snapshot of the database.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SnapshotWait {
+    #[serde(with = "crate::clock::wire")]
+    pub since: Timestamp,
+    /// Why the last attempt did not succeed; empty while the first one runs.
+    pub why: String,
+}
+
+impl SnapshotWait {
+    /// The wait of the update under way, and the release that it would bring.
+    ///
+    /// # Errors
+    /// When the journal exists and cannot be read.
+    pub fn read(layout: &Layout) -> Result<Option<(ImageVersion, Self)>, FileError> {
+        #[derive(Deserialize)]
+        struct Open {
+            to: ImageVersion,
+            waiting: Option<SnapshotWait>,
+        }
+        let text = fsx::read_if_there(&layout.update_journal())?;
+        let open: Option<Open> = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Ok(open.and_then(|open| Some((open.to, open.waiting?))))
+    }
+}
+
 /// What became of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -20,6 +20,7 @@ pub mod pointer_repair;
 pub mod policy;
 pub mod protection;
 mod resign;
+pub mod role_facts;
 pub mod snapshot;
 pub mod snapshots;
 pub mod sts;

@@ -13,6 +13,7 @@ use super::bundle;
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
+use super::role_facts::RoleFacts;
 use crate::clock;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
@@ -66,6 +67,9 @@ pub struct DatabaseFacts {
     /// `None`: never granted or revoked, the defaults hold.
     pub grants: Option<Vec<DatabaseGrant>>,
     pub settings: Vec<DatabaseSetting>,
+    /// Every role of the server. Absent in records written without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roles: Option<Vec<RoleFacts>>,
 }
 
 impl SideRecord {

@@ -210,7 +210,13 @@ fn facts() -> impl Strategy<Value = DatabaseFacts> {
     let owner = prop::option::of("[a-z_]{1,12}");
     let grants = prop::option::of(prop::collection::vec(grant, 0..4));
     (owner, any::<u64>(), grants, prop::collection::vec(setting, 0..4)).prop_map(
-        |(owner, size_bytes, grants, settings)| DatabaseFacts { owner, size_bytes, grants, settings },
+        |(owner, size_bytes, grants, settings)| DatabaseFacts {
+            owner,
+            size_bytes,
+            grants,
+            settings,
+            roles: None,
+        },
     )
 }
 

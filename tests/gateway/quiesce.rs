@@ -9,7 +9,7 @@ use svc::host::quiesce::{self, Quiesce};
 use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
-use super::dispatch::{ask, machine, until_over};
+use super::dispatch::{ask, machine, until_over, until_recorded};
 use super::host::{Host, answer, host_with_app, unique};
 
 /// A request of the platform to the gateway.
@@ -126,6 +126,50 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let (_, again) = ask(&host, json!({ "prompt": "ok now" })).await?;
     let again = until_over(&host, again["id"].as_str().unwrap_or_default()).await?;
     assert_eq!(again["status"], "success", "{again}");
+    Ok(())
+}
+
+/// What waits for its turn is no writer: it keeps its place, over a restart of the gateway too, and runs on resume.
+#[tokio::test]
+async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let host = machine.start()?;
+    ask(&host, json!({ "prompt": "hold it", "id": "runs" })).await?;
+    for id in ["first", "second"] {
+        assert_eq!(ask(&host, json!({ "prompt": "ok", "id": id })).await?.0, StatusCode::ACCEPTED);
+    }
+    let status = async |host: &Host, id: &str| -> Result<Value> {
+        Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
+    };
+    host.until("the first runs", async || Ok(status(&host, "runs").await? == "running")).await?;
+    let operation = OperationId::new();
+    until_quiesced(&host, operation).await?;
+    assert_eq!(until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
+    let host = host.restart()?;
+    host.until("what waits is known again", async || Ok(status(&host, "second").await? == "queued")).await?;
+    // The dispatcher has tried to start what waits several times by now.
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    for id in ["first", "second"] {
+        assert_eq!(status(&host, id).await?, "queued", "{id}");
+    }
+    assert!(!quiesce(&host, operation).await?["quiescedAt"].is_null(), "what waits writes nothing");
+    let (_, told) = host.get("/api/interactions").await?;
+    assert_eq!(told["interactions"].as_array().map(Vec::len), Some(1), "{told}");
+
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK);
+    for id in ["first", "second"] {
+        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
+        until_recorded(&host, id).await?;
+    }
+    let (_, told) = host.get("/api/interactions?status=success").await?;
+    let order: Vec<&str> = told["interactions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .rev()
+        .filter_map(|one| one["id"].as_str())
+        .collect();
+    assert_eq!(order, ["first", "second"]);
     Ok(())
 }
 

@@ -27,7 +27,7 @@ const SHOP: &str = r#"
 "#;
 
 /// A machine that sells something, with a snapshot of it, which is opened beside.
-async fn opened(store: &S3Server) -> Result<Machine> {
+pub async fn opened(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SHOP).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -40,7 +40,7 @@ async fn opened(store: &S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-fn side(machine: &Machine, words: &[&str]) -> Result<machine::Ended> {
+pub fn side(machine: &Machine, words: &[&str]) -> Result<machine::Ended> {
     let words: Vec<&str> = ["svc-db-backup", "side"].iter().chain(words).copied().collect();
     machine.run(&words)
 }
@@ -61,7 +61,7 @@ async fn as_it_was(machine: &Machine, tables: &[&str]) -> Result<()> {
     Ok(())
 }
 
-fn state(machine: &Machine) -> Result<Value> {
+pub fn state(machine: &Machine) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/side.json"))?)?)
 }
 
@@ -238,7 +238,15 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
     };
     let serve =
         |points: &str| machine.run_with(&["svc-db-backup", "side", "serve"], &[("FAILPOINTS", points)]);
-    let copies = ["side.saved", "side.made", "side.fetched", "side.copied", "side.committed", "side.told"];
+    let copies = [
+        "side.saved",
+        "side.made",
+        "side.dependents",
+        "side.fetched",
+        "side.copied",
+        "side.committed",
+        "side.told",
+    ];
     for point in svc::host::backup::SIDE_POINTS {
         let kill = format!("{point}=return(kill)");
         if *point == "side.dropped" {

@@ -19,9 +19,18 @@ pub const MADE: &str = "2026-01-02T03:04:05.000Z";
 const NEVER: &str = "2126-01-02T03:04:05.000Z";
 
 /// It starts a gateway as the current release is, and remembers what it was told. A unit is what its own file says, or
-/// else what the gateway is.
+/// else what the gateway is. A backup that is started succeeds at once, unless `backup` has a command of its own.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
+case "$1 $3" in
+  "start svc-db-backup-request.service")
+    if [ -e "$SVC_ROOT/backup" ]; then sh "$SVC_ROOT/backup" >>"$SVC_ROOT/backup.log" 2>&1 &
+    else
+      key=system/db/snapshots/$(date -u +%Y-%m-%dT%H-%M-%S.%3NZ)-1.dump
+      echo "{\"timestamp\":\"$(date -u +%Y-%m-%dT%H:%M:%S.%3NZ)\",\"status\":\"success\",\"key\":\"$key\"}" \
+        >"$SVC_ROOT/var/lib/svc/last-backup.json"
+    fi ;;
+esac
 case $1 in
   restart) if [ -e "$SVC_ROOT/opt/svc/current/app/broken" ]; then echo failed; else echo active; fi >"$SVC_ROOT/gateway" ;;
   show)
@@ -78,9 +87,13 @@ pub struct Stage {
 
 impl Stage {
     pub async fn new() -> Result<Self> {
+        Self::on(Machine::bare(1)?).await
+    }
+
+    /// On a machine that may have a database and a store.
+    pub async fn on(machine: Machine) -> Result<Self> {
         let old = Published::new(OLD, &[])?;
         let source = Source::start(old.archive.clone()).await?;
-        let machine = Machine::bare(1)?;
         let base = format!("http://{}", source.addr);
         machine.write_boot(&[
             ("SVC_HOST_BUNDLE_URL", &format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz")),
@@ -91,6 +104,7 @@ impl Stage {
         let keys = format!("SVC_BUNDLE_PUBLIC_KEYS=\"{}\"\n", key()?.public_key_base64());
         fs::write(machine.path("opt/svc/env/update.env"), keys)?;
         fs::write(machine.path("opt/svc/restore-complete"), "")?;
+        fs::create_dir_all(machine.path("var/lib/svc"))?;
         let systemctl = machine.path("systemctl");
         fs::write(&systemctl, SYSTEMCTL)?;
         fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755))?;
@@ -169,6 +183,15 @@ impl Stage {
             .collect();
         assert!(partial.is_empty(), "{partial:?}");
         Ok(())
+    }
+
+    /// What a start of the unit that takes a snapshot does from now on.
+    pub fn backup_runs(&self, command: &str) -> Result<()> {
+        Ok(fs::write(self.machine.path("backup"), command)?)
+    }
+
+    pub fn set_env(&mut self, name: &'static str, value: &str) {
+        self.env.push((name, value.to_owned()));
     }
 
     /// What the service manager was told to do, in order.

@@ -11,6 +11,7 @@ use crate::applet::Exit;
 use crate::clock;
 use crate::host::census;
 use crate::host::pgconn::{self, ConnectError, Server};
+use crate::host::role_facts;
 use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
 const ATTEMPTS: u32 = 3;
@@ -157,6 +158,7 @@ impl Snapshot {
             size_bytes: self.database_bytes,
             grants: if granted { Some(self.grants().await?) } else { None },
             settings: self.settings().await?,
+            roles: Some(role_facts::read(&self.client).await?),
         })
     }
 

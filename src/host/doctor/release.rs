@@ -5,12 +5,14 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use crate::clock::rfc3339_ms;
 use crate::diagnosis::Findings;
 use crate::fsx;
 use crate::host::layout::Layout;
 use crate::host::pgtools::PgTools;
 use crate::host::release::{self, Release};
 use crate::host::systemd;
+use crate::host::updated::SnapshotWait;
 
 pub fn gate(layout: &Layout) -> Findings {
     let findings = Findings::of("gate");
@@ -88,7 +90,12 @@ struct Outcome {
 pub fn update(layout: &Layout) -> Findings {
     let mut findings = Findings::of("update");
     let dir = layout.update_state();
-    if dir.join("journal.json").exists() {
+    if let Ok(Some((version, SnapshotWait { since, why }))) = SnapshotWait::read(layout) {
+        findings = findings.warning(
+            format!("the update to {version} waits for a snapshot since {}: {why}", rfc3339_ms(since)),
+            "journalctl -u svc-db-backup-request -n 50; svc-update apply --without-snapshot skips it",
+        );
+    } else if dir.join("journal.json").exists() {
         findings = findings.warning(
             "one is under way, or was cut off",
             "svc-update goes on with it at its next start: systemctl status svc-update",

@@ -218,7 +218,7 @@ pub fn told_side() -> Value {
             ("deleted", count()),
             ("skipped", count()),
         ],
-        &[("leftOut", array(text()))],
+        &[("leftOut", array(text())), ("recreated", array(text())), ("notRecreated", array(text()))],
     );
     let last = object(
         &[

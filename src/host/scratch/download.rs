@@ -34,7 +34,10 @@ pub enum DownloadError {
     WrongSize { key: String, expected: u64, found: u64 },
     #[error("the SHA-256 of {key} is not the one in its record: nothing of it is restored")]
     WrongDigest { key: String },
-    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
+    #[error(
+        "{}: {free} bytes are free and {needed} are needed for the database\n  next: free disk space, or recover onto a \
+         server type with a larger disk (`svcctl recover --server-type`)", .path.display()
+    )]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
     File(#[from] FileError),
@@ -53,7 +56,16 @@ impl DownloadError {
     }
 }
 
-/// The whole, checked dump, as a file in `dir`.
+/// Where a dump is read from while it is loaded.
+#[derive(Debug)]
+pub enum Dump {
+    /// The whole, checked dump on this machine's disk.
+    File(PathBuf),
+    /// Only the database fits on the disk: the dump is streamed from the store, and checked as it passes.
+    InStore(Box<SnapshotRef>),
+}
+
+/// The whole, checked dump, as a file in `dir`; or, where it does not fit beside the database, the one in the store.
 ///
 /// # Errors
 /// [`DownloadError`].
@@ -62,7 +74,7 @@ pub async fn fetch(
     dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
-) -> Result<PathBuf, DownloadError> {
+) -> Result<Dump, DownloadError> {
     std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     let name = format!("{}.dump", snapshot.sha256);
     remove_others(dir, &name)?;
@@ -70,7 +82,10 @@ pub async fn fetch(
     let opened = path.clone();
     let size = snapshot.size_bytes;
     let mut partial = tokio::task::block_in_place(|| Partial::open(opened, size))?;
-    ensure_room(dir, snapshot, side, partial.length())?;
+    if let Err(error) = ensure_room(dir, snapshot, side, partial.length()) {
+        let DownloadError::NoSpace { free, .. } = &error else { return Err(error) };
+        return stream_instead(dir, partial, *free, snapshot, side);
+    }
 
     let mut patience = Patience::new(means.deadline);
     let mut second_try = false;
@@ -78,7 +93,7 @@ pub async fn fetch(
         complete(means, snapshot, &mut partial, &mut patience).await?;
         if partial.sha256() == snapshot.sha256 {
             // Nobody waits for the disk: after a power cut it is hashed again.
-            return Ok(path);
+            return Ok(Dump::File(path));
         }
         partial.restart()?;
         if second_try {
@@ -87,6 +102,28 @@ pub async fn fetch(
         tracing::warn!(key = snapshot.key, "the bytes are damaged; once more from the start");
         second_try = true;
     }
+}
+
+/// Without the part of the dump that an earlier run fetched, the database must fit.
+fn stream_instead(
+    dir: &Path,
+    partial: Partial,
+    free: u64,
+    snapshot: &SnapshotRef,
+    side: &SideRecord,
+) -> Result<Dump, DownloadError> {
+    let (free, needed) = (free.saturating_add(partial.length()), database_room(snapshot, side));
+    drop(partial);
+    remove_others(dir, "")?;
+    if free < needed {
+        return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
+    }
+    tracing::warn!(
+        free,
+        dump = snapshot.size_bytes,
+        "the dump does not fit beside the database: it is streamed from the object store"
+    );
+    Ok(Dump::InStore(Box::new(snapshot.clone())))
 }
 
 /// Reads until the file has the snapshot's size, again from where it broke off.
@@ -154,14 +191,18 @@ pub fn ensure_room(
     side: &SideRecord,
     there: u64,
 ) -> Result<(), DownloadError> {
-    let database = side.database.as_ref().map(|facts| facts.size_bytes);
-    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(UNKNOWN_GROWTH));
-    let needed = (snapshot.size_bytes - there).saturating_add(database).saturating_add(MARGIN);
+    let needed = (snapshot.size_bytes - there).saturating_add(database_room(snapshot, side));
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });
     }
     Ok(())
+}
+
+fn database_room(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
+    let database = side.database.as_ref().map(|facts| facts.size_bytes);
+    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(UNKNOWN_GROWTH));
+    database.saturating_add(MARGIN)
 }
 
 /// Dumps of snapshots that are no longer the latest.

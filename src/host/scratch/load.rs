@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
-use tokio_postgres::error::SqlState;
 
 use super::Means;
 use super::database::{self, Scratch};
+use super::download::{DownloadError, Dump};
+use super::{roles, stream};
 use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::host::census;
@@ -31,12 +32,9 @@ const WATCH: Duration = Duration::from_secs(2);
 pub enum Roles {
     /// They stay: it becomes the owner's database.
     Stay,
-    /// They go with the drill, by [`drop_drills_roles`].
+    /// They go with the drill, by [`super::drop_drills_roles`].
     OfADrill,
 }
-
-/// The comment of a role that was made for a drill.
-const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
 
 /// Why the snapshot is not in a database.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +61,8 @@ pub enum LoadError {
     #[error("the restored database is not what the record says: {0}")]
     Differs(String),
     #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
     Injected(#[from] Injected),
 }
 
@@ -71,6 +71,7 @@ impl LoadError {
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
+            Self::Download(error) => error.exit(),
             Self::Query { source, .. } => pgconn::exit(source),
             Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
             Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
@@ -78,7 +79,7 @@ impl LoadError {
     }
 }
 
-fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
+pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
     let action = action.into();
     move |source| LoadError::Query { action, source }
 }
@@ -127,18 +128,20 @@ pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadEr
 /// [`LoadError`].
 pub async fn into_scratch(
     means: &Means,
-    dump: &Path,
+    dump: &Dump,
     side: &SideRecord,
     roles: Roles,
 ) -> Result<Scratch, LoadError> {
-    let client = connect_patiently(means, pgconn::MAINTENANCE).await?;
-    create_roles(&client, side, roles).await?;
+    let mut client = connect_patiently(means, pgconn::MAINTENANCE).await?;
+    for what in roles::create(&mut client, side, roles).await? {
+        tracing::warn!(what, "not kept by the restore");
+    }
     failpoint::pass("restore.roles")?;
     let scratch = create(&client).await?;
     let loaded = async {
         failpoint::pass("restore.created")?;
         tokio::select! {
-            end = restore(means, dump, &scratch.name) => end?,
+            end = load(means, dump, &scratch.name) => end?,
             never = watch(means, &client, &scratch.name, side) => match never {},
         }
         failpoint::pass("restore.loaded")?;
@@ -162,47 +165,6 @@ pub async fn into_scratch(
 }
 
 /// Without LOGIN: the gateway gives passwords to those that it uses.
-async fn create_roles(client: &Client, side: &SideRecord, roles: Roles) -> Result<(), LoadError> {
-    let facts = side.database.iter();
-    let owners = facts.flat_map(|facts| &facts.owner);
-    for role in side.roles.iter().chain(owners).filter(|role| !role.starts_with("pg_")) {
-        let exists = client.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[role]).await;
-        if exists.map_err(query("look for a role"))?.is_some() {
-            continue;
-        }
-        let mut create = format!("CREATE ROLE {} NOLOGIN", ident(role));
-        if roles == Roles::OfADrill {
-            // One transaction: no role stays that nobody knows for a drill's.
-            create.push_str(&format!("; COMMENT ON ROLE {} IS '{OF_A_DRILL}'", ident(role)));
-        }
-        match client.batch_execute(&create).await {
-            Err(error) if error.code() == Some(&SqlState::DUPLICATE_OBJECT) => {}
-            end => end.map_err(query(format!("create the role {role}")))?,
-        }
-    }
-    Ok(())
-}
-
-/// Drops the roles of drills, after their databases. One that has come into use since is the owner's.
-///
-/// # Errors
-/// [`LoadError`].
-pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
-    let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
-    let rows = client.query(drills, &[&OF_A_DRILL]).await.map_err(query("look for the roles of a drill"))?;
-    for row in rows {
-        let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
-        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
-            Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
-                let kept = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
-                client.batch_execute(&kept).await.map_err(query(format!("keep the role {role}")))?;
-            }
-            end => end.map_err(query(format!("drop the role {role}")))?,
-        }
-    }
-    Ok(())
-}
-
 /// A number that no run used before: a `pg_restore` that outlived a killed run cannot write into ours.
 async fn create(client: &Client) -> Result<Scratch, LoadError> {
     let number = crate::clock::now_ms().as_millisecond();
@@ -216,7 +178,14 @@ async fn create(client: &Client) -> Result<Scratch, LoadError> {
     Ok(Scratch { name, oid, number })
 }
 
-async fn restore(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
+async fn load(means: &Means, dump: &Dump, database: &str) -> Result<(), LoadError> {
+    match dump {
+        Dump::File(path) => load_file(means, path, database).await,
+        Dump::InStore(snapshot) => stream::load(means, snapshot, database).await,
+    }
+}
+
+async fn load_file(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
     let mut command = means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?;
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut said = Vec::new();

@@ -4,6 +4,8 @@
 mod database;
 mod download;
 mod load;
+mod roles;
+mod stream;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +18,9 @@ use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
-pub use download::{DownloadError, ensure_room, fetch, remove_all as remove_dumps};
-pub use load::{LoadError, Roles, connect_patiently, drop_drills_roles, into_scratch, refuse_newer};
+pub use download::{DownloadError, Dump, ensure_room, fetch, remove_all as remove_dumps};
+pub use load::{LoadError, Roles, connect_patiently, into_scratch, refuse_newer};
+pub use roles::drop_drills_roles;
 
 /// Where snapshots come from and go to.
 pub struct Means {

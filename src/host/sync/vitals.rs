@@ -14,6 +14,7 @@ use crate::host::config;
 use crate::host::database_identity;
 use crate::host::held_snapshot::HeldSnapshot;
 use crate::host::probe::{self, Gateway};
+use crate::host::updated::SnapshotWait;
 use crate::http::proof::ProofKeys;
 use crate::store::key;
 
@@ -110,6 +111,7 @@ pub async fn health(settings: &Settings) -> (Health, Vec<Attention>) {
     let health = Health { gateway: gateway.into(), database: database.is_ok().into() };
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
     attention.extend(held_snapshot(settings));
+    attention.extend(waiting_update(settings));
     (health, attention)
 }
 
@@ -117,6 +119,17 @@ pub async fn health(settings: &Settings) -> (Health, Vec<Attention>) {
 fn held_snapshot(settings: &Settings) -> Option<Attention> {
     let held = HeldSnapshot::read(&settings.layout).ok()??;
     Some(Attention { code: "snapshot_held", detail: held.to_string() })
+}
+
+/// An update that is not made before a snapshot is.
+fn waiting_update(settings: &Settings) -> Option<Attention> {
+    let (version, SnapshotWait { since, why }) = SnapshotWait::read(&settings.layout).ok()??;
+    if why.is_empty() {
+        return None;
+    }
+    let since = clock::rfc3339_ms(since);
+    let detail = format!("the update to {version} waits for a snapshot since {since}: {why}");
+    Some(Attention { code: "update_waiting", detail })
 }
 
 async fn gateway_is_ready(settings: &Settings) -> bool {

@@ -7,7 +7,7 @@ use super::machine::{self, Machine};
 use super::memory;
 use super::request::{self, Found};
 use super::services::{ServicesError, Systemctl};
-use super::{UpdateError, place};
+use super::{UpdateError, place, snapshot};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::host::config::{self, PlatformLink};
@@ -27,6 +27,7 @@ pub const APPLY_POINTS: &[&str] = &[
     "update.opened",
     "update.believed",
     "update.tried",
+    "update.snapshot_taken",
     "update.prepared",
     "update.activating",
     "update.reloaded",
@@ -64,6 +65,7 @@ enum Asker {
 fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
     let mut env = config::environment(&layout);
+    let has_database = env.is_set("DATABASE_URL");
     let platform = PlatformLink::read(&mut env);
     let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
     let platform = env.finish(platform);
@@ -71,9 +73,18 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let mut env = Env::from_process().with_file(&layout.update_env());
     let keys: TrustedKeys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
     let seconds: u64 = env.or("SVC_UPDATE_HEALTH_SECONDS", 180);
+    let snapshot_seconds: u64 = env.or("SVC_UPDATE_SNAPSHOT_SECONDS", 1800);
     env.finish(Some(()))?;
-    let health_deadline = Duration::from_secs(seconds);
-    Ok(Machine { layout, services, platform, keys, listen, health_deadline })
+    Ok(Machine {
+        layout,
+        services,
+        platform,
+        keys,
+        listen,
+        health_deadline: Duration::from_secs(seconds),
+        has_database,
+        snapshot_deadline: Duration::from_secs(snapshot_seconds),
+    })
 }
 
 /// # Errors
@@ -115,6 +126,8 @@ async fn lock(layout: &Layout, wanted: &Wanted) -> Result<Lock, Failure> {
     let path = layout.update_state().join("lock");
     let taken = match wanted {
         Wanted::Requested | Wanted::Nothing => Lock::wait(&path, TURN).await,
+        // A run that waits for a snapshot continues when it sees this.
+        Wanted::Version(version, _) if snapshot::is_waived(layout, version) => Lock::wait(&path, TURN).await,
         _ => Lock::take(&path),
     };
     taken.map_err(|error| match error {

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use super::state::{Event, State};
 use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
+use crate::host::updated::SnapshotWait;
 use crate::machine::name::ImageVersion;
 
 const FORMAT: u32 = 1;
@@ -70,11 +71,22 @@ pub struct Journal {
     /// Of the state that it is in.
     attempts: u32,
     pub state: State,
+    /// Why there is no snapshot yet, while the update waits for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<SnapshotWait>,
 }
 
 impl Journal {
     pub fn open(plan: Plan, started_at: Timestamp) -> Self {
-        Self { version: FORMAT, id: Uuid::now_v7(), plan, started_at, attempts: 0, state: State::Preparing }
+        Self {
+            version: FORMAT,
+            id: Uuid::now_v7(),
+            plan,
+            started_at,
+            attempts: 0,
+            state: State::Preparing,
+            waiting: None,
+        }
     }
 
     /// The update that is open, if one is.
@@ -103,7 +115,7 @@ impl Journal {
 
     #[must_use]
     pub fn after(self, event: Event) -> Self {
-        Self { attempts: 0, state: self.state.clone().after(event), ..self }
+        Self { attempts: 0, state: self.state.clone().after(event), waiting: None, ..self }
     }
 }
 

@@ -17,6 +17,7 @@ use super::memory::{self, Entry, MemoryError};
 use super::place::{self, PlaceError};
 use super::rules::{self, Candidate};
 use super::services::Services;
+use super::snapshot;
 use super::state::{Event, Stage, State, Trouble};
 use super::trial;
 use super::units;
@@ -35,8 +36,8 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::{LARGEST_COMPANION, Signed, TrustedKeys, Verified, verify};
 use crate::store::key::BUNDLE_FILE;
 
-/// Whoever reads an outcome wants the reason, not a book.
-const LONGEST_ERROR: usize = 400;
+/// Of an error in an outcome or in the journal.
+pub const MAX_ERROR_CHARS: usize = 400;
 const TARGET: &str = "svc.target";
 const OWN_UNITS: &str = "svc-update.";
 
@@ -49,6 +50,10 @@ pub struct Machine<S> {
     pub keys: TrustedKeys,
     pub listen: SocketAddr,
     pub health_deadline: Duration,
+    /// Without one there is nothing to back up.
+    pub has_database: bool,
+    /// How long an update waits for a snapshot, counted from the last progress of a backup.
+    pub snapshot_deadline: Duration,
 }
 
 /// A step that stops the update.
@@ -58,7 +63,7 @@ enum Stop {
 }
 
 fn trouble(stage: Stage, error: &(dyn Error + 'static)) -> Trouble {
-    Trouble { stage, error: chain(error).chars().take(LONGEST_ERROR).collect() }
+    Trouble { stage, error: chain(error).chars().take(MAX_ERROR_CHARS).collect() }
 }
 
 fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
@@ -123,7 +128,7 @@ impl<S: Services> Machine<S> {
                 return Ok(outcome);
             }
             tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
-            let event = if again { self.step(&journal).await } else { Event::GivenUp };
+            let event = if again { self.step(&mut journal).await } else { Event::GivenUp };
             if let Event::Refused(why) | Event::Failed(why) = &event {
                 tracing::error!(
                     stage = why.stage.as_str(),
@@ -135,9 +140,10 @@ impl<S: Services> Machine<S> {
         }
     }
 
-    async fn step(&self, journal: &Journal) -> Event {
+    async fn step(&self, journal: &mut Journal) -> Event {
         let end = match &journal.state {
             State::Preparing => self.prepare(journal).await,
+            State::TakingSnapshot => self.take_snapshot(journal).await,
             State::Switching => self.switch(journal),
             State::Activating => self.activate(journal, &journal.plan.to).await,
             State::Reverting { why } => self.revert(journal, why),
@@ -193,6 +199,20 @@ impl<S: Services> Machine<S> {
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.source(version, "")?;
         bring::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
+    }
+
+    /// Going back is never held up: neither a rollback, nor the release before by its name.
+    async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), Stop> {
+        let goes_back = journal.plan.aim == Aim::Rollback
+            || memory::previous(&self.layout)
+                .ok()
+                .flatten()
+                .is_some_and(|version| version == journal.plan.to);
+        if self.has_database && !goes_back {
+            let wait = snapshot::Wait::new(&self.layout, &self.services, self.snapshot_deadline);
+            wait.take(journal).await.map_err(failed(Stage::Snapshot))?;
+        }
+        failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
     }
 
     fn switch(&self, journal: &Journal) -> Result<(), Stop> {
@@ -290,6 +310,7 @@ impl<S: Services> Machine<S> {
             tracing::warn!(error = %chain(&error), "old releases could not be removed");
         }
         request::done(&self.layout, &journal.plan.to)?;
+        snapshot::remove_waiver(&self.layout)?;
         failpoint::pass("update.request_done")?;
         fsx::remove_if_there(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;

@@ -18,6 +18,7 @@ mod place;
 mod request;
 mod rules;
 mod services;
+mod snapshot;
 mod state;
 mod status;
 mod trial;
@@ -29,7 +30,7 @@ use std::process::ExitCode;
 
 use super::config::begin_log;
 use super::layout::Layout;
-use crate::applet::{self, Exit, Failure};
+use crate::applet::{self, Exit, Failure, OrExit};
 use crate::failpoint::Injected;
 use crate::fsx::FileError;
 use crate::http::request_id;
@@ -104,6 +105,10 @@ struct Apply {
     /// Try a release again that was not well here
     #[arg(long, conflicts_with = "request")]
     allow_quarantined: bool,
+    /// Do not wait for a snapshot of the database, also where this update waits for one already; if the release damages
+    /// data, all changes since the last snapshot are lost
+    #[arg(long, conflicts_with = "request")]
+    without_snapshot: bool,
 }
 
 #[derive(clap::Args)]
@@ -118,6 +123,14 @@ struct Which {
 }
 
 impl Apply {
+    /// Also for the update that another run has under way.
+    fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
+        let Some(version) = self.which.version.as_ref().filter(|_| self.without_snapshot) else {
+            return Ok(());
+        };
+        snapshot::waive(layout, version).or_exit(Exit::Internal)
+    }
+
     fn wanted(self) -> Wanted {
         let allow = Allowances { downgrade: self.allow_downgrade, quarantined: self.allow_quarantined };
         self.which.version.map_or(Wanted::Requested, |version| Wanted::Version(version, allow))
@@ -149,7 +162,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         request_id::own(async move {
             match args.command {
                 Command::Boot => boot::run(layout).await,
-                Command::Apply(apply) => apply::run(layout, apply.wanted()).await,
+                Command::Apply(apply) => {
+                    apply.waive_snapshot(&layout)?;
+                    apply::run(layout, apply.wanted()).await
+                }
                 Command::Rollback => apply::run(layout, Wanted::Previous).await,
                 Command::Resume => apply::run(layout, Wanted::Nothing).await,
                 Command::Status(print) => status::print(&layout, print.format()),

@@ -5,6 +5,7 @@
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 use serde::Deserialize;
 
@@ -36,19 +37,17 @@ pub fn read(layout: &Layout) -> Found {
     if path.symlink_metadata().is_err() {
         return Found::Nothing;
     }
-    // Neither a link to somewhere else, nor a pipe that nobody writes to.
+    read_untrusted(&path).and_then(|text| parse(&text)).map_or(Found::Rubbish, Found::Request)
+}
+
+/// The first bytes of a file that another user writes: neither a link to somewhere else, nor a pipe without a writer.
+pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let Ok(file) = OpenOptions::new().read(true).custom_flags(flags).open(&path) else {
-        return Found::Rubbish;
-    };
-    if !file.metadata().is_ok_and(|meta| meta.is_file()) {
-        return Found::Rubbish;
-    }
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    file.metadata().ok().filter(std::fs::Metadata::is_file)?;
     let mut text = Vec::new();
-    match file.take(LARGEST).read_to_end(&mut text) {
-        Ok(_) => parse(&text).map_or(Found::Rubbish, Found::Request),
-        Err(_) => Found::Rubbish,
-    }
+    file.take(LARGEST).read_to_end(&mut text).ok()?;
+    Some(text)
 }
 
 fn parse(text: &[u8]) -> Option<Request> {

@@ -22,6 +22,7 @@ pub enum Stage {
     Manifest,
     Download,
     Trial,
+    Snapshot,
     Switch,
     Units,
     Restart,
@@ -37,6 +38,7 @@ impl Stage {
             Self::Manifest => "manifest",
             Self::Download => "download",
             Self::Trial => "trial",
+            Self::Snapshot => "snapshot",
             Self::Switch => "switch",
             Self::Units => "units",
             Self::Restart => "restart",
@@ -53,6 +55,8 @@ impl Stage {
 pub enum State {
     /// The release is brought and looked at; the machine is as it was.
     Preparing,
+    /// The database is backed up; the machine is as it was.
+    TakingSnapshot,
     /// The link is turned to the release.
     Switching,
     /// Its units are installed, the services run anew, and they become well.
@@ -94,10 +98,12 @@ impl State {
     pub fn after(self, event: Event) -> Self {
         let too_often = |stage| Trouble { stage, error: "it was cut off at this too often".to_owned() };
         match (self, event) {
-            (Self::Preparing, Event::Done) => Self::Switching,
-            (Self::Preparing, Event::Refused(why)) => ended(End::Refused, why),
-            (Self::Preparing, Event::Failed(why)) => ended(End::Failed, why),
+            (Self::Preparing, Event::Done) => Self::TakingSnapshot,
+            (Self::TakingSnapshot, Event::Done) => Self::Switching,
+            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => ended(End::Refused, why),
+            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(End::Failed, why),
             (Self::Preparing, Event::GivenUp) => ended(End::Failed, too_often(Stage::Download)),
+            (Self::TakingSnapshot, Event::GivenUp) => ended(End::Failed, too_often(Stage::Snapshot)),
 
             (Self::Switching, Event::Done) => Self::Activating,
             (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },

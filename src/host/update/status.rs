@@ -9,7 +9,7 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::clock::rfc3339_ms;
 use crate::host::layout::Layout;
 use crate::host::release::{self, Component, Release};
-use crate::host::updated::{self, End, Outcome};
+use crate::host::updated::{self, End, Outcome, SnapshotWait};
 use crate::machine::name::ImageVersion;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +93,9 @@ fn print_table(status: &Status) {
     }
     if let Some(update) = &status.update {
         println!("\nunder way: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
+        if let Some(SnapshotWait { since, why }) = &update.waiting {
+            println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
+        }
     }
     if let Some(last) = &status.last {
         println!("\nlast update: {}", words(last));

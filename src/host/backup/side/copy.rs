@@ -9,6 +9,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
 use super::catalog::{self, PLAIN_SESSION};
+use super::dependents::Dependents;
 use super::made;
 use super::plan::{self, Plan, PlanError};
 use crate::applet::Exit;
@@ -156,15 +157,12 @@ pub async fn copy(
     }
     done.extend(made::counted(&side, &made).await?);
     done.extend(made::counted(&side, &gone).await?);
-    if !gone.is_empty() && !wanted.dry_run {
-        state.making = gone.iter().map(|table| (*table).to_owned()).collect();
-        state.write(&settings.layout)?;
-        let end = made::make_again(settings, &side, &live, &gone).await;
-        if end.is_err() {
-            done.clear();
-        }
-        end?;
-        failpoint::pass("side.made")?;
+    let dependents = Dependents::find(&side, &live, &gone, &made).await;
+    let dependents = dependents.map_err(query("read what depended on the tables"))?;
+    if wanted.dry_run {
+        dependents.announce(done);
+    } else if !gone.is_empty() || !made.is_empty() {
+        make(settings, &side, &mut live, state, &gone, &dependents, done).await?;
     }
     if kept.is_empty() {
         return Ok(());
@@ -172,6 +170,31 @@ pub async fn copy(
     let copied = rows(&side, &mut live, &kept, wanted, &request_id, done).await?;
     done.extend(copied);
     Ok(())
+}
+
+/// Tables that are gone, and what depended on them. A run that is repeated adds what is lacking.
+async fn make(
+    settings: &Settings,
+    side: &Client,
+    live: &mut Client,
+    state: &mut State,
+    gone: &[&str],
+    dependents: &Dependents,
+    done: &mut Vec<CopiedTable>,
+) -> Result<(), CopyError> {
+    if !gone.is_empty() {
+        state.making.extend(gone.iter().map(|table| (*table).to_owned()));
+        state.write(&settings.layout)?;
+        let relations: Vec<&str> = gone.iter().copied().chain(dependents.views()).collect();
+        let end = made::make_again(settings, side, live, &relations).await;
+        if end.is_err() {
+            done.clear();
+        }
+        end?;
+        failpoint::pass("side.made")?;
+    }
+    dependents.add(live, done).await.map_err(query("add what depended on the tables"))?;
+    Ok(failpoint::pass("side.dependents")?)
 }
 
 /// What this request did before it was cut off.

@@ -5,6 +5,7 @@
 
 mod catalog;
 mod copy;
+mod dependents;
 mod made;
 mod plan;
 
@@ -41,6 +42,7 @@ pub const POINTS: &[&str] = &[
     "side.opened",
     "side.saved",
     "side.made",
+    "side.dependents",
     "side.fetched",
     "side.copied",
     "side.committed",
@@ -199,6 +201,12 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
             );
             if !table.left_out.is_empty() {
                 println!("    left out, for the table has them no more: {}", table.left_out.join(", "));
+            }
+            for name in &table.recreated {
+                println!("    with it: {name}");
+            }
+            for name in &table.not_recreated {
+                println!("    NOT made again: {name}");
             }
         }
     }

@@ -20,7 +20,7 @@ use crate::host::database_identity::{self, IdentityError};
 use crate::host::lock::Lock;
 use crate::host::marker::Marker;
 use crate::host::pgconn::{self, ConnectError};
-use crate::host::scratch::{self, DownloadError, LoadError, Roles};
+use crate::host::scratch::{self, DownloadError, Dump, LoadError, Roles};
 use crate::host::systemd;
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -162,7 +162,8 @@ async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportEr
     home::remove_staged(&layout.home())?;
     let staged = tokio::task::block_in_place(|| archived.unpack(&state, &layout.home()))?;
     failpoint::pass("import.staged")?;
-    let loaded = scratch::into_scratch(&settings.means, &staged.dump, &archived.side, Roles::Stay).await?;
+    let dump = Dump::File(staged.dump.clone());
+    let loaded = scratch::into_scratch(&settings.means, &dump, &archived.side, Roles::Stay).await?;
     failpoint::pass("import.loaded")?;
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
     database_identity::stamp(&client, &loaded.name).await?;

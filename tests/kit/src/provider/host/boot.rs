@@ -132,6 +132,11 @@ pub(super) fn program(session: &Session, settings: &HostSettings, unit: &str) ->
     if installed.exists() { vec![installed] } else { vec![settings.svc_binary.clone(), unit.into()] }
 }
 
+/// As `svc-db-backup-request.service`; how it ended is on record.
+pub(super) async fn back_up(session: &Session, settings: &HostSettings) {
+    run(session, settings, "svc-db-backup", &["run", "--request"]).await.ok();
+}
+
 async fn run(session: &Session, settings: &HostSettings, unit: &str, args: &[&str]) -> Result<()> {
     let program = program(session, settings, unit);
     let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::HostSettings;
-use super::boot::{SERVICES, service};
+use super::boot::{SERVICES, back_up, service};
 use super::service::ServiceState;
 use super::session::Session;
 
@@ -89,6 +89,14 @@ async fn obey(session: &Arc<Session>, settings: &HostSettings, words: &str) -> (
     match (verb, name) {
         ("daemon-reload", _) => (0, String::new()),
         ("start", None) if unit.ends_with(".target") => (0, String::new()),
+        ("start", None) if unit == "svc-db-backup-request" => {
+            let (session_of_task, settings) = (Arc::clone(session), settings.clone());
+            session.tasks.spawn_on(
+                async move { back_up(&session_of_task, &settings).await },
+                crate::runtime::servers(),
+            );
+            (0, String::new())
+        }
         ("restart", Some(name)) => {
             let running = session.services().get(name).cloned();
             if let Some(running) = running {

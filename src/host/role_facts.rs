@@ -1,0 +1,72 @@
+//! The roles of a server with their attributes, settings and memberships: read when a snapshot is taken, and compared
+//! when it is restored.
+
+use tokio_postgres::{Error, GenericClient};
+
+use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
+
+/// The comment of a role that was made for a drill: it is nobody's.
+pub const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
+
+const ROLES: &str = "
+    SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
+           rolconnlimit, CASE WHEN rolvaliduntil < 'infinity' THEN rolvaliduntil::text END
+      FROM pg_roles
+     WHERE rolname !~ '^pg_' AND shobj_description(oid, 'pg_authid') IS DISTINCT FROM $1 ORDER BY 1";
+
+const SETTINGS: &str = "
+    SELECT r.rolname::text, split_part(c, '=', 1), substr(c, strpos(c, '=') + 1)
+      FROM pg_db_role_setting g JOIN pg_roles r ON r.oid = g.setrole CROSS JOIN unnest(g.setconfig) c
+     WHERE g.setdatabase = 0 ORDER BY 1, 2";
+
+/// A role can be granted by several grantors: with every option that one of them gave.
+const MEMBERSHIPS: &str = "
+    SELECT m.rolname::text, r.rolname::text, bool_or(a.admin_option), bool_or(a.inherit_option), bool_or(a.set_option)
+      FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
+     GROUP BY 1, 2 ORDER BY 1, 2";
+
+/// Every role but the built-in ones and those of drills, by name.
+///
+/// # Errors
+/// The database's.
+pub async fn read(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
+    let mut roles = Vec::new();
+    for row in client.query(ROLES, &[&OF_A_DRILL]).await? {
+        roles.push(RoleFacts {
+            name: row.try_get(0)?,
+            superuser: row.try_get(1)?,
+            login: row.try_get(2)?,
+            inherit: row.try_get(3)?,
+            create_database: row.try_get(4)?,
+            create_role: row.try_get(5)?,
+            replication: row.try_get(6)?,
+            bypass_rls: row.try_get(7)?,
+            connection_limit: row.try_get(8)?,
+            valid_until: row.try_get(9)?,
+            ..RoleFacts::default()
+        });
+    }
+    for row in client.query(SETTINGS, &[]).await? {
+        let (name, setting) =
+            (row.try_get(0)?, RoleSetting { name: row.try_get(1)?, value: row.try_get(2)? });
+        if let Some(role) = find(&mut roles, name) {
+            role.settings.push(setting);
+        }
+    }
+    for row in client.query(MEMBERSHIPS, &[]).await? {
+        let membership = Membership {
+            role: row.try_get(1)?,
+            admin: row.try_get(2)?,
+            inherit: row.try_get(3)?,
+            set: row.try_get(4)?,
+        };
+        if let Some(role) = find(&mut roles, row.try_get(0)?) {
+            role.member_of.push(membership);
+        }
+    }
+    Ok(roles)
+}
+
+fn find<'a>(roles: &'a mut [RoleFacts], name: &str) -> Option<&'a mut RoleFacts> {
+    roles.iter_mut().find(|role| role.name == name)
+}

@@ -1,0 +1,83 @@
+//! A restore brings back what operators made of roles: attributes, settings, memberships. What it does not keep, it names.
+
+use anyhow::Result;
+
+use super::machine::{self, Machine};
+
+const CONTENT: &str = "
+    CREATE ROLE app_notes LOGIN PASSWORD 'x' CONNECTION LIMIT 5 NOINHERIT;
+    CREATE ROLE team NOLOGIN CREATEROLE;
+    CREATE ROLE reporting LOGIN PASSWORD 'y' BYPASSRLS CONNECTION LIMIT 2 VALID UNTIL '2030-01-02 03:04:05+00';
+    CREATE ROLE dba SUPERUSER LOGIN;
+    GRANT team TO app_notes WITH ADMIN TRUE, INHERIT FALSE, SET TRUE; GRANT pg_monitor, app_notes TO reporting;
+    ALTER ROLE app_notes SET statement_timeout = '7s'; ALTER ROLE app_notes SET search_path = app_notes, \"a, b\", public;
+    ALTER ROLE reporting SET app.name = 'it''s \\ here'; ALTER ROLE CURRENT_USER SET work_mem = '9MB';
+    ALTER DATABASE svc SET lock_timeout = '3s';
+    CREATE TABLE t (id int); ALTER TABLE t OWNER TO app_notes; INSERT INTO t VALUES (1)";
+
+/// Of all roles that were made: attributes, settings for every database, memberships.
+const ROLES: &str = "
+    SELECT coalesce(string_agg(rolname || ' ' || rolinherit || rolcreatedb || rolcreaterole || rolbypassrls || rolreplication
+               || rolconnlimit || coalesce(rolvaliduntil::text, '-') || ' ' || coalesce((SELECT string_agg(c, ' ; ' ORDER BY c)
+                    FROM pg_db_role_setting g CROSS JOIN unnest(g.setconfig) c WHERE g.setrole = r.oid AND g.setdatabase = 0), '-')
+               || ' ' || coalesce((SELECT string_agg(o.rolname || a.admin_option || a.inherit_option || a.set_option, ','
+                    ORDER BY o.rolname) FROM pg_auth_members a JOIN pg_roles o ON o.oid = a.roleid WHERE a.member = r.oid), '-'),
+               E'\\n' ORDER BY rolname), '')
+      FROM pg_roles r WHERE rolname !~ '^pg_' AND rolname <> current_user";
+
+async fn roles(machine: &Machine) -> Result<String> {
+    Ok(machine.client().await?.query_one(ROLES, &[]).await?.get(0))
+}
+
+#[tokio::test]
+async fn restore_keeps_roles_or_names_what_it_does_not() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute(CONTENT).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+
+    let new = Machine::new(&store, 2).await?;
+    new.run_with(&["svc-restore"], &[("FAILPOINTS", "restore.roles=return(kill)")])?.expect_killed();
+    let ended = new.run(&["svc-restore"])?.expect(0);
+    assert_eq!(roles(&new).await?, roles(&old).await?);
+    assert!(roles(&new).await?.contains("statement_timeout=7s"), "{}", roles(&new).await?);
+    let timeout =
+        "SELECT count(*) FROM pg_db_role_setting WHERE setrole = 0 AND 'lock_timeout=3s' = ANY (setconfig)";
+    assert_eq!(new.client().await?.query_one(timeout, &[]).await?.get::<_, i64>(0), 1);
+
+    // No password is in the record, and the restored server's own superuser is not changed.
+    let logins = "SELECT count(*) FROM pg_roles WHERE rolname IN ('app_notes', 'reporting', 'dba') AND (rolcanlogin OR rolsuper)";
+    assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
+    let log = &ended.stderr;
+    assert!(log.contains("not kept by the restore"), "{log}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn not_kept_roles_are_named_once_they_are_made() -> Result<()> {
+    let store = machine::store()?;
+    let old = Machine::in_use(&store, 1).await?;
+    old.client().await?.batch_execute(CONTENT).await?;
+    old.run(&["svc-db-backup"])?.expect(0);
+    let new = Machine::new(&store, 2).await?;
+    // An operator was here before the restore.
+    new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
+    let log = new.run(&["svc-restore"])?.expect(0).stderr;
+    for words in [
+        "the role dba is no SUPERUSER here",
+        "the role reporting has no LOGIN and no password here",
+        "the setting work_mem of the role",
+        "the attributes of the role team, which was there already",
+    ] {
+        assert!(log.contains(words), "{words}: {log}");
+    }
+    assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway opens it: {log}");
+    let limit = "SELECT rolconnlimit FROM pg_roles WHERE rolname = 'team'";
+    assert_eq!(new.client().await?.query_one(limit, &[]).await?.get::<_, i32>(0), 1);
+    // A drill makes no roles of its own that stay.
+    let before = roles(&new).await?;
+    new.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
+    new.run(&["svc-db-backup", "drill"])?.expect(0);
+    assert_eq!(roles(&new).await?, before);
+    Ok(())
+}

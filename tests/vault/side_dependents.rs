@@ -1,0 +1,109 @@
+//! `DROP TABLE … CASCADE` takes other tables' foreign keys, views and statistics away: they come back with the table, or
+//! are named.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::machine::{self, Machine};
+use super::side::{opened, side, state};
+
+const TABLE: &str = "app_shop.customers";
+const MORE: &str = "
+    CREATE ROLE reader NOLOGIN;
+    CREATE VIEW app_shop.totals WITH (security_barrier) AS
+        SELECT c.id, c.email, count(o.*) AS orders FROM app_shop.customers c JOIN app_shop.orders o ON o.customer = c.id
+         GROUP BY c.id, c.email;
+    ALTER VIEW app_shop.totals OWNER TO app_shop; GRANT SELECT ON app_shop.totals TO reader;
+    CREATE VIEW app_shop.best AS SELECT * FROM app_shop.totals WHERE orders > 3;
+    CREATE MATERIALIZED VIEW app_shop.mails AS SELECT email FROM app_shop.customers;
+    CREATE VIEW app_shop.mixed AS SELECT c.email, l.said FROM app_shop.customers c, app_shop.log l;
+    CREATE STATISTICS app_shop.moods (dependencies) ON mood, price FROM app_shop.customers;
+    ALTER STATISTICS app_shop.moods OWNER TO app_shop;
+    CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
+        AS 'SELECT * FROM app_shop.customers LIMIT 1'";
+
+/// A snapshot with all of that is open beside a database that lacks the table and what depended on it.
+async fn dropped(store: &kit::s3::S3Server) -> Result<Machine> {
+    let machine = opened(store).await?;
+    machine.client().await?.batch_execute(MORE).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    side(&machine, &["open"])?.expect(0);
+    machine.client().await?.batch_execute("DROP TABLE app_shop.customers CASCADE").await?;
+    Ok(machine)
+}
+
+fn told(machine: &Machine) -> Result<Value> {
+    Ok(state(machine)?["lastCopy"]["tables"][0].clone())
+}
+
+/// One value of the owner's database, as text.
+async fn one(machine: &Machine, sql: &str) -> Result<String> {
+    let row = machine.client().await?.query_one(&format!("SELECT ({sql})::text"), &[]).await?;
+    row.try_get::<_, Option<String>>(0)?.context("a value")
+}
+
+const KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
+const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
+
+#[tokio::test]
+async fn dropped_table_comes_back_with_its_dependents() -> Result<()> {
+    let store = machine::store()?;
+    let machine = dropped(&store).await?;
+    let expected = json!([
+        "view app_shop.totals",
+        "view app_shop.best",
+        "materialized view app_shop.mails",
+        "view app_shop.mixed",
+        KEY,
+        "statistics object app_shop.moods"
+    ]);
+    let sorted = |value: &Value| {
+        let mut names: Vec<String> = serde_json::from_value(value.clone()).unwrap_or_default();
+        names.sort();
+        names
+    };
+    let tried = side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
+    assert!(tried.stdout.contains(&format!("with it: {KEY}")), "{}", tried.stdout);
+    assert_eq!(sorted(&told(&machine)?["recreated"]), sorted(&expected));
+    assert_eq!(one(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
+
+    side(&machine, &["copy", TABLE])?.expect(0);
+    let table = told(&machine)?;
+    assert_eq!(sorted(&table["recreated"]), sorted(&expected), "{table}");
+    assert_eq!(table["notRecreated"], json!(["function app_shop.first_customer()"]), "{table}");
+    assert_eq!(one(&machine, VALID).await?, "true");
+    let view = "SELECT count(*) = 1 FROM pg_class WHERE oid = 'app_shop.totals'::regclass AND relowner = 'app_shop'::regrole \
+                AND reloptions = '{security_barrier=true}' AND has_table_privilege('reader', oid, 'SELECT')";
+    assert_eq!(one(&machine, view).await?, "true");
+    assert_eq!(one(&machine, "SELECT count(*) FROM app_shop.best").await?, "500");
+    assert_eq!(one(&machine, "SELECT count(*) FROM app_shop.mails").await?, "502");
+    let statistics = "SELECT stxowner::regrole FROM pg_statistic_ext WHERE stxname = 'moods'";
+    assert_eq!(one(&machine, statistics).await?, "app_shop");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_the_tables_of_today_do_not_allow_is_named() -> Result<()> {
+    let store = machine::store()?;
+    let machine = dropped(&store).await?;
+    let harm = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;
+                CREATE STATISTICS app_shop.moods ON id, customer FROM app_shop.orders";
+    machine.client().await?.batch_execute(harm).await?;
+    side(&machine, &["copy", TABLE])?.expect(0);
+    let table = told(&machine)?;
+    let is_listed = |list: &str, start: &str| {
+        table[list].as_array().is_some_and(|names| {
+            names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(start)))
+        })
+    };
+    assert!(is_listed("recreated", &format!("{KEY} (NOT VALID")), "{table}");
+    assert_eq!(one(&machine, VALID).await?, "false");
+    assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is gone: {table}");
+    assert!(is_listed("recreated", "view app_shop.best"), "{table}");
+    assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "another has its name: {table}");
+    let more = machine.client().await?;
+    more.batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
+        .await
+        .expect_err("a new row is checked");
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! A restore on a disk that holds the database and not the dump beside it: the dump is streamed from the store, and
+//! nothing is swapped before its SHA-256 and its rows are those of the record.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use kit::disk::SmallDisk;
+use kit::s3::{Fault, Rule, S3Server};
+use serde_json::Value;
+
+use super::gate::{dump_key, is_restored, is_untouched, lost_and_new};
+use super::machine::{BUCKET, Machine, USER};
+
+const MIB: u64 = 1 << 20;
+/// What a restore leaves free.
+const MARGIN: u64 = 64 * MIB;
+const DISK_MIB: u64 = 256;
+
+/// A disk on which the database fits, and with it this much of its dump in per cent.
+async fn tight(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
+    let (store, new) = lost_and_new().await?;
+    let Some(disk) = SmallDisk::at(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
+    let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("a side record")?;
+    let side: Value = serde_json::from_slice(&side)?;
+    let of = |value: &Value| value.as_u64().context("a size");
+    let (dump, database) = (of(&side["sizeBytes"])?, of(&side["database"]["sizeBytes"])?);
+    disk.fill(database + MARGIN + dump * per_cent / 100)?;
+    Ok(Some((store, new, disk)))
+}
+
+fn dumps(machine: &Machine) -> usize {
+    let entries = fs::read_dir(machine.path("var/lib/svc/restore")).into_iter().flatten().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().ends_with(".dump")).count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_streams_dump_that_does_not_fit_beside_it() -> Result<()> {
+    let Some((store, new, _disk)) = tight(50).await? else { return Ok(()) };
+    // The transfer breaks off twice, and continues.
+    let broken =
+        store.fault(Rule::new(Fault::TruncateBody(300_000)).method("GET").key_ending(".dump").times(2));
+    let ended = new.run(&["svc-restore"])?.expect(0);
+    assert!(ended.stderr.contains("it is streamed from the object store"), "{}", ended.stderr);
+    assert_eq!(broken.hits(), 2);
+    assert!(new.marker() && is_restored(&new).await?);
+    assert_eq!(dumps(&new), 0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
+    let Some((store, new, _disk)) = tight(50).await? else { return Ok(()) };
+    let key = dump_key(&store);
+    let good = store.read(BUCKET, &key).context("a dump")?;
+    // The record of another dump of the same size: pg_restore has nothing against these bytes.
+    let record = format!("{key}.json");
+    let text = String::from_utf8(store.read(BUCKET, &record).context("a record")?)?;
+    let side: Value = serde_json::from_str(&text)?;
+    let sha256 = side["sha256"].as_str().context("a digest")?;
+    let other = "0".repeat(64);
+    store.write(BUCKET, &record, text.replace(sha256, &other));
+    let pointer = format!("{USER}/primary/system/db/latest");
+    let latest = String::from_utf8(store.read(BUCKET, &pointer).context("a pointer")?)?;
+    store.write(BUCKET, &pointer, latest.replace(sha256, &other));
+    let ended = new.run(&["svc-restore"])?.expect(70);
+    assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
+    is_untouched(&new, "another digest").await?;
+
+    // Bytes that are no dump any more.
+    store.write(BUCKET, &record, text.clone());
+    store.write(BUCKET, &pointer, latest.clone());
+    let mut damaged = good.clone();
+    let middle = damaged.len() / 2;
+    damaged[middle..middle + 64].fill(0);
+    store.write(BUCKET, &key, damaged);
+    new.run(&["svc-restore"])?.expect(70);
+    is_untouched(&new, "damaged").await?;
+
+    store.write(BUCKET, &key, good);
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(new.marker() && is_restored(&new).await?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restore_without_room_for_the_database_is_refused() -> Result<()> {
+    let Some((_store, new, disk)) = tight(0).await? else { return Ok(()) };
+    disk.fill(MARGIN)?;
+    let ended = new.run(&["svc-restore"])?.expect(70);
+    for words in ["bytes are free and", "are needed for the database", "--server-type"] {
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+    }
+    is_untouched(&new, "no room").await?;
+    disk.empty()?;
+    new.run(&["svc-restore"])?.expect(0);
+    assert!(is_restored(&new).await?);
+    Ok(())
+}
