@@ -322,6 +322,19 @@ impl World<'_> {
         send(&self.processes[0], 0, &self.ledger, &asked).await;
     }
 
+    /// An operator answers what an operation asks: one in two goes ahead with the loss.
+    async fn decide(&self, operation: &str, machine: &str, look: &Look) {
+        let goes_ahead = operation.bytes().last().is_some_and(|last| last % 2 == 0);
+        let (what, body) =
+            if goes_ahead { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
+        let accepting = look.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
+        let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
+        let (key, accepts) = (None, Accepts::Nothing);
+        let asked = Asked { what, method: "POST", path, token, body, key, accepts };
+        send(&self.processes[0], 0, &self.ledger, &asked).await;
+        drop(accepting);
+    }
+
     /// For a while, or until no operation has anything to do but wait for a host.
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
@@ -375,6 +388,11 @@ impl World<'_> {
             } else {
                 calm = 0;
             }
+            for operation in
+                look.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
+            {
+                self.decide(&operation.operation_id, &operation.machine_id, &look).await;
+            }
             // Those that still boot come up, those that were resized are well; for the others the time runs out.
             for host in self.hosts().to_vec() {
                 let Some(machine) = look.machine(&host.machine).filter(|_| live.contains(&host.machine))
@@ -391,6 +409,10 @@ impl World<'_> {
             self.seat.pass_time(10, false).await?;
         }
         self.ledger.note("it did not come to rest");
+        let look = Look::at(&self.seat.client).await?;
+        for operation in look.operations.iter().filter(|it| it.state == "running") {
+            self.ledger.note(format!("under way: {operation:?}"));
+        }
         Ok(())
     }
 }

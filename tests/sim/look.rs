@@ -28,6 +28,8 @@ pub struct OperationSeen {
     pub kind: String,
     pub state: String,
     pub step: String,
+    /// What it asks an operator.
+    pub question: Option<serde_json::Value>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -50,7 +52,7 @@ const LOOK: &str = "SELECT \
         status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at, \
         unsaved_since, discard_ordered_at, server_deleted_at FROM user_machines) m), \
     (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
-        kind, state, step FROM operations) o)";
+        kind, state, step, question FROM operations) o)";
 
 impl Look {
     pub async fn at(client: &Client) -> Result<Self> {
