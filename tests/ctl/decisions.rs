@@ -53,6 +53,12 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
     let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
+    for action in ["off", "reboot"] {
+        let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), accepted()]).await;
+        assert_eq!((line, body), (format!("POST /vps/{MACHINE}/power HTTP/1.1"), json!({"action": action})));
+    }
+    let (_, body) = sent(&["power", "on", MACHINE], vec![record(), accepted()]).await;
+    assert_eq!(body, json!({"action": "on"}));
     let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
 }

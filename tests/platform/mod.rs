@@ -24,6 +24,7 @@ mod kills;
 mod last_backup;
 mod lives;
 mod metrics;
+mod power;
 mod provisioning;
 mod reconciling;
 mod recovery;

@@ -351,6 +351,10 @@ impl Provider for AtThePort {
         self.0.act("shutdown", id, Effect::Power(ServerStatus::Off)).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.0.act("reboot", id, Effect::Power(ServerStatus::Running)).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.0.act("change_type", id, Effect::Type(to.clone())).await
     }

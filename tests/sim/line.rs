@@ -63,6 +63,10 @@ impl Provider for Line {
         self.call(self.provider.shutdown(id)).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.call(self.provider.reboot(id)).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.call(self.provider.change_type(id, to)).await
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use clap::Args as ClapArgs;
+use clap::{Args as ClapArgs, Subcommand};
 
 use super::Wait;
 use crate::machine::id::MachineId;
@@ -186,6 +186,47 @@ pub struct Undelete {
 pub struct Resume {
     /// A machine's id, or the handle of its user
     pub machine: Target,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum PowerCommand {
+    /// Switch the server of a machine on and wait for its host
+    #[command(after_help = "Example: svcctl power on ada --wait")]
+    On {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Shut a machine down and keep it off until `svcctl power on`
+    #[command(
+        after_help = "The host is asked to shut down; its power is cut when it has not after RESIZE_SHUTDOWN_SECONDS of the \
+platform. Its user gets a page that says so, no backups are taken, and the provider goes on billing the server.\n\n\
+Example: svcctl power off ada --wait"
+    )]
+    Off {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Restart the host of a machine
+    #[command(
+        after_help = "The operating system is asked to restart. One that does not react goes on: `svcctl power off`, then \
+`svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
+    )]
+    Reboot {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+        #[command(flatten)]
+        wait: Wait,
+    },
 }
 
 #[derive(Debug, ClapArgs)]

@@ -226,6 +226,7 @@ fn backups(backups: &Backups) -> Cell {
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         "operation_waiting" => "svcctl operation show OPERATION has the question and both answers",
+        "powered_off" => "svcctl power on HANDLE, or delete it",
         "unsaved_changes" => "svcctl status HANDLE says what only its server holds; svcctl discard ends that",
         "removal_abandoned" => "delete its server at the provider; svcctl status HANDLE names it",
         "failed" => "svcctl status HANDLE says why; then recover",

@@ -39,6 +39,8 @@ pub struct Machine {
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
+    /// Since when an operator has had its server switched off.
+    pub powered_off_at: Option<String>,
     /// What was written on it since is in no snapshot.
     pub unsaved_since: Option<String>,
     pub replaced_by: Option<String>,
@@ -101,6 +103,20 @@ impl Machine {
         }
     }
 
+    /// [`Self::state_word`]; a machine that runs and is switched off shows that instead.
+    fn shown_state(&self) -> &str {
+        let is_off = self.powered_off_at.is_some() && self.state_word() == "running";
+        if is_off { "off" } else { self.state_word() }
+    }
+
+    /// Since when it is switched off, and how that ends.
+    fn power_cell(&self, view: &View) -> Cell {
+        let Some(at) = self.powered_off_at.as_deref().filter(|_| self.is_active()) else { return "".into() };
+        let line =
+            format!("switched off {}; `svcctl power on {}` switches it on", when(view.now, at), self.handle);
+        Cell::painted(Some(Colour::Bad), line)
+    }
+
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.replaced_by.is_none()
     }
@@ -124,7 +140,7 @@ impl Machine {
     fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
         let Some(at) = &self.heartbeat_at else { return "".into() };
         let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > QUIET);
-        let late = quiet && self.state_word() == "running";
+        let late = quiet && self.shown_state() == "running";
         Cell::painted(late.then_some(Colour::Bad), said(view.now, at))
     }
 }
@@ -204,7 +220,7 @@ pub fn list(view: &View, page: &Machines) -> String {
     let row = |m: &Machine| {
         vec![
             m.handle.clone().into(),
-            Cell::state(m.state_word()),
+            Cell::state(m.shown_state()),
             m.idp_user_id.clone().into(),
             m.slot.clone().into(),
             text(m.server_type.as_ref()).into(),
@@ -243,7 +259,8 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
         ("kind", text(m.kind.as_ref()).into()),
-        ("status", Cell::state(m.state_word())),
+        ("status", Cell::state(m.shown_state())),
+        ("power", m.power_cell(view)),
         ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
         ("next", next.into()),
         (

@@ -13,24 +13,20 @@ use super::endpoint::{
     CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
     last_backup_told, last_update_told, told,
 };
-use super::mutation::{self, Changed};
+use super::heal;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
 };
-use crate::http::problem::{Code, Problem, chain};
+use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
-use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
-use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances};
-use crate::provider::{ServerId, ServerStatus};
 use axum::routing::post;
 use http::Method;
 
@@ -92,8 +88,9 @@ pub async fn handle(
         }
     }
     if is_well {
-        heal(&platform, &machine, epoch).await;
+        heal::heal(&platform, &machine, epoch).await;
     }
+    heal::note_power(&platform, &machine).await;
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
     let session = platform.db.session().await?;
@@ -112,49 +109,6 @@ pub async fn handle(
         answer["desiredRequestId"] = desired.request_id.into();
     }
     Ok(Json(answer).into_response())
-}
-
-/// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
-/// reports. What is in the way now may not be at the next heartbeat, so a failure costs nothing but the time.
-async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
-    if !machine.is_active() || machine.status != Status::Failed || !failed {
-        return;
-    }
-    match healed(platform, machine, epoch).await {
-        Ok(true) => tracing::info!(machine = %machine.id, "runs again with a healthy heartbeat"),
-        Ok(false) => {}
-        Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "a machine could not be healed yet");
-        }
-    }
-}
-
-async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
-    let Some(server) = machine.provider_server_id else { return Ok(false) };
-    let Some(server) = platform.provider.get(ServerId(server)).await? else {
-        platform.reconcile.notify_one();
-        return Ok(false);
-    };
-    // A word from before the power went.
-    if server.status != ServerStatus::Running {
-        return Ok(false);
-    }
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
-    let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
-    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, Circumstances::default()).await?;
-    if change == Change::Unchanged {
-        return Ok(false);
-    }
-    let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
-    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
-    let changed =
-        Changed { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
-    mutation::audit(&tx, &actor, &changed).await?;
-    db::commit(tx).await?;
-    Ok(true)
 }
 
 /// A host that is asked for its last backup may write it before it is sent away.

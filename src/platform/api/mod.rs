@@ -16,15 +16,18 @@ pub mod entitlement;
 pub mod fail;
 pub mod fault;
 pub mod fleet;
+pub mod heal;
 pub mod health;
 pub mod heartbeat;
 pub mod list;
 pub mod machine;
+pub mod machine_change;
 pub mod metrics;
 pub mod mutation;
 pub mod object;
 pub mod operation;
 pub mod operation_decision;
+pub mod power;
 pub mod provision;
 pub mod recover;
 pub mod register;
@@ -53,7 +56,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 38] = [
+pub static ENDPOINTS: [&Endpoint; 39] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -63,6 +66,7 @@ pub static ENDPOINTS: [&Endpoint; 38] = [
     &machine::ENDPOINT,
     &delete::ENDPOINT,
     &resize::ENDPOINT,
+    &power::ENDPOINT,
     &fail::ENDPOINT,
     &resume::ENDPOINT,
     &undelete::ENDPOINT,

@@ -152,6 +152,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
     );
     let stage = object(&[("stage", text()), ("at", time())], &[]);
     let boot = object(&[("stage", text()), ("at", time()), ("stages", array(stage))], &[]);
+    let attention = object(&[("code", text()), ("detail", text())], &[]);
     let figure = || nullable(count());
     let boot_progress = object(
         &[
@@ -191,6 +192,9 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("provenAt", nullable(time())),
         ("finalBackupAt", nullable(time())),
         ("unsavedSince", nullable(time())),
+        ("poweredOffAt", nullable(time())),
+        ("attention", array(attention)),
+        ("fallbackLocations", array(location())),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),
         ("deletedAt", nullable(time())),

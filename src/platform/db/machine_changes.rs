@@ -213,8 +213,27 @@ pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<()
 /// [`DbError`].
 pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
-               final_backup_at = NULL WHERE machine_id = $1";
+               final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that an operator switches the server off: the machine is not routed to until it is on again.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
+               WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the machine is no longer to be off.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn powered_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Notes the snapshot that a machine made after its writers had stopped.

@@ -61,6 +61,11 @@ impl Held<'_> {
         self.under_lease(Note::PowerOffOrdered(machine)).await
     }
 
+    /// Notes, under the lease, that the machine is no longer to be off.
+    pub async fn powered_on(&self) -> Result<(), StepError> {
+        self.under_lease(Note::PoweredOn).await
+    }
+
     /// Raises the epoch of a machine whose fence is not written yet.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.under_lease(Note::EpochRaised(epoch)).await
@@ -93,6 +98,7 @@ impl Held<'_> {
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
             Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
             Note::PowerOffOrdered(leaving) => db::machine_changes::power_off_ordered(&tx, leaving).await?,
+            Note::PoweredOn => db::machine_changes::powered_on(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
@@ -164,6 +170,7 @@ enum Note {
     OrderRefused,
     PowerOrdered,
     PowerOffOrdered(MachineId),
+    PoweredOn,
     EpochRaised(Epoch),
 }
 

@@ -368,7 +368,8 @@ async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record)
         | Record::Unsaved { machine, .. }
         | Record::ServerGone { machine }
         | Record::Released { machine }
-        | Record::SwitchedOn { machine } => *machine,
+        | Record::SwitchedOn { machine }
+        | Record::PoweredOn { machine } => *machine,
     };
     db::machines::locked(tx, machine).await.map(drop)
 }
@@ -387,6 +388,7 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
         Record::SwitchedOn { machine } => machine_changes::switched_on(tx, machine).await,
     }
 }
+        Record::PoweredOn { machine } => machine_changes::powered_on(tx, machine).await,
 
 async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) -> Result<(), StepError> {
     let id = held.operation.id;

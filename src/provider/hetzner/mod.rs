@@ -154,6 +154,10 @@ impl Provider for Hetzner {
         self.act("shutdown", id, &Empty {}, Repeat::Harmless).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.act("reboot", id, &Empty {}, Repeat::Harmful).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.act("change_type", id, &ChangeType::to(to), Repeat::Harmful).await
     }

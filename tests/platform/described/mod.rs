@@ -296,7 +296,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         // Only one rollout is open at a time: the first is aborted before.
         "deploy" => 1,
         "reportBootFailure" | "resize" => 2,
-        "recover" | "fail" => 3,
+        "recover" | "power" | "fail" => 3,
         "delete" => 4,
         _ => 0,
     });
@@ -311,6 +311,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
             // The machine that waited has registered by then.
             "reportBootFailure" => Some((409, "invalid_state")),
             // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
+            // It is being resized.
+            "power" => Some((409, "invalid_state")),
             "continueOperation" | "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,
         };

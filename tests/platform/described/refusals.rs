@@ -126,6 +126,7 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     for what in ["undelete", "discard", "resume"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
     }
+    rows.post(&of(waits, "power"), &json!({"action": "off"}), 409, "invalid_state").await;
     let operation = |what: &str| format!("/vps/operations/{}/{what}", world.operation);
     rows.post(&operation("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
     rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
