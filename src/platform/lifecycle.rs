@@ -178,6 +178,9 @@ async fn effect_of(
         Effect::ChangeType { .. } => {
             return Ok(Some(file(tx, was.id, OperationKind::Resize, with.options).await?));
         }
+        Effect::SwitchOn => {
+            return Ok(Some(file(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?));
+        }
         Effect::Reinstate { .. } => {
             return Ok(Some(file(tx, was.id, OperationKind::Reinstate, with.options).await?));
         }

@@ -172,6 +172,20 @@ impl Failure {
             Some("provider_refused") => {
                 format!("check quota, location and server type at the provider, then {recover}")
             }
+            Some("provider_unavailable") => {
+                format!("`svcctl doctor` says whether the provider answers; once it does, {recover}")
+            }
+            Some("store_failed") => {
+                format!("`svcctl doctor` says what is wrong with the object store; once it works, {recover}")
+            }
+            Some("fenced") => {
+                format!(
+                    "a machine with a higher epoch has fenced the slot, as after a restored database: {recover}"
+                )
+            }
+            Some("internal") => {
+                format!("the platform's log has the cause, under the id of its operation; then {recover}")
+            }
             Some("resize") => {
                 "its next healthy heartbeat makes it run again; if none comes, `svcctl recover`".to_owned()
             }

@@ -10,7 +10,7 @@ use super::step::StepError;
 use super::{OperationKind, Place, Step, point};
 use crate::failpoint;
 use crate::machine::epoch::Epoch;
-use crate::machine::event::Event;
+use crate::machine::event::{CreationFailure, Event};
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
@@ -111,9 +111,9 @@ impl Held<'_> {
     }
 
     /// Lets the machine fail because trying again cannot help.
-    pub async fn refuse(&self, stage: &str, message: &str) -> Result<(), DbError> {
+    pub async fn give_up(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
         let machine = self.operation.machine;
-        fail(self.platform, machine, &Event::ProviderRefused, (stage, message)).await
+        fail(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
     /// How long the operation has been going, by the database's clock.
@@ -146,8 +146,8 @@ impl Held<'_> {
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // What the machine's change has not ended as failed has succeeded.
-        db::operations::end_running(&tx, machine, "succeeded", None).await?;
+        // What the machine's change has not ended as failed has succeeded; what it has filed is under way.
+        db::operations::end_one(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
 
@@ -160,7 +160,7 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        db::operations::end_running(&tx, self.operation.machine, "failed", Some(code)).await?;
+        db::operations::end_one(&tx, self.operation.id, "failed", Some(code)).await?;
         Ok(db::commit(tx).await?)
     }
 }

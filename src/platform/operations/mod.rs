@@ -18,6 +18,7 @@ pub mod resize;
 pub mod retention;
 pub mod runner;
 pub mod step;
+mod step_failure;
 
 use std::str::FromStr;
 use std::sync::LazyLock;
@@ -38,13 +39,13 @@ pub enum OperationKind {
     Reinstate,
     /// Deletes the server of a machine that left its slot.
     RemoveServer,
-}
     /// Switches the server of the slot's machine on and waits for its host.
     PowerOn,
     /// Shuts the host down and switches the server off until an operator switches it on again.
     PowerOff,
     /// Restarts the host.
     Reboot,
+}
 
 /// One step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -73,7 +74,6 @@ pub enum Step {
     SwitchOn,
     /// Opens its writers, and waits until its host is well under the new epoch.
     AwaitHost,
-}
     /// Switches the server of the slot's machine on.
     StartServer,
     /// Asks the host to shut down, and cuts the power when it has not within a deadline.
@@ -81,6 +81,7 @@ pub enum Step {
     RebootServer,
     /// Waits for a healthy heartbeat since the step began.
     AwaitHeartbeat,
+}
 
 /// The kinds and steps that this release knows.
 pub fn vocabulary() -> Vocabulary<'static> {
@@ -111,10 +112,10 @@ impl OperationKind {
             Self::Resize => "resize",
             Self::Reinstate => "reinstate",
             Self::RemoveServer => "remove_server",
-        }
             Self::PowerOn => "power_on",
             Self::PowerOff => "power_off",
             Self::Reboot => "reboot",
+        }
     }
 
     /// Its steps in order. A new machine's fence stands before anything else of it exists.
@@ -134,10 +135,10 @@ impl OperationKind {
             }
             Self::Reinstate => &[Step::Fence, Step::SwitchOn, Step::AwaitHost],
             Self::RemoveServer => &[Step::DeleteServer],
-        }
             Self::PowerOn => &[Step::StartServer, Step::AwaitHeartbeat],
             Self::PowerOff => &[Step::StopServer],
             Self::Reboot => &[Step::RebootServer, Step::AwaitHeartbeat],
+        }
     }
 
     pub fn first_step(self) -> Step {
@@ -177,11 +178,11 @@ impl Step {
         Self::ChangeType,
         Self::PowerOn,
         Self::AwaitHealth,
-    ];
         Self::StartServer,
         Self::StopServer,
         Self::RebootServer,
         Self::AwaitHeartbeat,
+    ];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -199,11 +200,11 @@ impl Step {
             Self::ChangeType => "change_type",
             Self::PowerOn => "power_on",
             Self::AwaitHealth => "await_health",
-        }
             Self::StartServer => "start_server",
             Self::StopServer => "stop_server",
             Self::RebootServer => "reboot_server",
             Self::AwaitHeartbeat => "await_heartbeat",
+        }
     }
 }
 

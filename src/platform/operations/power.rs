@@ -20,7 +20,26 @@ pub async fn start(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(Answer::wait(POLL));
     }
     let Some(server) = server_of(held, &machine).await? else { return Ok(no_server()) };
-    if reinstate::is_on(held, &server).await? { Ok(Answer::done()) } else { Ok(Answer::wait(POLL)) }
+    let is_on = reinstate::is_on(held, &server).await?;
+    if is_on && !may_shut_down_late(held, &machine).await? {
+        return Ok(Answer::done());
+    }
+    Ok(Answer::wait(POLL))
+}
+
+/// Whether the host may still obey a shutdown that an operation asked for before it was ended: it is given the time that a
+/// shutdown may take.
+async fn may_shut_down_late(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let session = held.platform.db.session().await?;
+    let now = db::servers::now(&session).await?;
+    let deadline = held.platform.config.timing.resize_shutdown;
+    let operations = db::operations::of_machine(&session, machine.id).await?;
+    let asked = operations.iter().filter(|operation| {
+        let shuts_down = matches!(operation.kind.as_str(), "resize" | "power_off");
+        shuts_down && operation.state != "succeeded"
+    });
+    let mut ended = asked.filter_map(|operation| operation.ended_at);
+    Ok(ended.any(|at| now.duration_since(at).unsigned_abs() < deadline))
 }
 
 pub async fn stop(held: &Held<'_>) -> Result<Answer, StepError> {
