@@ -55,6 +55,8 @@ pub struct Provisioning {
     pub image_version: ImageVersion,
     pub server_type: ServerType,
     pub location: Location,
+    /// Where a server is created when the provider has no capacity in its location, in this order.
+    pub fallback_locations: Vec<Location>,
     pub preview_max_per_owner: u32,
     pub preview_ttl: Duration,
 }
@@ -66,6 +68,9 @@ pub struct ProviderConfig {
     /// How long a create whose answer was lost may still show up.
     pub ambiguous_wait: Duration,
 }
+
+/// The locations that an operator may name for one machine.
+pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
 /// Intervals and deadlines of the control plane's own work.
 #[derive(Debug, Clone, Copy)]
@@ -253,6 +258,7 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
     let image_version = env.required("CUSTOMER_VPS_IMAGE_VERSION");
     let server_type = named(env, "PROVIDER_SERVER_TYPE", "cpx22");
     let location = named(env, "PROVIDER_LOCATION", "nbg1");
+    let fallback_locations = fallback_locations(env);
     let preview_max_per_owner = env.or("PREVIEW_MAX_PER_OWNER", 8);
     let preview_ttl = Duration::from_secs(env.or::<u64>("PREVIEW_TTL_HOURS", 72).saturating_mul(3600));
     Some(Provisioning {
@@ -261,9 +267,28 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
         image_version: image_version?,
         server_type: server_type?,
         location: location?,
+        fallback_locations: fallback_locations?,
         preview_max_per_owner,
         preview_ttl,
     })
+}
+
+/// `nbg1,hel1`, in the order in which they are tried.
+fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
+    let name = "PROVIDER_FALLBACK_LOCATIONS";
+    let text = env.text(name).unwrap_or_default();
+    let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+    match names.map(str::parse).collect::<Result<Vec<Location>, _>>() {
+        Ok(locations) if locations.len() <= MAX_FALLBACK_LOCATIONS => Some(locations),
+        Ok(_) => {
+            env.mistake(name, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
+            None
+        }
+        Err(why) => {
+            env.mistake(name, why);
+            None
+        }
+    }
 }
 
 fn named<T: std::str::FromStr<Err: std::fmt::Display>>(

@@ -21,6 +21,8 @@ async fn options_and_decisions_reach_the_platform() {
         "cpx32",
         "--location",
         "hel1",
+        "--fallback-locations",
+        "fsn1,nbg1",
         "--image-version",
         "v2",
     ];
@@ -30,7 +32,7 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(
         body,
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
-               "serverType": "cpx32", "location": "hel1", "imageVersion": "v2"})
+               "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
     // What is not allowed is not said: platforms of an earlier release refuse fields that they do not know.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;

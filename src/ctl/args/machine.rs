@@ -55,6 +55,9 @@ pub struct Provision {
     /// The provider's name of a location, such as nbg1; else the platform's default
     #[arg(long)]
     pub location: Option<Location>,
+    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
+    pub fallback_locations: Vec<Location>,
     /// A published bundle; else the platform's default
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
@@ -121,6 +124,9 @@ pub struct Recover {
     /// Another location than the machine's, such as hel1 when nbg1 has no capacity
     #[arg(long)]
     pub location: Option<Location>,
+    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
+    pub fallback_locations: Vec<Location>,
     /// Another published bundle than the slot runs
     #[arg(long)]
     pub image_version: Option<ImageVersion>,

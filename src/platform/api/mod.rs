@@ -20,6 +20,7 @@ pub mod heal;
 pub mod health;
 pub mod heartbeat;
 pub mod list;
+pub mod locations;
 pub mod machine;
 pub mod machine_change;
 pub mod metrics;

@@ -8,6 +8,7 @@ use crate::http::openapi::{
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::machine::state::{FailureCause, Status};
+use crate::platform::config::MAX_FALLBACK_LOCATIONS;
 use crate::platform::db::rollouts::State as RolloutState;
 use crate::platform::rollouts::plan::Stand;
 
@@ -41,6 +42,11 @@ pub fn server_type() -> Value {
 
 pub fn location() -> Value {
     matching(Location::PATTERN)
+}
+
+/// Where a server is created when the provider has no capacity in its location, in this order.
+pub fn fallback_locations() -> Value {
+    json!({ "type": "array", "items": location(), "maxItems": MAX_FALLBACK_LOCATIONS })
 }
 
 pub fn sha256() -> Value {

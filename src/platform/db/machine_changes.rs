@@ -30,6 +30,7 @@ pub struct NewMachine {
     pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
+    pub fallback_locations: Vec<Location>,
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
@@ -44,10 +45,11 @@ pub struct NewMachine {
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
     let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
                restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
-               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot) \
+               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
-               now() + make_interval(secs => $16), $17)";
+               now() + make_interval(secs => $16), $17, $18)";
     let epoch = stored_epoch(new.epoch)?;
+    let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
     let lives_for = new.lives_for.map(|time| time.as_secs_f64());
     execute(
         tx,
@@ -70,6 +72,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &new.upgrade_token_hash,
             &lives_for,
             &new.restore_snapshot,
+            &fallback_locations,
         ],
     )
     .await
@@ -157,6 +160,18 @@ pub async fn compare_and_set(
 /// [`DbError`].
 pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
+/// last of them.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
+               fallback_locations = fallback_locations[2:] || location \
+               WHERE machine_id = $1 AND provider_server_id IS NULL AND cardinality(fallback_locations) > 0";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 

@@ -51,6 +51,11 @@ impl Held<'_> {
         self.under_lease(Note::OrderRefused).await
     }
 
+    /// Notes, under the lease, that the create did not happen, and goes on to the machine's next location.
+    pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
+        self.under_lease(Note::NextLocation(why.to_owned())).await
+    }
+
     /// Notes, under the lease, that the power is switched on now.
     pub async fn power_ordered(&self) -> Result<(), StepError> {
         self.under_lease(Note::PowerOrdered).await
@@ -98,6 +103,11 @@ impl Held<'_> {
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
             Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
             Note::PowerOffOrdered(leaving) => db::machine_changes::power_off_ordered(&tx, leaving).await?,
+            Note::NextLocation(why) => {
+                db::machine_changes::next_location(&tx, machine).await?;
+                let (id, step) = (self.operation.id, &self.operation.step);
+                db::operations::log(&tx, id, step, "location", Some(&why)).await?;
+            }
             Note::PoweredOn => db::machine_changes::powered_on(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
@@ -168,6 +178,7 @@ impl Held<'_> {
 enum Note {
     OrderSent,
     OrderRefused,
+    NextLocation(String),
     PowerOrdered,
     PowerOffOrdered(MachineId),
     PoweredOn,

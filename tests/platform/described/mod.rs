@@ -148,6 +148,8 @@ impl Side for World {
             "handles" => json!(["h-user-1"]),
             "machineId" => json!(self.guest(operation).machine),
             "serverType" => json!("cpx32"),
+            "location" => json!("hel1"),
+            "fallbackLocations" => json!(["fsn1"]),
             "plan" => json!("max"),
             "kind" => json!("customer"),
             "imageVersion" => json!("v1"),
