@@ -142,6 +142,10 @@ fn reasons(row: &FleetRow) -> Vec<String> {
             reasons.push(reason.to_owned());
         }
     }
+    // By its host's own word, while that is fresh.
+    if speaks {
+        reasons.extend(row.attention.iter().cloned());
+    }
     reasons
 }
 
@@ -173,6 +177,7 @@ mod tests {
             waiting_operation: None,
             operation_waits_for_account: false,
             powered_off_age: None,
+            attention: Vec::new(),
         }
     }
 
@@ -207,6 +212,7 @@ mod tests {
             row.operation_age = Some(1801.0);
         };
         assert_eq!(reasons_of(waiting), one("operation_waiting"), "it is not stuck: it waits for a person");
+        assert_eq!(reasons_of(|row| row.attention = one("snapshot_held")), one("snapshot_held"));
         let off = |row: &mut FleetRow| {
             (row.heartbeat_age, row.backup_age, row.powered_off_age) =
                 (Some(9000.0), Some(9000.0), Some(3000.0));
@@ -231,6 +237,7 @@ mod tests {
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
+            row.attention = one("database_mismatch");
         };
         assert_eq!(reasons_of(stale), one("heartbeat_silent"));
     }

@@ -59,6 +59,9 @@ async fn options_and_decisions_reach_the_platform() {
         let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), accepted()]).await;
         assert_eq!((line, body), (format!("POST /vps/{MACHINE}/power HTTP/1.1"), json!({"action": action})));
     }
+    let accept = ["backup", "accept", MACHINE, "--yes"];
+    let (line, body) = sent(&accept, vec![record(), accepted()]).await;
+    assert_eq!((line, body), (format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"), json!({})));
     let (_, body) = sent(&["power", "on", MACHINE], vec![record(), accepted()]).await;
     assert_eq!(body, json!({"action": "on"}));
     let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;

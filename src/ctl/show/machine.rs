@@ -39,6 +39,9 @@ pub struct Machine {
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
+    /// What its host last said needs a person.
+    #[serde(default)]
+    pub attention: Vec<Attention>,
     /// Since when an operator has had its server switched off.
     pub powered_off_at: Option<String>,
     /// What was written on it since is in no snapshot.
@@ -51,6 +54,23 @@ pub struct Machine {
     pub operations: Vec<Operation>,
     /// Of its slot; only in the answer for one machine.
     pub copies: Option<Copies>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Attention {
+    pub code: String,
+    pub detail: String,
+}
+
+impl Attention {
+    fn cell(&self, handle: &str) -> Cell {
+        let next = match self.code.as_str() {
+            "snapshot_held" => format!("; where that is meant: `svcctl backup accept {handle}`"),
+            _ => String::new(),
+        };
+        let detail = self.detail.replace("\n  ", "; ");
+        Cell::painted(Some(Colour::Bad), format!("{}: {detail}{next}", self.code))
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -300,6 +320,9 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("replaced by", text(m.replaced_by.as_ref()).into()),
         ("deleted", time(&m.deleted_at).into()),
     ];
+    if m.is_active() {
+        rows.extend(m.attention.iter().map(|item| ("attention", item.cell(&m.handle))));
+    }
     rows.extend(copies);
     let mut shown = table::pairs(view, &rows);
     for operation in &m.operations {

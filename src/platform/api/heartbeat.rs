@@ -8,6 +8,7 @@ use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::attention;
 use super::call::{Call, path_id};
 use super::endpoint::{
     CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
@@ -40,6 +41,8 @@ struct Beat {
     last_update: Option<Value>,
     checks: Option<Value>,
     updating: bool,
+    /// What needs a person.
+    attention: Value,
     /// Of the verified snapshot that it tells of.
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
@@ -75,6 +78,7 @@ pub async fn handle(
             last_update: beat.last_update.as_ref(),
             checks: beat.checks.as_ref(),
             updating: beat.updating,
+            attention: &beat.attention,
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
         };
@@ -129,6 +133,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let last_update = last_update(&mut fields);
     let checks = checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
+    let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
@@ -142,6 +147,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             last_update,
             checks,
             updating,
+            attention,
             backup_taken_at,
             epoch,
             proof_kids,
@@ -277,6 +283,7 @@ fn said() -> Value {
             ("lastUpdate", last_update_told()),
             ("checks", checks_told()),
             ("updating", boolean()),
+            ("attention", attention::shape()),
             ("proofKids", kids),
         ],
     ))

@@ -1,6 +1,7 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
 pub mod alarm;
+pub mod attention;
 pub mod backup;
 pub mod backup_file;
 pub mod backups;
@@ -57,7 +58,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 39] = [
+pub static ENDPOINTS: [&Endpoint; 40] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -74,6 +75,7 @@ pub static ENDPOINTS: [&Endpoint; 39] = [
     &discard::ENDPOINT,
     &backup::BACKUP,
     &backup::DRILL,
+    &backup::ACCEPT,
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
     &heartbeat::ENDPOINT,

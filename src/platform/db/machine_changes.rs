@@ -411,6 +411,8 @@ pub struct Heartbeat<'a> {
     pub checks: Option<&'a Value>,
     /// Its host is at an update.
     pub updating: bool,
+    /// What its host says needs a person: `[{code, detail}]`.
+    pub attention: &'a Value,
     /// When the verified snapshot was taken that it tells of.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
@@ -427,7 +429,7 @@ pub async fn heartbeat(
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
                last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
-               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks) \
+               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9 \
                WHERE machine_id = $1";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -439,6 +441,7 @@ pub async fn heartbeat(
         &beat.last_update,
         &beat.updating,
         &beat.checks,
+        &beat.attention,
     ];
     execute(client, sql, params).await?;
     // Apart, because naming this column has every router read the machine's keys again.

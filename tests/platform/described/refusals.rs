@@ -119,7 +119,7 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post("/vps/recover", &json!({"idpUserId": "user_none"}), 404, "machine_not_found").await;
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "snapshot_unusable").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
-    for what in ["backup", "drill"] {
+    for what in ["backup", "drill", "backup-accept"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
         rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;
     }
