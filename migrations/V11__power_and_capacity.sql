@@ -59,7 +59,7 @@ BEGIN
     END IF;
     -- The provider's bucket does not grow beyond its capacity while calls that were granted are still to be made: a
     -- quarter is left to those.
-    available := least(available, CASE WHEN b.learnt THEN b.capacity * 0.75 ELSE b.capacity END);
+    available := least(available, CASE WHEN b.learnt THEN greatest(b.capacity * 0.75, 1) ELSE b.capacity END);
     wait_seconds := 0;
     IF b.closed_until > moment THEN
         granted := 0;
