@@ -34,6 +34,7 @@ pub struct PlatformConfig {
     pub provider: ProviderConfig,
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
+    pub connections: Connections,
     pub timing: Timing,
 }
 
@@ -72,6 +73,31 @@ pub struct ProviderConfig {
 /// The locations that an operator may name for one machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
+/// The most connections to the database that one process opens, by what they are for.
+#[derive(Debug, Clone, Copy)]
+pub struct Connections {
+    /// Operators' changes, operations, the reconciler.
+    pub control: usize,
+    /// What hosts send.
+    pub hosts: usize,
+    /// What operators read of the fleet.
+    pub reports: usize,
+    /// Sessions of the router.
+    pub router: usize,
+}
+
+impl Connections {
+    fn read(env: &mut Env) -> Self {
+        let mut most = |name, default: usize| env.or(name, default).max(1);
+        Self {
+            control: most("DATABASE_CONTROL_CONNECTIONS", 10),
+            hosts: most("DATABASE_HOST_CONNECTIONS", 8),
+            reports: most("DATABASE_REPORT_CONNECTIONS", 4),
+            router: most("DATABASE_ROUTER_CONNECTIONS", 10),
+        }
+    }
+}
+
 /// Intervals and deadlines of the control plane's own work.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
@@ -87,6 +113,8 @@ pub struct Timing {
     pub predecessor_keep: Duration,
     /// How long a deleted machine's server is kept.
     pub delete_grace: Duration,
+    /// How far this process's clock may be from the database's.
+    pub max_clock_skew: Duration,
     /// How often the runner looks for due operations without a nudge.
     pub poll: Duration,
     /// How long a step stays with a process that has gone silent.
@@ -156,6 +184,7 @@ impl PlatformConfig {
         let provider = provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
+        let connections = Connections::read(env);
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
@@ -163,6 +192,7 @@ impl PlatformConfig {
             power_off_retry: seconds(env, "POWER_OFF_RETRY_SECONDS", 120),
             predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
             delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
+            max_clock_skew: Duration::from_millis(env.or("MAX_CLOCK_SKEW_MS", 2000)),
             poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
             lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
             reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
@@ -196,6 +226,7 @@ impl PlatformConfig {
             provider: provider?,
             store: store?,
             host_credentials: host_credentials?,
+            connections,
             timing,
         })
     }

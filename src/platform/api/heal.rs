@@ -38,7 +38,7 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     if server.status != ServerStatus::Running {
         return Ok(false);
     }
-    let mut session = platform.db.session().await?;
+    let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
     let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
@@ -72,7 +72,7 @@ pub async fn note_power(platform: &Platform, machine: &MachineRow) {
 async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     // The operation that switches it off or on says itself how it is.
-    if db::operations::under_way(&platform.db.session().await?, machine.id).await?.is_some() {
+    if db::operations::under_way(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;
@@ -80,7 +80,7 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     if found.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }
-    let mut session = platform.db.session().await?;
+    let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
     if row.powered_off_at != machine.powered_off_at || db::operations::under_way(&tx, row.id).await?.is_some()

@@ -63,14 +63,14 @@ pub async fn handle(
     let beat = beat(&call)?;
     // A machine that may still get its slot back is not sent away: its writers stay stopped.
     let stopped_for = {
-        let session = platform.db.session().await?;
+        let session = platform.host_db.session().await?;
         db::machines::stopped_for(&session, &machine).await?
     };
     let superseded = !machine.is_active() && stopped_for.is_none();
     let epoch = beat.epoch;
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
     if !superseded {
-        let session = platform.db.session().await?;
+        let session = platform.host_db.session().await?;
         let beat = Heartbeat {
             image_version: &beat.image_version,
             health: &beat.health,
@@ -97,7 +97,7 @@ pub async fn handle(
     heal::note_power(&platform, &machine).await;
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
-    let session = platform.db.session().await?;
+    let session = platform.host_db.session().await?;
     let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
@@ -117,7 +117,7 @@ pub async fn handle(
 
 /// A host that is asked for its last backup may write it before it is sent away.
 pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
-    let session = platform.db.session().await?;
+    let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
     let operation = db::operations::get(&session, operation).await?;
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
