@@ -27,19 +27,21 @@ pub async fn start(held: &Held<'_>) -> Result<Answer, StepError> {
     Ok(Answer::wait(POLL))
 }
 
-/// Whether the host may still obey a shutdown that an operation asked for before it was ended: it is given the time that a
-/// shutdown may take.
+/// Whether the host may still obey a shutdown that an operation asked for, which was ended when this one began: it is given
+/// the time that a shutdown may take.
 async fn may_shut_down_late(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let session = held.platform.db.session().await?;
-    let now = db::servers::now(&session).await?;
     let deadline = held.platform.config.timing.resize_shutdown;
+    if held.age().await? >= deadline {
+        return Ok(false);
+    }
+    let session = held.platform.db.session().await?;
     let operations = db::operations::of_machine(&session, machine.id).await?;
-    let asked = operations.iter().filter(|operation| {
-        let shuts_down = matches!(operation.kind.as_str(), "resize" | "power_off");
-        shuts_down && operation.state != "succeeded"
-    });
-    let mut ended = asked.filter_map(|operation| operation.ended_at);
-    Ok(ended.any(|at| now.duration_since(at).unsigned_abs() < deadline))
+    let began = held.operation.created_at;
+    Ok(operations.iter().any(|other| {
+        let shuts_down = matches!(other.kind.as_str(), "resize" | "power_off");
+        let just_ended = other.ended_at.is_some_and(|at| began.duration_since(at).unsigned_abs() < deadline);
+        shuts_down && other.state != "succeeded" && just_ended
+    }))
 }
 
 pub async fn stop(held: &Held<'_>) -> Result<Answer, StepError> {
