@@ -2,6 +2,8 @@
 //!
 //! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
 
+mod connections;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,6 +20,8 @@ use super::router::RouterConfig;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
+
+pub use self::connections::Connections;
 
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
@@ -72,31 +76,6 @@ pub struct ProviderConfig {
 
 /// The locations that an operator may name for one machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
-
-/// The most connections to the database that one process opens, by what they are for.
-#[derive(Debug, Clone, Copy)]
-pub struct Connections {
-    /// Operators' changes, operations, the reconciler.
-    pub control: usize,
-    /// What hosts send.
-    pub hosts: usize,
-    /// What operators read of the fleet.
-    pub reports: usize,
-    /// Sessions of the router.
-    pub router: usize,
-}
-
-impl Connections {
-    fn read(env: &mut Env) -> Self {
-        let mut most = |name, default: usize| env.or(name, default).max(1);
-        Self {
-            control: most("DATABASE_CONTROL_CONNECTIONS", 10),
-            hosts: most("DATABASE_HOST_CONNECTIONS", 8),
-            reports: most("DATABASE_REPORT_CONNECTIONS", 4),
-            router: most("DATABASE_ROUTER_CONNECTIONS", 10),
-        }
-    }
-}
 
 /// Intervals and deadlines of the control plane's own work.
 #[derive(Debug, Clone, Copy)]

@@ -20,7 +20,7 @@ pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Fail
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
     insert(&mut body, "serverType", args.server_type);
     insert(&mut body, "location", args.location);
-    insert_list(&mut body, "fallbackLocations", args.fallback_locations);
+    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
     insert(&mut body, "imageVersion", args.image_version);
     if args.preview {
         body.insert("kind".to_owned(), "preview".into());
@@ -40,7 +40,7 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     insert(&mut body, "snapshotKey", args.snapshot);
     insert(&mut body, "serverType", args.server_type);
     insert(&mut body, "location", args.location);
-    insert_list(&mut body, "fallbackLocations", args.fallback_locations);
+    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
     insert(&mut body, "imageVersion", args.image_version);
     allow(&mut body, "allowEmpty", args.allow_empty);
     allow(&mut body, "acceptLoss", args.accept_loss);
@@ -204,7 +204,7 @@ fn object(value: Value) -> Map<String, Value> {
 }
 
 /// An empty list leaves the choice to the platform.
-fn insert_list(body: &mut Map<String, Value>, name: &str, values: Vec<Location>) {
+fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));
     }

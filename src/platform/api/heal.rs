@@ -8,7 +8,7 @@ use crate::machine::event::Event;
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_changes};
+use crate::platform::db::{self, machine_server};
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
 
@@ -87,7 +87,7 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     {
         return Ok(false);
     }
-    machine_changes::powered_on(&tx, row.id).await?;
+    machine_server::powered_on(&tx, row.id).await?;
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let before = row.record();

@@ -27,6 +27,7 @@ use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::machine_server;
 use crate::platform::db::{self};
 use axum::routing::post;
 use http::Method;
@@ -85,7 +86,7 @@ pub async fn handle(
         machine_changes::heartbeat(&session, id, &beat).await?;
         // Whatever became of an order to switch it off: it is on, and what it writes must be saved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
-            machine_changes::switched_on(&session, id).await?;
+            machine_server::switched_on(&session, id).await?;
         }
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;

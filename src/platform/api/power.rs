@@ -24,7 +24,7 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, machine_changes};
+use crate::platform::db::{self, machine_server};
 use crate::platform::operations::{OperationKind, OperationOptions};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,7 @@ async fn power(
                 "Its server is switched off: switch it on with `svcctl power on`.",
             ));
         }
-        PowerAction::Off => machine_changes::powered_off(&change.tx, id).await?,
+        PowerAction::Off => machine_server::powered_off(&change.tx, id).await?,
         PowerAction::On | PowerAction::Reboot => {}
     }
     let filed = db::operations::file(&change.tx, id, action.kind(), OperationOptions::default()).await?;

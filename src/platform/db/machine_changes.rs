@@ -163,33 +163,12 @@ pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbErr
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
-/// last of them.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
-               fallback_locations = fallback_locations[2:] || location \
-               WHERE machine_id = $1 AND provider_server_id IS NULL AND cardinality(fallback_locations) > 0";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
 /// Notes that the create that was sent is known not to have happened.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
-/// Notes that the power is about to be switched on.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
@@ -209,46 +188,6 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
-}
-
-/// Notes that the server of a machine that left its slot is ordered off.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
-               WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
-/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
-/// last backup holds what an earlier one did not.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
-               final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
-    execute(client, sql, &[&id.0]).await.map(drop)
-}
-
-/// Notes that an operator switches the server off: the machine is not routed to until it is on again.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
-               WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
-/// Notes that the machine is no longer to be off.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn powered_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
 /// Notes the snapshot that a machine made after its writers had stopped.

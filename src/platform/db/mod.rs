@@ -12,6 +12,7 @@ pub mod idempotency;
 pub mod keys;
 pub mod machine_changes;
 pub mod machine_row;
+pub mod machine_server;
 pub mod machines;
 pub mod migrate;
 pub mod operations;

@@ -101,14 +101,14 @@ impl Held<'_> {
         match note {
             Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
-            Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
-            Note::PowerOffOrdered(leaving) => db::machine_changes::power_off_ordered(&tx, leaving).await?,
+            Note::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
+            Note::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
             Note::NextLocation(why) => {
-                db::machine_changes::next_location(&tx, machine).await?;
+                db::machine_server::next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
-            Note::PoweredOn => db::machine_changes::powered_on(&tx, machine).await?,
+            Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)

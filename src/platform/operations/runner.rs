@@ -22,7 +22,7 @@ use crate::machine::event::Event;
 use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
-use crate::platform::db::{self, DbError, machine_changes};
+use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
@@ -387,8 +387,8 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
         Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
         Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
         Record::Released { machine } => machine_changes::released(tx, machine).await,
-        Record::SwitchedOn { machine } => machine_changes::switched_on(tx, machine).await,
-        Record::PoweredOn { machine } => machine_changes::powered_on(tx, machine).await,
+        Record::SwitchedOn { machine } => machine_server::switched_on(tx, machine).await,
+        Record::PoweredOn { machine } => machine_server::powered_on(tx, machine).await,
     }
 }
 
