@@ -60,6 +60,8 @@ pub static ROLLOUTS: Counters<1> =
     Counters::new("svc_rollouts_total", "Rollouts that ended by themselves, by state.", ["state"]);
 pub static ROLLOUT_MACHINES: Counters<1> =
     Counters::new("svc_rollout_machines_total", "Machines of rollouts that ended, by how.", ["state"]);
+pub static CLOCK_SKEW: Gauges<0> =
+    Gauges::new("svc_clock_skew_seconds", "How far this process's clock is ahead of the database's.", []);
 pub static ROUTES_AGE: Gauges<0> = Gauges::new(
     "svc_router_routes_age_seconds",
     "Since the router last read its routes; above a few seconds the database is unreachable and routes are stale.",
@@ -150,7 +152,7 @@ pub static SESSIONS_OPENED: Counters<1> =
     Counters::new("svc_router_sessions_opened_total", "Browser sessions opened, by host.", ["host"]);
 pub static POOL_CONNECTIONS: Gauges<1> = Gauges::new(
     "svc_database_pool_connections",
-    "Connections of this process's pool to its database; limit: how many there may be.",
+    "Connections of this process's pools to its database; limit: how many there may be.",
     ["state"],
 );
 pub static POOL_WAITING: Gauges<0> =

@@ -83,6 +83,15 @@ async fn power_off(provider: &Hetzner, id: ServerId) {
 }
 
 #[tokio::test]
+async fn locations_are_known_by_their_names() {
+    let simulator = simulator().await;
+    let provider = adapter(&simulator);
+    assert!(provider.has_location(&"hel1".parse().unwrap()).await.unwrap());
+    assert!(!provider.has_location(&"moon1".parse().unwrap()).await.unwrap());
+    assert_eq!(simulator.call_count("GET", "/locations?name=moon1"), 1);
+}
+
+#[tokio::test]
 async fn a_server_is_made_found_and_deleted() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);

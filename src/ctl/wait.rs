@@ -115,6 +115,7 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
     let failed = operation.filter(|operation| operation.state != "succeeded");
     let ended = match (failed, machine.state_word()) {
         (None, "running") => return Ok(()),
+        (None, _) if matches!(kind, "power_on" | "power_off" | "reboot") => return Ok(()),
         (None, "deleted") if kind == "delete" => return Ok(()),
         (None, state) => format!("is {state}"),
         (Some(operation), _) => {

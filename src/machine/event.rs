@@ -42,6 +42,31 @@ pub enum ServerPower {
     MaybeOff,
 }
 
+/// What kept a machine from being made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CreationFailure {
+    ProviderRefused,
+    ProviderUnavailable,
+    StoreFailed,
+    Fenced,
+    Internal,
+}
+
+impl CreationFailure {
+    pub const ALL: [Self; 5] =
+        [Self::ProviderRefused, Self::ProviderUnavailable, Self::StoreFailed, Self::Fenced, Self::Internal];
+
+    pub fn cause(self) -> FailureCause {
+        match self {
+            Self::ProviderRefused => FailureCause::ProviderRefused,
+            Self::ProviderUnavailable => FailureCause::ProviderUnavailable,
+            Self::StoreFailed => FailureCause::StoreFailed,
+            Self::Fenced => FailureCause::Fenced,
+            Self::Internal => FailureCause::Internal,
+        }
+    }
+}
+
 /// One thing that happened to a machine, or that somebody asks of it.
 ///
 /// The caller has checked what only the outside knows (entitlement, the snapshot, the token) before it makes the event.
@@ -55,8 +80,10 @@ pub enum Event {
     BootFailureReported,
     /// The token ran out before the host registered.
     RegistrationExpired,
-    /// The provider refused the create for good.
-    ProviderRefused,
+    /// Its server was not created, and creating it is not retried any more.
+    CreationFailed {
+        why: CreationFailure,
+    },
     /// The provider no longer has the server.
     ServerGone,
     /// An operator asks for the slot to be provisioned; this machine is the slot's.
@@ -120,6 +147,8 @@ pub enum Effect {
     Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
+    /// Start the operation that switches the server on: a change of its type may have left it off.
+    SwitchOn,
     /// End the operation under way as failed, with the cause.
     FailOperation { cause: FailureCause },
     /// Routing ends: proxied connections to this machine close.

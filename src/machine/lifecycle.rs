@@ -5,7 +5,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::epoch::Epoch;
-use super::event::{Effect, Event, RestoreMode, ServerPower};
+use super::event::{CreationFailure, Effect, Event, RestoreMode, ServerPower};
 use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal, transition};
@@ -60,11 +60,10 @@ fn every_state() -> Vec<State> {
 
 /// One of each kind at least. The `match` does not compile when a kind is added here but not below.
 fn every_event() -> Vec<Event> {
-    let events = vec![
+    let mut events = vec![
         Event::Registered { server_type: small() },
         Event::BootFailureReported,
         Event::RegistrationExpired,
-        Event::ProviderRefused,
         Event::ServerGone,
         Event::ProvisionRequested { restore: RestoreMode::Empty },
         Event::ProvisionRequested { restore: RestoreMode::Required },
@@ -87,6 +86,7 @@ fn every_event() -> Vec<Event> {
         Event::SuccessorDeleted,
         Event::ResumeRequested { server_type: large() },
     ];
+    events.extend(CreationFailure::ALL.map(|why| Event::CreationFailed { why }));
     let mut kinds = [false; 19];
     for event in &events {
         kinds[kind(event)] = true;
@@ -100,7 +100,7 @@ fn kind(event: &Event) -> usize {
         Event::Registered { .. } => 0,
         Event::BootFailureReported => 1,
         Event::RegistrationExpired => 2,
-        Event::ProviderRefused => 3,
+        Event::CreationFailed { .. } => 3,
         Event::ServerGone => 4,
         Event::ProvisionRequested { .. } => 5,
         Event::RecoverRequested { .. } => 6,
@@ -143,6 +143,12 @@ fn assert_refused(from: &State, event: &Event, status: Status, allowed: &'static
 
 fn fails_with(cause: FailureCause) -> Vec<Effect> {
     vec![Effect::FailOperation { cause }, Effect::CloseConnections]
+}
+
+fn resize_fails() -> Vec<Effect> {
+    let mut effects = fails_with(FailureCause::Resize);
+    effects.push(Effect::SwitchOn);
+    effects
 }
 
 fn boot_fails_with(cause: FailureCause) -> Vec<Effect> {
@@ -228,12 +234,12 @@ fn registration_alone_makes_a_machine_run() {
 
 #[test]
 fn a_boot_that_does_not_end_in_a_registration_fails() {
-    for (event, cause) in [
+    let made = CreationFailure::ALL.map(|why| (Event::CreationFailed { why }, why.cause()));
+    for (event, cause) in made.into_iter().chain([
         (Event::BootFailureReported, FailureCause::BootReported),
         (Event::RegistrationExpired, FailureCause::RegistrationExpired),
-        (Event::ProviderRefused, FailureCause::ProviderRefused),
         (Event::OperationAbandoned, FailureCause::Abandoned),
-    ] {
+    ]) {
         assert_moves(&State::Provisioning, &event, &failed(cause), &boot_fails_with(cause));
         assert_moves(&State::Recovering, &event, &failed(cause), &boot_fails_with(cause));
         for state in every_active_state().filter(|state| !is_booting(state)) {
@@ -276,7 +282,7 @@ fn a_resize_ends_with_the_new_type_the_old_type_or_failed() {
     assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
     let cause = FailureCause::Resize;
     assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[Effect::FailOperation { cause }]);
-    assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &fails_with(cause));
+    assert_moves(&resizing(), &Event::ResizeFailed, &failed(cause), &resize_fails());
     for event in [Event::ResizeSucceeded, Event::ResizeReverted, Event::ResizeFailed] {
         for state in every_state().into_iter().filter(|state| !matches!(state, State::Resizing { .. })) {
             assert_unchanged(&state, &event);
@@ -291,8 +297,7 @@ fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
     for state in [State::Provisioning, State::Recovering] {
         assert_moves(&state, &event, &failed(cause), &boot_fails_with(cause));
     }
-    let cause = FailureCause::Resize;
-    assert_moves(&resizing(), &event, &failed(cause), &fails_with(cause));
+    assert_moves(&resizing(), &event, &failed(FailureCause::Resize), &resize_fails());
     let waits = |state: &State| is_booting(state) || matches!(state, State::Resizing { .. });
     for state in every_state().into_iter().filter(|state| !waits(state)) {
         assert_unchanged(&state, &event);
@@ -327,6 +332,9 @@ fn the_operators_fail_ends_the_operation_and_the_routing() {
         let mut effects = vec![Effect::CancelOperation, Effect::CloseConnections];
         if is_booting(&state) {
             effects.push(Effect::ReinstatePredecessor);
+        }
+        if matches!(state, State::Resizing { .. }) {
+            effects.push(Effect::SwitchOn);
         }
         assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);
     }

@@ -58,6 +58,8 @@ pub struct Row {
     /// The epoch that its host uses, which it learns by its heartbeats.
     pub host_epoch: Epoch,
     pub power_off_ordered: bool,
+    /// An operator gave up the operation that would have switched its server on.
+    pub may_stay_off: bool,
     /// True: it left its slot without a last backup, and nobody accepted the loss.
     pub unsaved: bool,
     /// True: an operator accepted that what no snapshot of it holds is lost.
@@ -140,6 +142,7 @@ impl World {
             quiesced: false,
             host_epoch,
             power_off_ordered: false,
+            may_stay_off: false,
             unsaved: false,
             loss_accepted: false,
             removed: false,
@@ -195,6 +198,7 @@ impl World {
             Effect::CancelOperation => self.end_operations(id, Ending::Cancelled),
             Effect::FailOperation { .. } => self.end_operations(id, Ending::Failed),
             Effect::DeleteServer => self.operations.push(Operation::new(id, Kind::Delete)),
+            Effect::SwitchOn => self.operations.push(Operation::new(id, Kind::PowerOn)),
             Effect::ChangeType { to } => self.operations.push(Operation::new(id, Kind::Resize(to))),
             Effect::CloseConnections => self.rows[id].connections = 0,
             Effect::ReinstatePredecessor => self.reinstate_predecessor(id),

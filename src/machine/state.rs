@@ -62,7 +62,16 @@ impl FromStr for Status {
 pub enum FailureCause {
     BootReported,
     RegistrationExpired,
+    /// The provider refused to create its server, for good.
     ProviderRefused,
+    /// The provider did not create its server for as long as that is retried.
+    ProviderUnavailable,
+    /// The object store failed, or what is in it cannot be read.
+    StoreFailed,
+    /// A machine with a higher epoch has fenced the slot.
+    Fenced,
+    /// The platform failed: its database, its keys, or the user-data that it renders.
+    Internal,
     ServerGone,
     Resize,
     /// Its operation did not end within any bound.
@@ -75,10 +84,14 @@ pub enum FailureCause {
 }
 
 impl FailureCause {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 13] = [
         Self::BootReported,
         Self::RegistrationExpired,
         Self::ProviderRefused,
+        Self::ProviderUnavailable,
+        Self::StoreFailed,
+        Self::Fenced,
+        Self::Internal,
         Self::ServerGone,
         Self::Resize,
         Self::OperationHung,
@@ -97,6 +110,10 @@ impl FailureCause {
             Self::BootReported => "boot_reported",
             Self::RegistrationExpired => "registration_expired",
             Self::ProviderRefused => "provider_refused",
+            Self::ProviderUnavailable => "provider_unavailable",
+            Self::StoreFailed => "store_failed",
+            Self::Fenced => "fenced",
+            Self::Internal => "internal",
             Self::ServerGone => "server_gone",
             Self::Resize => "resize",
             Self::OperationHung => "operation_hung",

@@ -45,7 +45,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         Event::Registered { server_type } => registered(machine, server_type.clone()),
         Event::BootFailureReported => boot_ended(machine, FailureCause::BootReported),
         Event::RegistrationExpired => boot_ended(machine, FailureCause::RegistrationExpired),
-        Event::ProviderRefused => boot_ended(machine, FailureCause::ProviderRefused),
+        Event::CreationFailed { why } => boot_ended(machine, why.cause()),
         Event::ServerGone => Ok(server_gone(machine)),
         Event::ProvisionRequested { restore } => Ok(match machine.state {
             State::Failed { .. } => replace(machine, Status::Provisioning, *restore),
@@ -70,7 +70,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             let cause = FailureCause::Resize;
             moved(State::Running { server_type: from }, vec![Effect::FailOperation { cause }])
         }),
-        Event::ResizeFailed => resize_ended(machine, |_, _| failed(FailureCause::Resize)),
+        Event::ResizeFailed => resize_ended(machine, |_, _| failed_resize()),
         Event::OperationAbandoned => boot_ended(machine, FailureCause::Abandoned),
         // It holds its slot already.
         Event::Reinstated { .. } | Event::SuccessorDeleted => Ok(Outcome::Unchanged),
@@ -82,7 +82,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         Event::OperationHung => Ok(match machine.state {
             State::Provisioning | State::Recovering => failed_boot(FailureCause::OperationHung),
             // The server has its disk and may come back by itself.
-            State::Resizing { .. } => failed(FailureCause::Resize),
+            State::Resizing { .. } => failed_resize(),
             _ => Outcome::Unchanged,
         }),
         Event::HealthyHeartbeat { epoch, server_type } => Ok(match machine.state {
@@ -96,6 +96,10 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
             State::Provisioning | State::Recovering => moved(
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
+            ),
+            State::Resizing { .. } => moved(
+                State::Failed { cause: FailureCause::Operator },
+                vec![Effect::CancelOperation, Effect::CloseConnections, Effect::SwitchOn],
             ),
             _ => moved(
                 State::Failed { cause: FailureCause::Operator },
@@ -122,7 +126,7 @@ fn after_the_end(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome
             Ok(moved(State::Deleted { was: Box::new(was.clone()) }, vec![Effect::DeleteServer]))
         }
         Event::RegistrationExpired
-        | Event::ProviderRefused
+        | Event::CreationFailed { .. }
         | Event::ServerGone
         | Event::ResizeSucceeded
         | Event::ResizeReverted
@@ -194,6 +198,15 @@ fn resize_ended(
 
 fn failed(cause: FailureCause) -> Outcome {
     moved(State::Failed { cause }, vec![Effect::FailOperation { cause }, Effect::CloseConnections])
+}
+
+/// Its server may be off: the change of type switches it off.
+fn failed_resize() -> Outcome {
+    let cause = FailureCause::Resize;
+    moved(
+        State::Failed { cause },
+        vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::SwitchOn],
+    )
 }
 
 /// A machine that never served gives its slot back.

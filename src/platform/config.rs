@@ -2,6 +2,8 @@
 //!
 //! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
 
+mod connections;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,6 +21,8 @@ use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
 
+pub use self::connections::Connections;
+
 /// All settings of `svc-platform`.
 pub struct PlatformConfig {
     pub api: Listen,
@@ -34,6 +38,7 @@ pub struct PlatformConfig {
     pub provider: ProviderConfig,
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
+    pub connections: Connections,
     pub timing: Timing,
 }
 
@@ -55,6 +60,8 @@ pub struct Provisioning {
     pub image_version: ImageVersion,
     pub server_type: ServerType,
     pub location: Location,
+    /// Where a server is created when the provider has no capacity in its location, in this order.
+    pub fallback_locations: Vec<Location>,
     pub preview_max_per_owner: u32,
     pub preview_ttl: Duration,
 }
@@ -66,6 +73,9 @@ pub struct ProviderConfig {
     /// How long a create whose answer was lost may still show up.
     pub ambiguous_wait: Duration,
 }
+
+/// The locations that an operator may name for one machine.
+pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
 /// Intervals and deadlines of the control plane's own work.
 #[derive(Debug, Clone, Copy)]
@@ -82,6 +92,8 @@ pub struct Timing {
     pub predecessor_keep: Duration,
     /// How long a deleted machine's server is kept.
     pub delete_grace: Duration,
+    /// How far this process's clock may be from the database's.
+    pub max_clock_skew: Duration,
     /// How often the runner looks for due operations without a nudge.
     pub poll: Duration,
     /// How long a step stays with a process that has gone silent.
@@ -151,6 +163,7 @@ impl PlatformConfig {
         let provider = provider(env);
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
+        let connections = Connections::read(env);
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
@@ -158,6 +171,7 @@ impl PlatformConfig {
             power_off_retry: seconds(env, "POWER_OFF_RETRY_SECONDS", 120),
             predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
             delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
+            max_clock_skew: Duration::from_millis(env.or("MAX_CLOCK_SKEW_MS", 2000)),
             poll: Duration::from_millis(env.or("PLATFORM_POLL_MS", 500).max(10)),
             lease: seconds(env, "PLATFORM_LEASE_SECONDS", 15).max(Duration::from_secs(1)),
             reconcile: seconds(env, "RECONCILE_SECONDS", 30).max(Duration::from_secs(1)),
@@ -191,6 +205,7 @@ impl PlatformConfig {
             provider: provider?,
             store: store?,
             host_credentials: host_credentials?,
+            connections,
             timing,
         })
     }
@@ -253,6 +268,7 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
     let image_version = env.required("CUSTOMER_VPS_IMAGE_VERSION");
     let server_type = named(env, "PROVIDER_SERVER_TYPE", "cpx22");
     let location = named(env, "PROVIDER_LOCATION", "nbg1");
+    let fallback_locations = fallback_locations(env);
     let preview_max_per_owner = env.or("PREVIEW_MAX_PER_OWNER", 8);
     let preview_ttl = Duration::from_secs(env.or::<u64>("PREVIEW_TTL_HOURS", 72).saturating_mul(3600));
     Some(Provisioning {
@@ -261,9 +277,28 @@ fn provisioning(env: &mut Env) -> Option<Provisioning> {
         image_version: image_version?,
         server_type: server_type?,
         location: location?,
+        fallback_locations: fallback_locations?,
         preview_max_per_owner,
         preview_ttl,
     })
+}
+
+/// `nbg1,hel1`, in the order in which they are tried.
+fn fallback_locations(env: &mut Env) -> Option<Vec<Location>> {
+    let name = "PROVIDER_FALLBACK_LOCATIONS";
+    let text = env.text(name).unwrap_or_default();
+    let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+    match names.map(str::parse).collect::<Result<Vec<Location>, _>>() {
+        Ok(locations) if locations.len() <= MAX_FALLBACK_LOCATIONS => Some(locations),
+        Ok(_) => {
+            env.mistake(name, format!("must name at most {MAX_FALLBACK_LOCATIONS} locations"));
+            None
+        }
+        Err(why) => {
+            env.mistake(name, why);
+            None
+        }
+    }
 }
 
 fn named<T: std::str::FromStr<Err: std::fmt::Display>>(

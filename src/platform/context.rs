@@ -10,6 +10,7 @@ use super::config::PlatformConfig;
 use super::db::Db;
 use super::host_store::HostStore;
 use super::keys::SigningSet;
+use super::process_clock::ProcessClock;
 use super::router::Freshness;
 use super::tokens::TokenMint;
 use crate::provider::Provider;
@@ -17,7 +18,14 @@ use crate::store::Bucket;
 
 pub struct Platform {
     pub config: PlatformConfig,
+    /// For operators' changes, operations and the reconciler.
     pub db: Db,
+    /// For what hosts send: no report of an operator makes a heartbeat wait.
+    pub host_db: Db,
+    /// For what operators read of the fleet.
+    pub report_db: Db,
+    /// How far this process's clock is from the database's.
+    pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
     /// What hosts are told of the store.
     pub host_store: HostStore,

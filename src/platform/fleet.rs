@@ -16,6 +16,8 @@ const BACKUP_OVERDUE: f64 = 2.0 * 3600.0 + 600.0;
 const OPERATION_STUCK: f64 = 1800.0;
 const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW: f64 = 600.0;
+/// A machine that an operator has had switched off for longer may have been forgotten.
+const POWERED_OFF_LONG: f64 = 3600.0;
 /// Machines that are listed as needing attention; the total says how many there are.
 pub const MOST_LISTED: usize = 1000;
 
@@ -105,7 +107,8 @@ fn boots(row: &FleetRow) -> bool {
 
 /// Why somebody should look at a machine, the gravest first.
 fn reasons(row: &FleetRow) -> Vec<String> {
-    let runs = row.status == "running";
+    // One that is switched off is silent and makes no backups, as it should.
+    let runs = row.status == "running" && row.powered_off_age.is_none();
     let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
     let failing = |part: Option<&str>| speaks && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
@@ -122,6 +125,7 @@ fn reasons(row: &FleetRow) -> Vec<String> {
     let quiet = row.heartbeat_age.unwrap_or(row.age) > SILENT;
     for (holds, reason) in [
         (waiting, "operation_waiting"),
+        (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG), "powered_off"),
         (runs && quiet, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
@@ -137,6 +141,10 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         if holds {
             reasons.push(reason.to_owned());
         }
+    }
+    // By its host's own word, while that is fresh.
+    if speaks {
+        reasons.extend(row.attention.iter().cloned());
     }
     reasons
 }
@@ -168,6 +176,8 @@ mod tests {
             operation_attempts: 0,
             waiting_operation: None,
             operation_waits_for_account: false,
+            powered_off_age: None,
+            attention: Vec::new(),
         }
     }
 
@@ -202,6 +212,17 @@ mod tests {
             row.operation_age = Some(1801.0);
         };
         assert_eq!(reasons_of(waiting), one("operation_waiting"), "it is not stuck: it waits for a person");
+        assert_eq!(reasons_of(|row| row.attention = one("snapshot_held")), one("snapshot_held"));
+        let off = |row: &mut FleetRow| {
+            (row.heartbeat_age, row.backup_age, row.powered_off_age) =
+                (Some(9000.0), Some(9000.0), Some(3000.0));
+        };
+        assert_eq!(reasons_of(off), Vec::<String>::new(), "it is silent because an operator wants it so");
+        let long = |row: &mut FleetRow| {
+            off(row);
+            row.powered_off_age = Some(3601.0);
+        };
+        assert_eq!(reasons_of(long), one("powered_off"));
         let slow = |row: &mut FleetRow| {
             (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0);
         };
@@ -216,6 +237,7 @@ mod tests {
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
+            row.attention = one("database_mismatch");
         };
         assert_eq!(reasons_of(stale), one("heartbeat_silent"));
     }

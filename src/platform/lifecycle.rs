@@ -39,6 +39,7 @@ pub struct Wanted {
     pub kind: Kind,
     pub server_type: ServerType,
     pub location: Location,
+    pub fallback_locations: Vec<Location>,
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
@@ -178,6 +179,9 @@ async fn effect_of(
         Effect::ChangeType { .. } => {
             return Ok(Some(file(tx, was.id, OperationKind::Resize, with.options).await?));
         }
+        Effect::SwitchOn => {
+            return Ok(Some(file(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?));
+        }
         Effect::Reinstate { .. } => {
             return Ok(Some(file(tx, was.id, OperationKind::Reinstate, with.options).await?));
         }
@@ -309,6 +313,7 @@ async fn insert(
         restore,
         server_type: wanted.server_type.clone(),
         location: wanted.location.clone(),
+        fallback_locations: wanted.fallback_locations.clone(),
         image_version: wanted.image_version.clone(),
         bundle_sha256: wanted.bundle_sha256.clone(),
         https_port: wanted.https_port,

@@ -5,11 +5,12 @@
 
 use std::time::Duration;
 
-use deadpool_postgres::Pool;
+use deadpool_postgres::Status;
 use jiff::Timestamp;
 use serde_json::Value;
 
 use super::alarms::Alarm;
+use super::context::Platform;
 use super::db::{self, Db, DbError};
 use super::operations::step::{Answer, StepError};
 use super::operations::{OperationKind, Step, vocabulary};
@@ -46,23 +47,22 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, to
 }
 
 /// Reads what is only known when it is looked at.
-pub async fn take(db: &Db) {
-    measure_pool(db.pool());
-    match tokio::time::timeout(DEADLINE, installation(db)).await {
+pub async fn take(platform: &Platform) {
+    measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
+    match tokio::time::timeout(DEADLINE, installation(&platform.report_db)).await {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
         Ok(Err(error)) => tracing::warn!(error = %chain(&error), "the fleet cannot be measured"),
         Err(_) => tracing::warn!("the fleet cannot be measured in time"),
     }
 }
 
-fn measure_pool(pool: &Pool) {
-    let status = pool.status();
-    for (state, connections) in
-        [("open", status.size), ("idle", status.available), ("limit", status.max_size)]
-    {
-        POOL_CONNECTIONS.set([state], connections as f64);
-    }
-    POOL_WAITING.set([], status.waiting as f64);
+fn measure_pools(pools: &[&Db]) {
+    let statuses: Vec<_> = pools.iter().map(|db| db.pool().status()).collect();
+    let sum = |of: fn(&Status) -> usize| statuses.iter().map(of).sum::<usize>() as f64;
+    POOL_CONNECTIONS.set(["open"], sum(|status| status.size));
+    POOL_CONNECTIONS.set(["idle"], sum(|status| status.available));
+    POOL_CONNECTIONS.set(["limit"], sum(|status| status.max_size));
+    POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
 async fn installation(db: &Db) -> Result<(), DbError> {

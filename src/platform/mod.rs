@@ -19,6 +19,7 @@ pub mod lifecycle;
 pub mod measure;
 pub mod operations;
 mod probe;
+pub mod process_clock;
 pub mod rate_budget;
 pub mod rollouts;
 pub mod router;
@@ -42,6 +43,7 @@ use self::context::Platform;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
+use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
 use self::router::{Freshness, RouterContext};
 use self::tokens::TokenMint;
@@ -114,7 +116,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;
-    let db = Db::new(&config.database).or_exit(Exit::Internal)?;
+    let pool = |most: usize| Db::new(&config.database, most).or_exit(Exit::Internal);
+    let db = pool(config.connections.control)?;
+    let (host_db, report_db) = (pool(config.connections.hosts)?, pool(config.connections.reports)?);
     let keys =
         keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await.map_err(|error| {
             match error {
@@ -127,7 +131,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let seal = Seal::new(&config.key);
     // Its own connections: they live on the router's threads, and end with those.
-    let sessions = Db::new(&config.database).or_exit(Exit::Internal)?;
+    let sessions = pool(config.connections.router)?;
     let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
     let routes = RouterContext {
         pool: sessions.pool().clone(),
@@ -137,6 +141,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         freshness: freshness.clone(),
         stop: stop.clone(),
     };
+    let clock = Arc::new(ProcessClock::new(config.timing.max_clock_skew));
+    clock.compare(&db).await;
     let client = client::build(Deadlines::CALL).or_exit(Exit::Internal)?;
     let (api_url, token) = (config.provider.api_url.clone(), &config.provider.token);
     let allowance = Arc::new(SharedBudget::new(db.clone(), &api_url, token));
@@ -148,6 +154,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         mint: TokenMint::new(&config.key),
         installation,
         db: db.clone(),
+        host_db,
+        report_db,
+        clock,
         keys,
         routes: freshness,
         nudge: Notify::new(),
@@ -158,6 +167,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, seal, platform.config.timing.keys, fresh, stop.clone()));
+    tasks.spawn(process_clock::run(platform.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
     tasks.spawn(rollouts::run(platform.clone()));

@@ -63,6 +63,11 @@ impl ProviderError {
         }
     }
 
+    /// Whether the provider has no capacity for the type in the location: another location may have it.
+    pub fn is_without_capacity(&self) -> bool {
+        matches!(self.code(), "resource_unavailable" | "placement_error")
+    }
+
     /// Whether the same call may be made again as it is.
     pub fn is_transient(&self) -> bool {
         self.kind == ErrorKind::Transient

@@ -15,7 +15,7 @@ pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::server::{
     Action, ActionId, ActionStatus, Deleted, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
 };
-use crate::machine::name::ServerType;
+use crate::machine::name::{Location, ServerType};
 
 /// Servers at a cloud provider. Every call has a deadline and bounded retries of its own.
 #[async_trait]
@@ -44,12 +44,18 @@ pub trait Provider: Send + Sync {
     /// Cuts the power.
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError>;
 
+    /// Asks the operating system to restart; a system that does not react goes on as it is.
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError>;
+
     /// Asks the operating system to shut down; the action's success is no proof that it did.
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError>;
 
     /// Changes the type of a server that is off; its disk keeps its size, always. After an ambiguous failure, look at
     /// the server's type.
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError>;
+
+    /// Whether the provider has a location of this name.
+    async fn has_location(&self, name: &Location) -> Result<bool, ProviderError>;
 
     /// What the provider offers under this name, or `None`.
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError>;

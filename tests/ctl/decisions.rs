@@ -21,6 +21,8 @@ async fn options_and_decisions_reach_the_platform() {
         "cpx32",
         "--location",
         "hel1",
+        "--fallback-locations",
+        "fsn1,nbg1",
         "--image-version",
         "v2",
     ];
@@ -30,7 +32,7 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(
         body,
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
-               "serverType": "cpx32", "location": "hel1", "imageVersion": "v2"})
+               "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
     // What is not allowed is not said: platforms of an earlier release refuse fields that they do not know.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
@@ -53,6 +55,15 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
     let (line, _) = sent(&["resume", MACHINE], vec![record(), record()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/resume HTTP/1.1"));
+    for action in ["off", "reboot"] {
+        let (line, body) = sent(&["power", action, MACHINE, "--yes"], vec![record(), accepted()]).await;
+        assert_eq!((line, body), (format!("POST /vps/{MACHINE}/power HTTP/1.1"), json!({"action": action})));
+    }
+    let accept = ["backup", "accept", MACHINE, "--yes"];
+    let (line, body) = sent(&accept, vec![record(), accepted()]).await;
+    assert_eq!((line, body), (format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"), json!({})));
+    let (_, body) = sent(&["power", "on", MACHINE], vec![record(), accepted()]).await;
+    assert_eq!(body, json!({"action": "on"}));
     let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
 }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use svc::http::proof::Route;
 
 use super::internal_host::host;
-use super::stack::{BUCKET, DIGEST, Stack};
+use super::stack::{BUCKET, DIGEST, Stack, beat_of};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_host_of_a_running_machine_is_asked_by_proof() {
@@ -39,6 +39,38 @@ async fn the_host_of_a_running_machine_is_asked_by_proof() {
     assert_eq!(audit.len(), 1, "only what was asked of the host");
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn held_snapshot_is_shown_and_accepted() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let host = host(&stack, &process).await;
+    let machine = format!("/vps/{}", host.guest.machine);
+    let held =
+        json!([{"code": "snapshot_held", "detail": "public.notes has 2 rows, the latest snapshot 400"}]);
+    let mut beat = beat_of(&host.guest);
+    beat["attention"] = held.clone();
+    assert_eq!(stack.beat(&process, &host.guest, &beat).await.status, 200);
+    assert_eq!(stack.get(&process, &machine).await.body["attention"], held);
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(fleet["attention"][0]["reasons"], json!(["snapshot_held"]), "{fleet}");
+
+    let accepted = stack.post(&process, &format!("{machine}/backup-accept"), &json!({})).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+    assert_eq!(host.calls("POST", "/_svc/internal/backup-accept"), 1);
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT actor, target, before #>> '{attention,0,code}' FROM operator_audit WHERE action = 'backup.accept'";
+    let audit = client.query(sql, &[]).await.unwrap();
+    assert_eq!(audit.len(), 1);
+    let row: (String, String, String) = (audit[0].get(0), audit[0].get(1), audit[0].get(2));
+    assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
+
+    // The next heartbeat without it ends it.
+    stack.beat(&process, &host.guest, &beat_of(&host.guest)).await;
+    assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
+    beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
+    stack.beat(&process, &host.guest, &beat).await.assert_problem(400, "invalid_request");
 }
 
 fn key(hour: usize) -> String {

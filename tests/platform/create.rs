@@ -92,3 +92,81 @@ async fn a_machine_deleted_while_its_create_is_in_doubt_leaves_no_server() {
     stack.assert_no_server();
     assert_eq!(stack.provider.creations().len(), 1);
 }
+
+fn without_capacity(code: &str) -> Fault {
+    Fault::Status { status: 412, code: code.into(), reset_in_seconds: None }
+}
+
+fn locations_logged(operation: &serde_json::Value) -> Vec<String> {
+    let lines = operation["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "location");
+    lines.map(|line| line["detail"].as_str().unwrap().to_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_is_created_in_next_location_with_capacity() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PROVIDER_FALLBACK_LOCATIONS", "hel1, fsn1")]);
+    stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("resource_unavailable")));
+    stack.provider.fault(FaultRule::once("POST", "/servers", without_capacity("placement_error")));
+    let made = stack.provision(&process, "user_1").await;
+    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
+    assert_eq!(
+        locations_logged(&operation),
+        [
+            "the provider has no capacity in nbg1 (resource_unavailable): hel1 is tried",
+            "the provider has no capacity in hel1 (placement_error): fsn1 is tried"
+        ]
+    );
+    assert_eq!(stack.provider.servers()[0].location, "fsn1");
+    let record = stack.get(&process, &format!("/vps/{}", made["machineId"].as_str().unwrap())).await.body;
+    assert_eq!(
+        (&record["location"], &record["fallbackLocations"]),
+        (&json!("fsn1"), &json!(["nbg1", "hel1"]))
+    );
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    assert_eq!(fleet["alarms"], json!([]), "a location had capacity");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_locations_are_tried_again_while_none_has_capacity() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.subscribe(&process, "user_1").await;
+    stack.provider.fault(FaultRule::times(3, "POST", "/servers", without_capacity("resource_unavailable")));
+    let mut body = super::stack::provision_body("user_1");
+    body["location"] = json!("hel1");
+    body["fallbackLocations"] = json!(["fsn1"]);
+    let made = stack.post(&process, "/vps/provision", &body).await;
+    assert_eq!(made.status, 202, "{made:?}");
+    let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(locations_logged(&operation).len(), 3, "{operation}");
+    assert_eq!(stack.provider.servers()[0].location, "fsn1");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_location_is_refused_before_anything_changes() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.subscribe(&process, "user_1").await;
+    for (name, value) in [("location", json!("moon1")), ("fallbackLocations", json!(["hel1", "moon1"]))] {
+        let mut body = super::stack::provision_body("user_1");
+        body[name] = value;
+        let refused = stack.post(&process, "/vps/provision", &body).await;
+        refused.assert_problem(400, "invalid_request");
+        assert_eq!(refused.body["errors"][0]["pointer"], format!("/{name}"));
+        assert!(refused.body["detail"].as_str().unwrap().contains("moon1"), "{refused:?}");
+    }
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
+    stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");
+    assert_eq!(stack.status(&process, &old.machine).await, "running");
+    // A provider that cannot tell now decides nothing.
+    let down = Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(10, "GET", "/locations", down));
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "hel1"});
+    let recovery = stack.post(&process, "/vps/recover", &body).await;
+    assert_eq!(recovery.status, 202, "{recovery:?}");
+}

@@ -145,6 +145,52 @@ async fn reinstatement_survives_a_kill_at_every_point() {
     .await;
 }
 
+/// Kills the platform at each point of a power operation, and lets another one end it.
+async fn survives_kills(kind: OperationKind, action: &'static str, power: Power) {
+    let run = |point: String| async move {
+        let stack = Stack::start().await;
+        let mut calm = stack.platform();
+        let guest = stack.running(&calm, "user_1").await;
+        let path = format!("/vps/{}/power", guest.machine);
+        if kind == OperationKind::PowerOn {
+            let off = stack.post(&calm, &path, &json!({"action": "off"})).await;
+            stack.ended(&calm, off.body["operationId"].as_str().unwrap()).await;
+        }
+        calm.kill();
+        let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
+        // The kill can come before the answer.
+        let _ = stack.try_post(&first, &path, &json!({"action": action})).await;
+        first.killed_while(|base| stack.try_beats(base)).await;
+
+        let second = stack.platform();
+        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        let operation = record["operations"][0]["operationId"].as_str().unwrap();
+        let operation = stack.ended_while_beating(&second, operation).await;
+        assert_eq!(operation["kind"], kind.as_str(), "{point}: {operation}");
+        assert_eq!(operation["state"], "succeeded", "{point}: {operation}\n{}", stack.log());
+        let record = stack.get(&second, &format!("/vps/{}", guest.machine)).await.body;
+        assert_eq!(record["poweredOffAt"].is_null(), power == Power::Running, "{point}: {record}");
+        assert_eq!(stack.provider.servers()[0].status, power, "{point}");
+        stack.assert_only_server(&guest.machine);
+    };
+    stream::iter(points(kind)).map(run).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn power_on_survives_a_kill_at_every_point() {
+    survives_kills(OperationKind::PowerOn, "on", Power::Running).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn power_off_survives_a_kill_at_every_point() {
+    survives_kills(OperationKind::PowerOff, "off", Power::Off).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_survives_a_kill_at_every_point() {
+    survives_kills(OperationKind::Reboot, "reboot", Power::Running).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_survives_a_kill_at_every_point() {
     every_point(OperationKind::Resize, |point| async move {

@@ -209,3 +209,85 @@ async fn fail_delete_and_recover_end_a_resize_under_way() {
     let new = format!("svc-{}", recovery["machineId"].as_str().unwrap());
     assert!(stack.provider.server_by_name(&new).is_some());
 }
+
+/// A resize that has switched the server off and does not get on.
+async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
+    let mut settings = settings.to_vec();
+    settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
+    let (stack, process, guest) = set_with(&settings).await;
+    stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusing(503)));
+    let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
+    let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
+    let path = format!("/vps/operations/{operation}");
+    let is_off = || async {
+        let found = stack.get(&process, &path).await.body;
+        (found["step"] == "change_type" && server(&stack).0 == Power::Off).then_some(())
+    };
+    stack.eventually("the server is off", is_off).await;
+    (stack, process, guest, operation)
+}
+
+/// Plays the host until its server is on and no operation of the machine is under way; its operations.
+async fn settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
+    let look = || async {
+        if server(stack).0 == Power::Running {
+            stack.beat(process, guest, &beat_of(guest)).await;
+        }
+        let operations = record(stack, process, guest).await["operations"].clone();
+        let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
+        (ended && server(stack).0 == Power::Running).then_some(operations)
+    };
+    stack.eventually("the server is on", look).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_cancelled_by_fail_switches_server_on() {
+    let (stack, process, guest, _) = stuck_resize(&[]).await;
+    let path = format!("/vps/{}/fail", guest.machine);
+    assert_eq!(stack.post(&process, &path, &json!({"reason": "stuck"})).await.status, 200);
+    let operations = settled(&stack, &process, &guest).await;
+    let told = |n: usize| (operations[n]["kind"].clone(), operations[n]["state"].clone());
+    assert_eq!(told(0), (json!("power_on"), json!("succeeded")), "{operations}");
+    assert_eq!(told(1), (json!("resize"), json!("cancelled")), "{operations}");
+    assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
+    let resumed = stack.post(&process, &format!("/vps/{}/resume", guest.machine), &json!({})).await;
+    assert_eq!((resumed.status, &resumed.body["serverType"]), (200, &json!("cpx22")), "{resumed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_beyond_every_limit_switches_server_on() {
+    let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
+    let (stack, process, guest, operation) = stuck_resize(&settings).await;
+    let path = format!("/vps/operations/{operation}");
+    let hung = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
+    stack.eventually("the reconciler ends it", hung).await;
+    settled(&stack, &process, &guest).await;
+    let runs = || async {
+        stack.beat(&process, &guest, &beat_of(&guest)).await;
+        (record(&stack, &process, &guest).await["status"] == "running").then_some(())
+    };
+    stack.eventually("its heartbeat heals it", runs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
+    let (stack, process, guest, _) = stuck_resize(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}/undelete", guest.machine);
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
+    let is_on = || async { (server(&stack).0 == Power::Running).then_some(()) };
+    stack.eventually("the server is on", is_on).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resize_cancelled_by_recovery_that_is_abandoned_switches_server_on() {
+    let (stack, process, _guest, _) = stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
+    stack.snapshot("user_1");
+    let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    assert_eq!(recovery.status, 202, "{recovery:?}");
+    let path = format!("/vps/operations/{}/abandon", recovery.body["operationId"].as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    let is_on = || async { (server(&stack).0 == Power::Running).then_some(()) };
+    stack.eventually("the server is on", is_on).await;
+}

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use secrecy::ExposeSecret;
-use svc::machine::name::ServerType;
+use svc::machine::name::{Location, ServerType};
 use svc::provider::{
     Action, ActionId, ActionStatus, Cause, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
     ServerOrder, ServerStatus, ServerTypeInfo,
@@ -377,8 +377,16 @@ impl Provider for AtThePort {
         self.0.act("shutdown", id, Effect::Power(ServerStatus::Off)).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.0.act("reboot", id, Effect::Power(ServerStatus::Running)).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.0.act("change_type", id, Effect::Type(to.clone())).await
+    }
+
+    async fn has_location(&self, _: &Location) -> Result<bool, ProviderError> {
+        Ok(true)
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use svc::machine::name::ServerType;
+use svc::machine::name::{Location, ServerType};
 use svc::provider::{
     Action, ActionId, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder, ServerTypeInfo,
 };
@@ -63,8 +63,16 @@ impl Provider for Line {
         self.call(self.provider.shutdown(id)).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.call(self.provider.reboot(id)).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.call(self.provider.change_type(id, to)).await
+    }
+
+    async fn has_location(&self, name: &Location) -> Result<bool, ProviderError> {
+        self.call(self.provider.has_location(name)).await
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {

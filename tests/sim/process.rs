@@ -20,6 +20,7 @@ use svc::platform::config::PlatformConfig;
 use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
+use svc::platform::process_clock::ProcessClock;
 use svc::platform::router::{self, Freshness, RouterContext};
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
@@ -106,6 +107,9 @@ impl Process {
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.key),
             db: seat.db.clone(),
+            host_db: seat.db.clone(),
+            report_db: seat.db.clone(),
+            clock: Arc::new(ProcessClock::new(config.timing.max_clock_skew)),
             installation: seat.installation,
             keys: seat.keys.clone(),
             routes: freshness,

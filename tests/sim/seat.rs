@@ -40,7 +40,7 @@ impl Seat {
             client.batch_execute(sql).await?;
         }
         let config: PlatformConfig = process::config(&database.url());
-        let db = Db::new(&config.database)?;
+        let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await?,
         ));

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use clap::Args as ClapArgs;
+use clap::{Args as ClapArgs, Subcommand};
 
 use super::Wait;
 use crate::machine::id::MachineId;
@@ -55,6 +55,9 @@ pub struct Provision {
     /// The provider's name of a location, such as nbg1; else the platform's default
     #[arg(long)]
     pub location: Option<Location>,
+    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
+    pub fallback_locations: Vec<Location>,
     /// A published bundle; else the platform's default
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
@@ -121,6 +124,9 @@ pub struct Recover {
     /// Another location than the machine's, such as hel1 when nbg1 has no capacity
     #[arg(long)]
     pub location: Option<Location>,
+    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
+    pub fallback_locations: Vec<Location>,
     /// Another published bundle than the slot runs
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
@@ -186,6 +192,47 @@ pub struct Undelete {
 pub struct Resume {
     /// A machine's id, or the handle of its user
     pub machine: Target,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum PowerCommand {
+    /// Switch the server of a machine on and wait for its host
+    #[command(after_help = "Example: svcctl power on ada --wait")]
+    On {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Shut a machine down and keep it off until `svcctl power on`
+    #[command(
+        after_help = "The host is asked to shut down; its power is cut when it has not after RESIZE_SHUTDOWN_SECONDS of the \
+platform. Its user gets a page that says so, no backups are taken, and the provider goes on billing the server.\n\n\
+Example: svcctl power off ada --wait"
+    )]
+    Off {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+        #[command(flatten)]
+        wait: Wait,
+    },
+    /// Restart the host of a machine
+    #[command(
+        after_help = "The operating system is asked to restart. One that does not react goes on: `svcctl power off`, then \
+`svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
+    )]
+    Reboot {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+        #[command(flatten)]
+        wait: Wait,
+    },
 }
 
 #[derive(Debug, ClapArgs)]

@@ -16,7 +16,9 @@ use url::Url;
 
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
-pub use self::machine::{Delete, Discard, Fail, List, Provision, Recover, Resize, Resume, Target, Undelete};
+pub use self::machine::{
+    Delete, Discard, Fail, List, PowerCommand, Provision, Recover, Resize, Resume, Target, Undelete,
+};
 pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget};
 pub use self::operation::{Operation, OperationCommand};
 use crate::applet;
@@ -104,6 +106,13 @@ Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     /// Give a running machine another server type; it is away for some minutes and keeps its disk
     #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
     Resize(Resize),
+    /// Switch the server of a machine off and on, or restart it
+    #[command(
+        subcommand,
+        after_help = "A machine that is switched off keeps its slot and its data; nothing but an operator switches it on \
+again.\n\nExample: svcctl power reboot ada --wait"
+    )]
+    Power(PowerCommand),
     /// Take a machine out of service; its server stays until it is recovered, provisioned again or deleted
     #[command(
         after_help = "`svcctl resume` puts it back while its host is well.\n\nExample: svcctl fail ada --reason 'disk errors'"

@@ -103,6 +103,19 @@ become what it was.\n\nExample: svcctl backup drill ada --wait"
         #[command(flatten)]
         wait: Wait,
     },
+    /// Make the snapshot that a machine holds back the latest
+    #[command(
+        after_help = "A snapshot whose database has shrunk much is held back: `svcctl status` says what is missing. Accept it \
+where that is meant. Else recover with an earlier one: `svcctl recover USER --snapshot KEY`.\n\n\
+Example: svcctl backup accept ada"
+    )]
+    Accept {
+        /// A machine's id, or the handle of its user
+        machine: Target,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+    },
     /// List the verified snapshots of a machine's slot, the newest first
     #[command(after_help = "Example: svcctl backup list ada --limit 5")]
     List {

@@ -13,6 +13,7 @@ use super::machine::find;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::BackupCommand;
+use crate::ctl::confirm;
 use crate::ctl::out::{Out, print};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups, list, one};
@@ -44,6 +45,23 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             told(out, &backup, json!({"verified": true}), |shown| {
                 format!("{shown}every byte is as it was written\n")
             })
+        }
+        BackupCommand::Accept { machine, yes } => {
+            let what = format!(
+                "This makes the snapshot that the host of {machine} holds back the latest: a recovery then restores what the \
+                 database has now."
+            );
+            let due = confirm::is_due(&what, yes)?;
+            let machine = find(api, &machine).await?;
+            if due {
+                let held: String =
+                    machine.attention.iter().map(|item| format!("\n{}", item.detail)).collect();
+                confirm::ask(&format!("{what}{held}"), &machine.handle)?;
+            }
+            let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
+            let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+            let next = format!("  next: `svcctl status {}` shows whether it is the latest", machine.handle);
+            out.answer(&answer, |_| Ok(format!("asked the host to accept the snapshot\n{next}\n")))
         }
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;

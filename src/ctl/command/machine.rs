@@ -14,11 +14,13 @@ use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
 use crate::ctl::{confirm, wait};
+use crate::machine::name::Location;
 
 pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Failure> {
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
     insert(&mut body, "serverType", args.server_type);
     insert(&mut body, "location", args.location);
+    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
     insert(&mut body, "imageVersion", args.image_version);
     if args.preview {
         body.insert("kind".to_owned(), "preview".into());
@@ -38,6 +40,7 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     insert(&mut body, "snapshotKey", args.snapshot);
     insert(&mut body, "serverType", args.server_type);
     insert(&mut body, "location", args.location);
+    insert_list(&mut body, "fallbackLocations", &args.fallback_locations);
     insert(&mut body, "imageVersion", args.image_version);
     allow(&mut body, "allowEmpty", args.allow_empty);
     allow(&mut body, "acceptLoss", args.accept_loss);
@@ -197,6 +200,13 @@ fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(members) => members,
         _ => Map::new(),
+    }
+}
+
+/// An empty list leaves the choice to the platform.
+fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
+    if !values.is_empty() {
+        body.insert(name.to_owned(), json!(values));
     }
 }
 

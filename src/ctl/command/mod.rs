@@ -8,6 +8,7 @@ mod kept;
 mod machine;
 mod operation;
 mod pointer;
+mod power;
 mod risk;
 mod slot;
 
@@ -60,6 +61,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
+        Command::Power(command) => power::run(api, command, out).await,
         Command::Fail(args) => machine::fail(api, args, out).await,
         Command::Delete(args) => machine::delete(api, args, out).await,
         Command::Alarm(command) => alarm::run(api, command, out).await,

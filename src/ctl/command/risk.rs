@@ -1,6 +1,6 @@
 //! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
 
-use crate::ctl::args::{Delete, Discard, Recover};
+use crate::ctl::args::{Delete, Discard, Recover, Target};
 
 const LOSS_ACCEPTED: &str =
     "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
@@ -47,6 +47,14 @@ pub fn of_deletion(args: &Delete) -> String {
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
     [what.as_str(), loss, kept.as_str()].join("\n")
+}
+
+/// Before the server of a machine is switched off.
+pub fn of_power_off(machine: &Target) -> String {
+    format!(
+        "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
+         taken; what no snapshot holds stays on its server, which the provider goes on billing."
+    )
 }
 
 /// Before the kept server of a machine is deleted.

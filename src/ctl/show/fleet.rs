@@ -226,6 +226,13 @@ fn backups(backups: &Backups) -> Cell {
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         "operation_waiting" => "svcctl operation show OPERATION has the question and both answers",
+        "snapshot_held" => {
+            "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"
+        }
+        "database_mismatch" => {
+            "svcctl status HANDLE; on its host `svc-restore adopt` or `svc-restore replace`"
+        }
+        "powered_off" => "svcctl power on HANDLE, or delete it",
         "unsaved_changes" => "svcctl status HANDLE says what only its server holds; svcctl discard ends that",
         "removal_abandoned" => "delete its server at the provider; svcctl status HANDLE names it",
         "failed" => "svcctl status HANDLE says why; then recover",

@@ -39,6 +39,11 @@ pub struct Machine {
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
+    /// What its host last said needs a person.
+    #[serde(default)]
+    pub attention: Vec<Attention>,
+    /// Since when an operator has had its server switched off.
+    pub powered_off_at: Option<String>,
     /// What was written on it since is in no snapshot.
     pub unsaved_since: Option<String>,
     pub replaced_by: Option<String>,
@@ -49,6 +54,23 @@ pub struct Machine {
     pub operations: Vec<Operation>,
     /// Of its slot; only in the answer for one machine.
     pub copies: Option<Copies>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Attention {
+    pub code: String,
+    pub detail: String,
+}
+
+impl Attention {
+    fn cell(&self, handle: &str) -> Cell {
+        let next = match self.code.as_str() {
+            "snapshot_held" => format!("; where that is meant: `svcctl backup accept {handle}`"),
+            _ => String::new(),
+        };
+        let detail = self.detail.replace("\n  ", "; ");
+        Cell::painted(Some(Colour::Bad), format!("{}: {detail}{next}", self.code))
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -101,6 +123,20 @@ impl Machine {
         }
     }
 
+    /// [`Self::state_word`]; a machine that runs and is switched off shows that instead.
+    fn shown_state(&self) -> &str {
+        let is_off = self.powered_off_at.is_some() && self.state_word() == "running";
+        if is_off { "off" } else { self.state_word() }
+    }
+
+    /// Since when it is switched off, and how that ends.
+    fn power_cell(&self, view: &View) -> Cell {
+        let Some(at) = self.powered_off_at.as_deref().filter(|_| self.is_active()) else { return "".into() };
+        let line =
+            format!("switched off {}; `svcctl power on {}` switches it on", when(view.now, at), self.handle);
+        Cell::painted(Some(Colour::Bad), line)
+    }
+
     pub fn is_active(&self) -> bool {
         self.deleted_at.is_none() && self.replaced_by.is_none()
     }
@@ -124,7 +160,7 @@ impl Machine {
     fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
         let Some(at) = &self.heartbeat_at else { return "".into() };
         let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > QUIET);
-        let late = quiet && self.state_word() == "running";
+        let late = quiet && self.shown_state() == "running";
         Cell::painted(late.then_some(Colour::Bad), said(view.now, at))
     }
 }
@@ -155,6 +191,20 @@ impl Failure {
         match self.cause.as_deref() {
             Some("provider_refused") => {
                 format!("check quota, location and server type at the provider, then {recover}")
+            }
+            Some("provider_unavailable") => {
+                format!("`svcctl doctor` says whether the provider answers; once it does, {recover}")
+            }
+            Some("store_failed") => {
+                format!("`svcctl doctor` says what is wrong with the object store; once it works, {recover}")
+            }
+            Some("fenced") => {
+                format!(
+                    "a machine with a higher epoch has fenced the slot, as after a restored database: {recover}"
+                )
+            }
+            Some("internal") => {
+                format!("the platform's log has the cause, under the id of its operation; then {recover}")
             }
             Some("resize") => {
                 "its next healthy heartbeat makes it run again; if none comes, `svcctl recover`".to_owned()
@@ -204,7 +254,7 @@ pub fn list(view: &View, page: &Machines) -> String {
     let row = |m: &Machine| {
         vec![
             m.handle.clone().into(),
-            Cell::state(m.state_word()),
+            Cell::state(m.shown_state()),
             m.idp_user_id.clone().into(),
             m.slot.clone().into(),
             text(m.server_type.as_ref()).into(),
@@ -243,7 +293,8 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("user", m.idp_user_id.clone().into()),
         ("slot", m.slot.clone().into()),
         ("kind", text(m.kind.as_ref()).into()),
-        ("status", Cell::state(m.state_word())),
+        ("status", Cell::state(m.shown_state())),
+        ("power", m.power_cell(view)),
         ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
         ("next", next.into()),
         (
@@ -269,6 +320,9 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("replaced by", text(m.replaced_by.as_ref()).into()),
         ("deleted", time(&m.deleted_at).into()),
     ];
+    if m.is_active() {
+        rows.extend(m.attention.iter().map(|item| ("attention", item.cell(&m.handle))));
+    }
     rows.extend(copies);
     let mut shown = table::pairs(view, &rows);
     for operation in &m.operations {

@@ -74,7 +74,7 @@ impl Colour {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
             "provisioning" | "recovering" | "resizing" | "retry" => Some(Self::Moving),
             "failed" | "error" | "given_up" | "waiting" | "asked" => Some(Self::Bad),
-            "deleted" | "replaced" | "cancelled" | "inactive" => Some(Self::Faint),
+            "deleted" | "replaced" | "off" | "cancelled" | "inactive" => Some(Self::Faint),
             _ => None,
         }
     }

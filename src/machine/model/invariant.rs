@@ -15,6 +15,8 @@ pub enum Violation {
     RunningUnregistered,
     /// A machine runs, and its server is switched off.
     RunsSwitchedOff,
+    /// A machine holds its slot, nothing is under way, and its server is switched off.
+    LeftSwitchedOff,
     /// A machine runs, and its server has another type than its row says.
     WrongType,
     EpochDidNotGrow,
@@ -88,6 +90,10 @@ pub fn settled(world: &World) -> BTreeSet<Violation> {
         found.insert(Violation::Orphan);
     }
     for (id, row) in world.rows.iter().enumerate() {
+        let left_off = row.machine.state.is_active() && world.server_type(id).is_some() && !world.is_on(id);
+        if left_off && !row.power_off_ordered && !row.may_stay_off {
+            found.insert(Violation::LeftSwitchedOff);
+        }
         let gave_up = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
         let kept = |last: &usize| {
             let last = &world.rows[*last];

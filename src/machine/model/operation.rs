@@ -2,7 +2,7 @@
 
 use super::World;
 use super::cloud::Power;
-use crate::machine::event::Event;
+use crate::machine::event::{CreationFailure, Event};
 use crate::machine::name::ServerType;
 use crate::machine::state::State;
 
@@ -19,6 +19,7 @@ pub enum Kind {
     Delete,
     Resize(ServerType),
     Reinstate,
+    PowerOn,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +31,7 @@ enum Step {
     AwaitRegistration,
     SwitchOn,
     AwaitHost,
+    StartServer,
     PowerOff,
     ChangeType,
     PowerOn,
@@ -73,6 +75,7 @@ impl Operation {
             Kind::Boot | Kind::Delete => Step::LastBackup,
             Kind::Resize(_) => Step::PowerOff,
             Kind::Reinstate => Step::Fence,
+            Kind::PowerOn => Step::StartServer,
         };
         Self { machine, ending: None, asks: false, accept_loss: false, kind, step }
     }
@@ -110,6 +113,14 @@ impl World {
                     self.rows[id].quiesced = false;
                 }
                 if matches!(luck, Luck::Fine | Luck::Refused) {
+                    self.end(index, Ending::Succeeded);
+                }
+            }
+            Step::StartServer => {
+                if matches!(luck, Luck::Fine | Luck::LostReply) {
+                    self.cloud.switch(id, Power::On);
+                }
+                if luck == Luck::Fine {
                     self.end(index, Ending::Succeeded);
                 }
             }
@@ -203,7 +214,10 @@ impl World {
                 }
             }
             (Decision::Abandon, Kind::Resize(_)) => operation.step = Step::PowerOn,
-            (Decision::Abandon, Kind::Reinstate) => self.end(index, Ending::Cancelled),
+            (Decision::Abandon, Kind::Reinstate | Kind::PowerOn) => {
+                self.rows[id].may_stay_off = true;
+                self.end(index, Ending::Cancelled);
+            }
         }
     }
 
@@ -271,7 +285,7 @@ impl World {
             }
             Luck::LostReply => self.cloud.create(id),
             Luck::Late => self.cloud.in_flight.push(id),
-            Luck::Refused => self.apply(id, &Event::ProviderRefused),
+            Luck::Refused => self.apply(id, &Event::CreationFailed { why: CreationFailure::ProviderRefused }),
             Luck::Asks => {}
         }
     }

@@ -183,6 +183,13 @@ fn a_failed_resize_that_says_it_runs_is_noticed() {
 }
 
 #[test]
+fn cancelled_resize_that_leaves_server_off_is_noticed() {
+    assert_notices(Violation::LeftSwitchedOff, |machine, event| {
+        with_effects(machine, event, |effect| (effect != Effect::SwitchOn).then_some(effect))
+    });
+}
+
+#[test]
 fn an_operation_that_never_ends_is_noticed() {
     assert_notices(Violation::OperationNeverEnds, |machine, event| match event {
         Event::RegistrationExpired => Ok(Outcome::Unchanged),

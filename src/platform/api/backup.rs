@@ -1,5 +1,5 @@
-//! POST `/vps/:id/backup` and `/vps/:id/drill`: asks the host of a running machine for a backup now, or to restore the latest
-//! snapshot on trial. What came of it shows in its next heartbeats and in `/vps/:id/backups`.
+//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: asks the host of a running machine for a backup now, to
+//! restore the latest snapshot on trial, or to make the snapshot that it holds back the latest. What came of it shows in its next heartbeats and in `/vps/:id/backups`.
 
 use std::sync::Arc;
 
@@ -29,6 +29,7 @@ use axum::routing::post;
 enum What {
     Backup,
     Drill,
+    Accept,
 }
 
 impl What {
@@ -36,6 +37,7 @@ impl What {
         match self {
             Self::Backup => "backup",
             Self::Drill => "drill",
+            Self::Accept => "backup.accept",
         }
     }
 }
@@ -54,6 +56,14 @@ pub async fn drill(
     request: Request,
 ) -> Result<Response, Problem> {
     handle(state, id, request, What::Drill).await
+}
+
+pub async fn accept(
+    state: State<Arc<Platform>>,
+    id: Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    handle(state, id, request, What::Accept).await
 }
 
 async fn handle(
@@ -84,6 +94,7 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
     let asked = match what {
         What::Backup => ask_host::backup(platform, &machine).await,
         What::Drill => ask_host::drill(platform, &machine).await,
+        What::Accept => ask_host::accept_backup(platform, &machine).await,
     };
     let requested_at = asked.map_err(|error| {
         let what = what.as_str();
@@ -98,7 +109,10 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
         return Ok(first);
     }
     let target = id.to_string();
-    let changed = Changed { action: what.as_str(), target: &target, before: None, after: Some(&reply.body) };
+    // What is accepted is what the host last said that it holds back.
+    let before = (what == What::Accept).then(|| json!({"attention": machine.attention}));
+    let changed =
+        Changed { action: what.as_str(), target: &target, before: before.as_ref(), after: Some(&reply.body) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
@@ -158,4 +172,20 @@ pub static DRILL: Endpoint = Endpoint {
         problems: PROBLEMS,
     },
     serve: || post(drill),
+};
+
+pub static ACCEPT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "acceptBackup",
+        method: Method::POST,
+        path: "/vps/{id}/backup-accept",
+        summary: "Asks the host of a running machine to make the snapshot that it holds back, because its database has shrunk, \
+                  the latest.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: Some(|| fields(&[], &[])),
+        answers: &[told(202, "The host is asked.", asked)],
+        problems: PROBLEMS,
+    },
+    serve: || post(accept),
 };

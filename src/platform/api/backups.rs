@@ -43,7 +43,7 @@ pub async fn handle(
     let before: Option<String> = query.optional("cursor");
     query.finish(Some(()))?;
 
-    let session = platform.db.session().await?;
+    let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     drop(session);
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;

@@ -31,7 +31,7 @@ pub async fn handle(
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     let (claimed, token) = call.registration()?;
-    let mut session = platform.db.session().await?;
+    let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
     let mut fields = call.host_fields()?;

@@ -74,7 +74,7 @@ impl Call {
     pub async fn host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
         let token = self.bearer()?;
         let machine = tokens::claimed_machine(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
-        let session = platform.db.session().await?;
+        let session = platform.host_db.session().await?;
         let row = db::machines::get(&session, machine).await?.ok_or_else(unauthorized)?;
         if tokens::fits(token, &row.upgrade_token_hash) { Ok(row) } else { Err(unauthorized()) }
     }

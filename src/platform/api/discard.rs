@@ -10,8 +10,8 @@ use serde_json::json;
 
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
-use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::mutation::{Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{Operation, boolean, fields, named};
 use crate::http::problem::{Code, Problem};
@@ -51,29 +51,20 @@ async fn discard(
     loss: Loss,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let not_found = || fault::machine_not_found(&id.to_string());
     let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
-    check(&machine, loss)?;
-    if db::machines::is_successor_unproven(&tx, &machine).await? && loss == Loss::Refused {
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
+    check(&change.machine, loss)?;
+    if loss == Loss::Refused && db::machines::is_successor_unproven(&change.tx, &change.machine).await? {
         return Err(refused(
             "No later machine of the slot has served yet: this server is its last copy. Send acceptLoss to delete it \
              all the same.",
         ));
     }
-    machine_changes::discard_ordered(&tx, id).await?;
-    let after = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::ACCEPTED, after.record());
-    let (before, target) = (machine.record(), id.to_string());
-    let changed =
-        Changed { action: "discard", target: &target, before: Some(&before), after: Some(&reply.body) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    machine_changes::discard_ordered(&change.tx, id).await?;
+    change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, MachineRow::record).await
 }
 
 fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {

@@ -9,14 +9,15 @@ use http::{Method, StatusCode};
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::db::{self};
+use crate::platform::db::machine_row::MachineRow;
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use axum::routing::post;
 
@@ -48,28 +49,19 @@ async fn fail(
     reason: &str,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let not_found = || fault::machine_not_found(&id.to_string());
     let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
     let with = Circumstances { failed_at: Some((STAGE, reason)), ..Circumstances::default() };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &Event::OperatorFailed, with).await;
-    let change = change.map_err(|error| fault::lifecycle(error, &machine))?;
-    let failed = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::OK, failed.record());
-    if change == Change::Unchanged {
-        mutation.store(&tx, &reply).await?;
-    } else {
-        let (before, target) = (machine.record(), id.to_string());
-        let after = Some(&reply.body);
-        let changed = Changed { action: "fail", target: &target, before: Some(&before), after };
-        mutation.record(&tx, &reply, &changed).await?;
-    }
-    db::commit(tx).await?;
-    Ok(reply)
+    let event = Event::OperatorFailed;
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let effect = match changed.map_err(|error| fault::lifecycle(error, &change.machine))? {
+        Change::Unchanged => Effect::Unchanged,
+        Change::Moved { .. } => Effect::Changed("fail"),
+    };
+    change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
 /// The route and its description.

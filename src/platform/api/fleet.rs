@@ -30,7 +30,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     call.query().finish(Some(()))?;
-    let session = platform.db.session().await?;
+    let session = platform.report_db.session().await?;
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows);
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);

@@ -37,8 +37,13 @@ pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
 
 pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
     let (database, store) = tokio::join!(database(&platform), store(&platform));
-    let ok = database && store && !platform.stop.is_cancelled();
-    answer(ok, json!({"status": word(ok), "database": word(database), "store": word(store)}))
+    let clock = platform.clock.is_ok();
+    let ok = database && store && clock && !platform.stop.is_cancelled();
+    let skew = platform.clock.skew_ms();
+    let body = json!({
+        "status": word(ok), "database": word(database), "store": word(store), "clock": word(clock), "clockSkewMs": skew,
+    });
+    answer(ok, body)
 }
 
 fn word(ok: bool) -> &'static str {
@@ -116,7 +121,8 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
         id: "readyToControl",
         method: Method::GET,
         path: "/readyz/control",
-        summary: "Whether the control plane can work: it reaches its database and its object store. For alerts.",
+        summary: "Whether the control plane can work: it reaches its database and its object store, and its clock is right. For \
+                  alerts.",
         credentials: &[],
         parameters: &[],
         body: None,
@@ -132,5 +138,7 @@ fn readiness() -> serde_json::Value {
 }
 
 fn control_readiness() -> serde_json::Value {
-    object(&[("status", well()), ("database", well()), ("store", well())], &[])
+    let skew = nullable(json!({ "type": "integer" }));
+    let parts = [("database", well()), ("store", well()), ("clock", well()), ("clockSkewMs", skew)];
+    object(&[&[("status", well())], &parts[..]].concat(), &[])
 }

@@ -8,29 +8,27 @@ use axum::response::{IntoResponse, Response};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::attention;
 use super::call::{Call, path_id};
 use super::endpoint::{
     CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
     last_backup_told, last_update_told, told,
 };
-use super::mutation::{self, Changed};
+use super::heal;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
 };
-use crate::http::problem::{Code, Problem, chain};
+use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
-use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
-use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::machine_server;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances};
-use crate::provider::{ServerId, ServerStatus};
 use axum::routing::post;
 use http::Method;
 
@@ -44,6 +42,8 @@ struct Beat {
     last_update: Option<Value>,
     checks: Option<Value>,
     updating: bool,
+    /// What needs a person.
+    attention: Value,
     /// Of the verified snapshot that it tells of.
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
@@ -64,14 +64,14 @@ pub async fn handle(
     let beat = beat(&call)?;
     // A machine that may still get its slot back is not sent away: its writers stay stopped.
     let stopped_for = {
-        let session = platform.db.session().await?;
+        let session = platform.host_db.session().await?;
         db::machines::stopped_for(&session, &machine).await?
     };
     let superseded = !machine.is_active() && stopped_for.is_none();
     let epoch = beat.epoch;
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
     if !superseded {
-        let session = platform.db.session().await?;
+        let session = platform.host_db.session().await?;
         let beat = Heartbeat {
             image_version: &beat.image_version,
             health: &beat.health,
@@ -79,13 +79,14 @@ pub async fn handle(
             last_update: beat.last_update.as_ref(),
             checks: beat.checks.as_ref(),
             updating: beat.updating,
+            attention: &beat.attention,
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
         // Whatever became of an order to switch it off: it is on, and what it writes must be saved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
-            machine_changes::switched_on(&session, id).await?;
+            machine_server::switched_on(&session, id).await?;
         }
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;
@@ -95,11 +96,12 @@ pub async fn handle(
         machine_changes::serves_unregistered(&platform.db.session().await?, id).await?;
     }
     if is_well {
-        heal(&platform, &machine, epoch).await;
+        heal::heal(&platform, &machine, epoch).await;
     }
+    heal::note_power(&platform, &machine).await;
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
-    let session = platform.db.session().await?;
+    let session = platform.host_db.session().await?;
     let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
@@ -117,52 +119,9 @@ pub async fn handle(
     Ok(Json(answer).into_response())
 }
 
-/// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
-/// reports. What is in the way now may not be at the next heartbeat, so a failure costs nothing but the time.
-async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
-    let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
-    if !machine.is_active() || machine.status != Status::Failed || !failed {
-        return;
-    }
-    match healed(platform, machine, epoch).await {
-        Ok(true) => tracing::info!(machine = %machine.id, "runs again with a healthy heartbeat"),
-        Ok(false) => {}
-        Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "a machine could not be healed yet");
-        }
-    }
-}
-
-async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
-    let Some(server) = machine.provider_server_id else { return Ok(false) };
-    let Some(server) = platform.provider.get(ServerId(server)).await? else {
-        platform.reconcile.notify_one();
-        return Ok(false);
-    };
-    // A word from before the power went.
-    if server.status != ServerStatus::Running {
-        return Ok(false);
-    }
-    let mut session = platform.db.session().await?;
-    let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
-    let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
-    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, Circumstances::default()).await?;
-    if change == Change::Unchanged {
-        return Ok(false);
-    }
-    let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
-    let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
-    let changed =
-        Changed { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
-    mutation::audit(&tx, &actor, &changed).await?;
-    db::commit(tx).await?;
-    Ok(true)
-}
-
 /// A host that is asked for its last backup may write it before it is sent away.
 pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
-    let session = platform.db.session().await?;
+    let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
     let operation = db::operations::get(&session, operation).await?;
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
@@ -178,6 +137,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let last_update = last_update(&mut fields);
     let checks = checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
+    let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
@@ -191,6 +151,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             last_update,
             checks,
             updating,
+            attention,
             backup_taken_at,
             epoch,
             proof_kids,
@@ -326,6 +287,7 @@ fn said() -> Value {
             ("lastUpdate", last_update_told()),
             ("checks", checks_told()),
             ("updating", boolean()),
+            ("attention", attention::shape()),
             ("proofKids", kids),
         ],
     ))

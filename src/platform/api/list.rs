@@ -41,7 +41,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
     query.finish(Some(()))?;
 
-    let session = platform.db.session().await?;
+    let session = platform.report_db.session().await?;
     let one_more = i64::try_from(limit + 1).unwrap_or(i64::MAX);
     let mut found = machines::list(&session, &filter, one_more).await?;
     let more = found.len() > limit;

@@ -27,7 +27,7 @@ pub async fn handle(
     call.operator(&platform)?;
     let id = path_id("machineId", &id)?;
     call.query().finish(Some(()))?;
-    let session = platform.db.session().await?;
+    let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();

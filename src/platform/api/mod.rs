@@ -1,6 +1,7 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
 pub mod alarm;
+pub mod attention;
 pub mod backup;
 pub mod backup_file;
 pub mod backups;
@@ -16,16 +17,20 @@ pub mod entitlement;
 pub mod fail;
 pub mod fault;
 pub mod fleet;
+pub mod heal;
 pub mod health;
 pub mod heartbeat;
 pub mod list;
+pub mod locations;
 pub mod machine;
+pub mod machine_change;
 pub mod metrics;
 pub mod mutation;
 pub mod object;
 pub mod operation;
 pub mod operation_decision;
 pub mod pointer;
+pub mod power;
 pub mod provision;
 pub mod recover;
 pub mod register;
@@ -54,7 +59,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 40] = [
+pub static ENDPOINTS: [&Endpoint; 42] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -64,12 +69,14 @@ pub static ENDPOINTS: [&Endpoint; 40] = [
     &machine::ENDPOINT,
     &delete::ENDPOINT,
     &resize::ENDPOINT,
+    &power::ENDPOINT,
     &fail::ENDPOINT,
     &resume::ENDPOINT,
     &undelete::ENDPOINT,
     &discard::ENDPOINT,
     &backup::BACKUP,
     &backup::DRILL,
+    &backup::ACCEPT,
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
     &heartbeat::ENDPOINT,

@@ -142,7 +142,11 @@ async fn give_up(
             return Ok(db::operations::skip_to(tx, was.id, Step::PowerOn.as_str()).await?);
         }
         OperationKind::RemoveServer => machine_changes::removal_abandoned(tx, machine.id).await?,
-        OperationKind::Delete | OperationKind::Reinstate => {}
+        OperationKind::Delete
+        | OperationKind::Reinstate
+        | OperationKind::PowerOn
+        | OperationKind::PowerOff
+        | OperationKind::Reboot => {}
     }
     // What the machine's change has not ended.
     Ok(db::operations::end_one(tx, was.id, "cancelled", Some("abandoned")).await?)

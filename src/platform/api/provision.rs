@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::endpoint::{
-    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, handle_name, idp_user_id, image_version, kind, location,
-    server_type, slot_name, status, told,
+    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, fallback_locations, handle_name, idp_user_id, image_version,
+    kind, location, server_type, slot_name, status, told,
 };
+use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault, restorable};
 use crate::config::Flag;
@@ -40,6 +41,7 @@ struct Asked {
     handle: Handle,
     server_type: ServerType,
     location: Location,
+    locations: AskedLocations,
     /// `None`: the one that the slot runs, or the platform's for a new slot.
     image_version: Option<ImageVersion>,
     kind: Kind,
@@ -63,7 +65,8 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
     let slot = fields.optional("slot").unwrap_or_default();
     let handle = fields.required("handle");
     let server_type = fields.optional("serverType").unwrap_or_else(|| defaults.server_type.clone());
-    let location = fields.optional("location").unwrap_or_else(|| defaults.location.clone());
+    let locations = AskedLocations::read(&mut fields);
+    let location = locations.location.clone().unwrap_or_else(|| defaults.location.clone());
     let image_version = fields.optional("imageVersion");
     let kind = fields.optional("kind").unwrap_or(Kind::Customer);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
@@ -74,6 +77,7 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
         handle,
         server_type,
         location,
+        locations,
         image_version,
         kind,
         options,
@@ -140,6 +144,7 @@ async fn prepare(
     client: &impl GenericClient,
     asked: &Asked,
 ) -> Result<Prepared, Problem> {
+    asked.locations.check(platform).await?;
     let image_version = match &asked.image_version {
         Some(version) => version.clone(),
         None => release(platform, client, &asked.user, &asked.slot).await?,
@@ -177,6 +182,7 @@ async fn make(
         kind: asked.kind,
         server_type: asked.server_type.clone(),
         location: asked.location.clone(),
+        fallback_locations: asked.locations.fallback_of(platform, &asked.location),
         image_version: prepared.image_version,
         bundle_sha256: prepared.bundle_sha256,
         https_port: config.hosts.https_port,
@@ -317,6 +323,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("slot", slot_name()),
                     ("serverType", server_type()),
                     ("location", location()),
+                    ("fallbackLocations", fallback_locations()),
                     ("imageVersion", image_version()),
                     ("kind", kind()),
                     ("acceptLoss", boolean()),

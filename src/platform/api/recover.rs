@@ -12,9 +12,10 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::endpoint::{
-    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, idp_user_id, image_version, kind, location, server_type,
-    slot_name, status, told,
+    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, fallback_locations, idp_user_id, image_version, kind,
+    location, server_type, slot_name, status, told,
 };
+use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault, provision, restorable};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
@@ -22,7 +23,7 @@ use crate::http::problem::{Code, Problem};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
+use crate::machine::name::{IdpUserId, ImageVersion, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
@@ -42,7 +43,7 @@ struct Asked {
     options: OperationOptions,
     /// Another than the slot's machine has.
     server_type: Option<ServerType>,
-    location: Option<Location>,
+    locations: AskedLocations,
     /// Another than the slot runs.
     image_version: Option<ImageVersion>,
 }
@@ -76,7 +77,8 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
         replace_first: fields.boolean("replaceFirst").unwrap_or(false),
         now: false,
     };
-    let (server_type, location) = (fields.optional("serverType"), fields.optional("location"));
+    let server_type = fields.optional("serverType");
+    let locations = AskedLocations::read(&mut fields);
     let image_version = fields.optional("imageVersion");
     let asked = user.map(|user| Asked {
         user,
@@ -85,7 +87,7 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
         snapshot_key,
         options,
         server_type,
-        location,
+        locations,
         image_version,
     });
     fields.finish(asked)
@@ -108,6 +110,7 @@ async fn prepare(
     asked: &Asked,
     machine: &MachineRow,
 ) -> Result<Prepared, Problem> {
+    asked.locations.check(platform).await?;
     let server_type = asked.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
     if server_type != machine.server_type {
         entitlement::of_machine(platform, client, machine, &server_type).await?;
@@ -156,13 +159,15 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     let Some(prepared) = prepared else {
         return Err(changed_meanwhile());
     };
+    let location = asked.locations.location.clone().unwrap_or_else(|| machine.location.clone());
     let wanted = Wanted {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
         handle: machine.handle.clone(),
         kind: machine.kind,
         server_type: prepared.server_type,
-        location: asked.location.clone().unwrap_or_else(|| machine.location.clone()),
+        fallback_locations: asked.locations.fallback_of(platform, &location),
+        location,
         image_version: prepared.image_version,
         bundle_sha256: prepared.bundle_sha256,
         https_port: platform.config.hosts.https_port,
@@ -286,6 +291,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("replaceFirst", boolean()),
                     ("serverType", server_type()),
                     ("location", location()),
+                    ("fallbackLocations", fallback_locations()),
                     ("imageVersion", image_version()),
                 ],
             )

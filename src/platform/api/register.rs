@@ -45,7 +45,7 @@ struct Asked {
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     let (claimed, token) = call.registration()?;
-    let mut session = platform.db.session().await?;
+    let mut session = platform.host_db.session().await?;
     // Whose token it is comes before what the body says; held, so that uses take turns.
     let tx = db::begin(&mut session).await?;
     let machine = authentic(&tx, claimed, token).await?;

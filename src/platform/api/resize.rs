@@ -74,6 +74,12 @@ async fn resize(
     }
     if changes(&machine, to)? {
         entitlement::of_machine(platform, &tx, &machine, to).await?;
+        if let Some(operation) = db::operations::under_way(&tx, id).await? {
+            let detail = format!("Its operation {} ({}) is under way.", operation.id, operation.kind);
+            return Err(Problem::new(Code::InvalidState, detail)
+                .with("machineStatus", json!(machine.status))
+                .with("allowed", json!(["running"])));
+        }
     }
     let event = Event::ResizeRequested { to: to.clone() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
@@ -107,6 +113,12 @@ fn changes(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
     let outcome = outcome.map_err(|refusal| fault::lifecycle(LifecycleError::Refused(refusal), machine))?;
+    if machine.powered_off_at.is_some() {
+        let detail = "Its server is switched off: switch it on with `svcctl power on` first.";
+        return Err(Problem::new(Code::InvalidState, detail)
+            .with("machineStatus", json!(machine.status))
+            .with("allowed", json!(["running"])));
+    }
     if machine.provider_server_id.is_none() {
         return Err(Problem::new(Code::InvalidState, "The machine has no server at the provider.")
             .with("machineStatus", json!(machine.status))

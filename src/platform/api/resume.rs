@@ -12,7 +12,8 @@ use serde_json::json;
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, named};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -55,26 +56,18 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         // What else it is, the transition says.
         _ => seen.server_type.clone(),
     };
-    let tx = db::begin(&mut session).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
     let event = Event::ResumeRequested { server_type };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
-    let change = change.map_err(|error| fault::lifecycle(error, &machine))?;
-    let resumed = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::OK, resumed.record());
-    if change == Change::Unchanged {
-        mutation.store(&tx, &reply).await?;
-    } else {
-        let (before, target) = (machine.record(), id.to_string());
-        let after = Some(&reply.body);
-        let changed = Changed { action: "resume", target: &target, before: Some(&before), after };
-        mutation.record(&tx, &reply, &changed).await?;
-    }
-    db::commit(tx).await?;
-    Ok(reply)
+    let with = Circumstances::default();
+    let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
+    let effect = match changed.map_err(|error| fault::lifecycle(error, &change.machine))? {
+        Change::Unchanged => Effect::Unchanged,
+        Change::Moved { .. } => Effect::Changed("resume"),
+    };
+    change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
 /// The type of the machine's server, which runs and whose host says that it is well.
@@ -84,9 +77,11 @@ async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Re
     }
     let is_heard = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_SILENCE);
     if !is_heard || !machine.is_healthy() {
-        return Err(refused(
-            "Its host has sent no healthy heartbeat within two minutes: start its server at the provider, or recover.",
-        ));
+        return Err(refused(&format!(
+            "Its host has sent no healthy heartbeat within two minutes: `svcctl power on {0}` where its server is off, \
+             `svcctl power reboot {0}` where its host hangs, or recover the slot.",
+            machine.id
+        )));
     }
     let Some(server) = machine.provider_server_id else {
         return Err(refused("It has no server: recover the slot."));
@@ -94,7 +89,10 @@ async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Re
     let server = platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
-        Some(_) => Err(refused("Its server is not running: start it at the provider.")),
+        Some(_) => Err(refused(&format!(
+            "Its server is not running: `svcctl power on {}` switches it on.",
+            machine.id
+        ))),
         None => Err(refused("The provider has no such server: recover the slot.")),
     }
 }

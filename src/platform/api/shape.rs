@@ -8,6 +8,7 @@ use crate::http::openapi::{
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::machine::state::{FailureCause, Status};
+use crate::platform::config::MAX_FALLBACK_LOCATIONS;
 use crate::platform::db::rollouts::State as RolloutState;
 use crate::platform::rollouts::plan::Stand;
 
@@ -41,6 +42,11 @@ pub fn server_type() -> Value {
 
 pub fn location() -> Value {
     matching(Location::PATTERN)
+}
+
+/// Where a server is created when the provider has no capacity in its location, in this order.
+pub fn fallback_locations() -> Value {
+    json!({ "type": "array", "items": location(), "maxItems": MAX_FALLBACK_LOCATIONS })
 }
 
 pub fn sha256() -> Value {
@@ -178,6 +184,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
     );
     let stage = object(&[("stage", text()), ("at", time())], &[]);
     let boot = object(&[("stage", text()), ("at", time()), ("stages", array(stage))], &[]);
+    let attention = object(&[("code", text()), ("detail", text())], &[]);
     let figure = || nullable(count());
     let boot_progress = object(
         &[
@@ -217,6 +224,9 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("provenAt", nullable(time())),
         ("finalBackupAt", nullable(time())),
         ("unsavedSince", nullable(time())),
+        ("poweredOffAt", nullable(time())),
+        ("attention", array(attention)),
+        ("fallbackLocations", array(location())),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),
         ("deletedAt", nullable(time())),

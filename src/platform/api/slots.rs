@@ -59,7 +59,7 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let mut query = call.query();
     let user = query.optional("idpUserId");
     query.finish(Some(()))?;
-    let session = platform.db.session().await?;
+    let session = platform.report_db.session().await?;
     let found = slots::list(&session, user.as_ref()).await?;
     let records: Vec<_> = found.iter().map(SlotRow::record).collect();
     Ok(Json(json!({"slots": records})).into_response())

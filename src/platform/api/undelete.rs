@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
 use super::fault;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::mutation::{self, Mutation, Reply};
 use crate::http::openapi::{Operation, count, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -39,24 +40,14 @@ pub async fn handle(
 }
 
 async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
-    let not_found = || fault::machine_not_found(&id.to_string());
     let mut session = platform.db.session().await?;
-    let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
-    let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", seen.user)).await?;
-    if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(reply);
-    }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
-    let filed = reinstate(platform, &tx, &machine).await?;
-    let back = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(&back, filed));
-    let (before, after) = (machine.record(), back.record());
-    let target = id.to_string();
-    let changed = Changed { action: "undelete", target: &target, before: Some(&before), after: Some(&after) };
-    mutation.record(&tx, &reply, &changed).await?;
-    db::commit(tx).await?;
-    Ok(reply)
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::User).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
+    let filed = reinstate(platform, &change.tx, &change.machine).await?;
+    let body = |after: &MachineRow| body(after, filed);
+    change.end(Effect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
 /// Gives a deleted machine its slot back.

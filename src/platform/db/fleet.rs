@@ -37,6 +37,10 @@ pub struct FleetRow {
     /// The operation under way, where it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
     pub operation_waits_for_account: bool,
+    /// Since an operator has had its server switched off.
+    pub powered_off_age: Option<f64>,
+    /// The codes of what its host last said needs a person.
+    pub attention: Vec<String>,
 }
 
 /// # Errors
@@ -52,7 +56,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
                coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
                coalesce(m.checks #>> '{drill,status}' = 'error', false), o.waiting, \
-               coalesce(o.error_code = 'provider_account', false) \
+               coalesce(o.error_code = 'provider_account', false), \
+               extract(epoch FROM now() - m.powered_off_at)::float8, \
+               ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item) \
                FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
                    WHERE operations.machine_id = m.machine_id AND state = 'running' \
@@ -82,6 +88,8 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             has_drill_failed: row.get(17),
             waiting_operation: row.get::<_, Option<_>>(18).map(OperationId),
             operation_waits_for_account: row.get(19),
+            powered_off_age: row.get(20),
+            attention: row.get(21),
         })
         .collect())
 }

@@ -30,6 +30,7 @@ pub struct NewMachine {
     pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
+    pub fallback_locations: Vec<Location>,
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
     pub https_port: u16,
@@ -44,10 +45,11 @@ pub struct NewMachine {
 pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbError> {
     let sql = "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, \
                restore_mode, server_type, location, image_version, bundle_sha256, https_port, \
-               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot) \
+               registration_token_hash, upgrade_token_hash, preview_expires_at, restore_snapshot, fallback_locations) \
                VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, \
-               now() + make_interval(secs => $16), $17)";
+               now() + make_interval(secs => $16), $17, $18)";
     let epoch = stored_epoch(new.epoch)?;
+    let fallback_locations: Vec<&str> = new.fallback_locations.iter().map(Location::as_str).collect();
     let lives_for = new.lives_for.map(|time| time.as_secs_f64());
     execute(
         tx,
@@ -70,6 +72,7 @@ pub async fn insert(tx: &Transaction<'_>, new: &NewMachine) -> Result<(), DbErro
             &new.upgrade_token_hash,
             &lives_for,
             &new.restore_snapshot,
+            &fallback_locations,
         ],
     )
     .await
@@ -169,15 +172,6 @@ pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the power is about to be switched on.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
 /// Takes a machine that never served out of its slot, in favour of the machine that gets it back.
 ///
 /// # Errors
@@ -194,27 +188,6 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
 pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET epoch = greatest(epoch, $2) WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
-}
-
-/// Notes that the server of a machine that left its slot is ordered off.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
-               WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0]).await.map(drop)
-}
-
-/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
-/// last backup holds what an earlier one did not.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
-               final_backup_at = NULL WHERE machine_id = $1";
-    execute(client, sql, &[&id.0]).await.map(drop)
 }
 
 /// Notes the snapshot that a machine made after its writers had stopped.
@@ -388,6 +361,8 @@ pub struct Heartbeat<'a> {
     pub checks: Option<&'a Value>,
     /// Its host is at an update.
     pub updating: bool,
+    /// What its host says needs a person: `[{code, detail}]`.
+    pub attention: &'a Value,
     /// When the verified snapshot was taken that it tells of.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
@@ -404,7 +379,7 @@ pub async fn heartbeat(
 ) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
                last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
-               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks) \
+               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9 \
                WHERE machine_id = $1";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -416,6 +391,7 @@ pub async fn heartbeat(
         &beat.last_update,
         &beat.updating,
         &beat.checks,
+        &beat.attention,
     ];
     execute(client, sql, params).await?;
     // Apart, because naming this column has every router read the machine's keys again.

@@ -24,7 +24,7 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, backup_taken_at, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
     power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
-    boot_stages, boot_progress, preview_expires_at, created_at, updated_at";
+    boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at";
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,6 +118,12 @@ pub struct MachineRow {
     /// `{stage, bytes, totalBytes, rows, totalRows}`.
     pub boot_progress: Option<Value>,
     pub preview_expires_at: Option<Timestamp>,
+    /// Since when an operator has had its server switched off.
+    pub powered_off_at: Option<Timestamp>,
+    /// What its host last said needs a person: `[{code, detail}]`.
+    pub attention: Value,
+    /// Where its server is created when the provider has no capacity in `location`, in this order.
+    pub fallback_locations: Vec<Location>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
 }
@@ -132,6 +138,12 @@ fn read_option<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Res
     text.map(str::parse)
         .transpose()
         .map_err(|why: T::Err| DbError::Unreadable { what: column, why: why.to_string() })
+}
+
+fn read_list<T: FromStr<Err: Display>>(row: &Row, column: &'static str) -> Result<Vec<T>, DbError> {
+    let texts: Vec<&str> = row.get(column);
+    let unreadable = |why: T::Err| DbError::Unreadable { what: column, why: why.to_string() };
+    texts.into_iter().map(|text| text.parse().map_err(unreadable)).collect()
 }
 
 fn number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError> {
@@ -194,6 +206,9 @@ impl MachineRow {
             boot_stages: row.get("boot_stages"),
             boot_progress: row.get("boot_progress"),
             preview_expires_at: row.get("preview_expires_at"),
+            powered_off_at: row.get("powered_off_at"),
+            attention: row.get("attention"),
+            fallback_locations: read_list(row, "fallback_locations")?,
             created_at: row.get("created_at"),
             updated_at: row.get("updated_at"),
         })
@@ -243,7 +258,8 @@ impl MachineRow {
 
     /// What a power off that was ordered says of the server.
     pub fn server_power(&self) -> ServerPower {
-        if self.power_off_ordered_at.is_some() { ServerPower::MaybeOff } else { ServerPower::On }
+        let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
+        if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
     }
 
     pub fn is_active(&self) -> bool {
@@ -295,6 +311,9 @@ impl MachineRow {
             "provenAt": time(self.proven_at),
             "finalBackupAt": time(self.final_backup_at),
             "unsavedSince": time(self.unsaved_since),
+            "poweredOffAt": time(self.powered_off_at),
+            "attention": self.attention,
+            "fallbackLocations": self.fallback_locations,
             "replacedBy": self.replaced_by,
             "retiredAt": time(self.retired_at),
             "deletedAt": time(self.deleted_at),

@@ -12,6 +12,7 @@ pub mod idempotency;
 pub mod keys;
 pub mod machine_changes;
 pub mod machine_row;
+pub mod machine_server;
 pub mod machines;
 pub mod migrate;
 pub mod operations;
@@ -40,7 +41,6 @@ use crate::http::resolve;
 const STATEMENT: Duration = Duration::from_secs(6);
 const STATEMENT_AT_SERVER_MS: u32 = 5000;
 const CONNECT: Duration = Duration::from_secs(5);
-const LARGEST_POOL: usize = 16;
 
 /// A statement's parameters.
 pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
@@ -114,22 +114,22 @@ pub fn usable(config: &Config) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// The connections of one platform process.
+/// Some of the connections of a platform process. Each kind of work has its own, so that none waits for another.
 #[derive(Clone)]
 pub struct Db {
     pool: Pool,
 }
 
 impl Db {
-    /// Makes the pool; no connection is opened yet.
+    /// Makes a pool of at most so many connections; none is opened yet.
     ///
     /// # Errors
     /// When deadpool refuses its settings.
-    pub fn new(config: &Config) -> anyhow::Result<Self> {
+    pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_connect(bounded(config), Resolved, settings);
         let pool = Pool::builder(manager)
-            .max_size(LARGEST_POOL)
+            .max_size(max_connections)
             .runtime(Runtime::Tokio1)
             .wait_timeout(Some(CONNECT))
             .create_timeout(Some(CONNECT))

@@ -135,6 +135,20 @@ pub async fn newest(
     Ok(of_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
 }
 
+/// The operation under way on a machine.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn under_way(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND state = 'running' ORDER BY operation_id LIMIT 1"
+    );
+    Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
+}
+
 /// # Errors
 /// [`DbError`].
 pub async fn log_of(client: &impl GenericClient, id: OperationId) -> Result<Vec<Value>, DbError> {

@@ -178,7 +178,7 @@ pub async fn reachable(
 ) -> Result<Vec<(MachineId, String)>, DbError> {
     let handles: Option<Vec<&str>> = handles.map(|handles| handles.iter().map(Handle::as_str).collect());
     let sql = "SELECT machine_id, handle FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
-               AND status = 'running' AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id";
+               AND status = 'running' AND powered_off_at IS NULL AND ($1::text[] IS NULL OR handle = ANY ($1)) ORDER BY machine_id";
     Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
@@ -214,7 +214,7 @@ pub async fn members(
     // Its own last word counts once it is another than when it was asked. No host is late while its rollout is paused:
     // one that had not heard of it yet is not told then.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
-               m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running', \
+               m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' AND m.powered_off_at IS NULL, \
                m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
                CASE WHEN m.last_update IS DISTINCT FROM r.update_before AND m.last_update ->> 'version' = $2 \
                    AND m.last_update ->> 'outcome' <> 'updated' \

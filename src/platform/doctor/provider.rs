@@ -27,6 +27,18 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         }
         Err(error) => return findings.problem(chain(&error), next),
     }
+    let provisioning = &config.provisioning;
+    for location in std::iter::once(&provisioning.location).chain(&provisioning.fallback_locations) {
+        match provider.has_location(location).await {
+            Ok(true) => {}
+            Ok(false) => {
+                let next =
+                    "PROVIDER_LOCATION and PROVIDER_FALLBACK_LOCATIONS must name locations of this provider";
+                return findings.problem(format!("it has no location {location}"), next);
+            }
+            Err(error) => return findings.problem(chain(&error), next),
+        }
+    }
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
             findings.ok(format!("it answers, offers {wanted}, and has {} servers of svc", servers.len()))

@@ -21,6 +21,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 
 const BACKUP: &str = "/_svc/internal/backup";
+const ACCEPT: &str = "/_svc/internal/backup-accept";
 const DRILL: &str = "/_svc/internal/drill";
 const UPDATE: &str = "/_svc/internal/update";
 const QUIESCE: &str = "/_svc/internal/quiesce";
@@ -40,6 +41,14 @@ const MAX_ANSWER_BYTES: usize = 64 << 10;
 /// When it has not taken the request.
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask::post(BACKUP, None)).await
+}
+
+/// Asks the host of a machine to make the snapshot that it holds back the latest; what comes of it, its heartbeats say.
+///
+/// # Errors
+/// When it has not taken the request.
+pub async fn accept_backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
+    ask_known(platform, machine, &Ask::post(ACCEPT, None)).await
 }
 
 /// Asks the host of a machine to restore the latest snapshot on trial; what comes of it, its heartbeats tell.

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::held::Held;
@@ -26,6 +27,8 @@ pub const MACHINE_LABEL: &str = "svc-machine";
 /// The label that names the platform that made a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
+/// How many locations had no capacity, among an operation's facts.
+const LOCATIONS_TRIED: &str = "locationsTried";
 /// How often a server whose create is in doubt is looked for.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// The adapter's own deadline and repeats lie below it.
@@ -71,11 +74,31 @@ async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> 
             Some(found) => Ok(adopted(&found)),
             None => Err(StepError::from(error)),
         },
+        ErrorKind::Account if error.is_without_capacity() && !machine.fallback_locations.is_empty() => {
+            elsewhere(held, machine, error).await
+        }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
             held.order_refused().await?;
             Err(StepError::from(error))
         }
     }
+}
+
+/// Goes on to the next location. Once each of them was tried, that is repeated with a growing pause.
+async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+    let Some(next) = machine.fallback_locations.first() else { return Err(StepError::from(error)) };
+    let from = &machine.location;
+    tracing::warn!(machine = %machine.id, %from, to = %next, code = error.code(),
+        "the provider has no capacity in a location");
+    let why = format!("the provider has no capacity in {from} ({}): {next} is tried", error.code());
+    held.next_location(&why).await?;
+    let mut facts = held.facts();
+    let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
+    if tried > machine.fallback_locations.len() as u64 {
+        return Err(StepError::from(error));
+    }
+    facts.insert(LOCATIONS_TRIED.to_owned(), json!(tried));
+    Ok(Answer::Wait { again_in: Duration::ZERO, facts: Some(facts) })
 }
 
 fn adopted(server: &Server) -> Answer {

@@ -10,7 +10,7 @@ use super::step::StepError;
 use super::{OperationKind, Place, Step, point};
 use crate::failpoint;
 use crate::machine::epoch::Epoch;
-use crate::machine::event::Event;
+use crate::machine::event::{CreationFailure, Event};
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
@@ -51,6 +51,11 @@ impl Held<'_> {
         self.under_lease(Note::OrderRefused).await
     }
 
+    /// Notes, under the lease, that the create did not happen, and goes on to the machine's next location.
+    pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
+        self.under_lease(Note::NextLocation(why.to_owned())).await
+    }
+
     /// Notes, under the lease, that the power is switched on now.
     pub async fn power_ordered(&self) -> Result<(), StepError> {
         self.under_lease(Note::PowerOrdered).await
@@ -59,6 +64,11 @@ impl Held<'_> {
     /// Notes, under the lease, that the server of a machine that left its slot is switched off now.
     pub async fn power_off_ordered(&self, machine: MachineId) -> Result<(), StepError> {
         self.under_lease(Note::PowerOffOrdered(machine)).await
+    }
+
+    /// Notes, under the lease, that the machine is no longer to be off.
+    pub async fn powered_on(&self) -> Result<(), StepError> {
+        self.under_lease(Note::PoweredOn).await
     }
 
     /// Raises the epoch of a machine whose fence is not written yet.
@@ -91,8 +101,14 @@ impl Held<'_> {
         match note {
             Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
             Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
-            Note::PowerOrdered => db::machine_changes::power_ordered(&tx, machine).await?,
-            Note::PowerOffOrdered(leaving) => db::machine_changes::power_off_ordered(&tx, leaving).await?,
+            Note::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
+            Note::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
+            Note::NextLocation(why) => {
+                db::machine_server::next_location(&tx, machine).await?;
+                let (id, step) = (self.operation.id, &self.operation.step);
+                db::operations::log(&tx, id, step, "location", Some(&why)).await?;
+            }
+            Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
@@ -105,9 +121,9 @@ impl Held<'_> {
     }
 
     /// Lets the machine fail because trying again cannot help.
-    pub async fn refuse(&self, stage: &str, message: &str) -> Result<(), DbError> {
+    pub async fn give_up(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
         let machine = self.operation.machine;
-        fail(self.platform, machine, &Event::ProviderRefused, (stage, message)).await
+        fail(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
     /// How long the operation has been going, by the database's clock.
@@ -140,8 +156,8 @@ impl Held<'_> {
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // What the machine's change has not ended as failed has succeeded.
-        db::operations::end_running(&tx, machine, "succeeded", None).await?;
+        // What the machine's change has not ended as failed has succeeded; what it has filed is under way.
+        db::operations::end_one(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
 
@@ -154,7 +170,7 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        db::operations::end_running(&tx, self.operation.machine, "failed", Some(code)).await?;
+        db::operations::end_one(&tx, self.operation.id, "failed", Some(code)).await?;
         Ok(db::commit(tx).await?)
     }
 }
@@ -162,8 +178,10 @@ impl Held<'_> {
 enum Note {
     OrderSent,
     OrderRefused,
+    NextLocation(String),
     PowerOrdered,
     PowerOffOrdered(MachineId),
+    PoweredOn,
     EpochRaised(Epoch),
 }
 

@@ -10,6 +10,7 @@ pub mod delete;
 pub mod held;
 pub mod last_backup;
 pub mod options;
+pub mod power;
 pub mod predecessor;
 pub mod reconcile;
 pub mod reinstate;
@@ -17,6 +18,7 @@ pub mod resize;
 pub mod retention;
 pub mod runner;
 pub mod step;
+mod step_failure;
 
 use std::str::FromStr;
 use std::sync::LazyLock;
@@ -37,6 +39,12 @@ pub enum OperationKind {
     Reinstate,
     /// Deletes the server of a machine that left its slot.
     RemoveServer,
+    /// Switches the server of the slot's machine on and waits for its host.
+    PowerOn,
+    /// Shuts the host down and switches the server off until an operator switches it on again.
+    PowerOff,
+    /// Restarts the host.
+    Reboot,
 }
 
 /// One step of an operation.
@@ -66,6 +74,13 @@ pub enum Step {
     SwitchOn,
     /// Opens its writers, and waits until its host is well under the new epoch.
     AwaitHost,
+    /// Switches the server of the slot's machine on.
+    StartServer,
+    /// Asks the host to shut down, and cuts the power when it has not within a deadline.
+    StopServer,
+    RebootServer,
+    /// Waits for a healthy heartbeat since the step began.
+    AwaitHeartbeat,
 }
 
 /// The kinds and steps that this release knows.
@@ -77,8 +92,17 @@ pub fn vocabulary() -> Vocabulary<'static> {
 }
 
 impl OperationKind {
-    pub const ALL: [Self; 6] =
-        [Self::Provision, Self::Recover, Self::Delete, Self::Resize, Self::Reinstate, Self::RemoveServer];
+    pub const ALL: [Self; 9] = [
+        Self::Provision,
+        Self::Recover,
+        Self::Delete,
+        Self::Resize,
+        Self::Reinstate,
+        Self::RemoveServer,
+        Self::PowerOn,
+        Self::PowerOff,
+        Self::Reboot,
+    ];
 
     pub fn as_str(self) -> &'static str {
         match self {
@@ -88,6 +112,9 @@ impl OperationKind {
             Self::Resize => "resize",
             Self::Reinstate => "reinstate",
             Self::RemoveServer => "remove_server",
+            Self::PowerOn => "power_on",
+            Self::PowerOff => "power_off",
+            Self::Reboot => "reboot",
         }
     }
 
@@ -108,6 +135,9 @@ impl OperationKind {
             }
             Self::Reinstate => &[Step::Fence, Step::SwitchOn, Step::AwaitHost],
             Self::RemoveServer => &[Step::DeleteServer],
+            Self::PowerOn => &[Step::StartServer, Step::AwaitHeartbeat],
+            Self::PowerOff => &[Step::StopServer],
+            Self::Reboot => &[Step::RebootServer, Step::AwaitHeartbeat],
         }
     }
 
@@ -133,7 +163,7 @@ impl FromStr for OperationKind {
 }
 
 impl Step {
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 18] = [
         Self::LastBackup,
         Self::Fence,
         Self::PowerOffServer,
@@ -148,6 +178,10 @@ impl Step {
         Self::ChangeType,
         Self::PowerOn,
         Self::AwaitHealth,
+        Self::StartServer,
+        Self::StopServer,
+        Self::RebootServer,
+        Self::AwaitHeartbeat,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -166,6 +200,10 @@ impl Step {
             Self::ChangeType => "change_type",
             Self::PowerOn => "power_on",
             Self::AwaitHealth => "await_health",
+            Self::StartServer => "start_server",
+            Self::StopServer => "stop_server",
+            Self::RebootServer => "reboot_server",
+            Self::AwaitHeartbeat => "await_heartbeat",
         }
     }
 }
@@ -202,7 +240,7 @@ impl Place {
 
     fn all_of(step: Step) -> &'static [Self] {
         match step {
-            Step::CreateServer => &[Self::Before, Self::Ordered, Self::After],
+            Step::CreateServer | Step::RebootServer => &[Self::Before, Self::Ordered, Self::After],
             Step::PowerOn => &[Self::Before, Self::Ordered, Self::After, Self::Settled],
             Step::PowerOff | Step::ChangeType => &[Self::Before, Self::After, Self::Settled],
             _ => &[Self::Before, Self::After],

@@ -65,8 +65,9 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         ));
     }
     held.power_off_ordered(machine.id).await?;
-    match switch_off(held, &machine, ServerId(id), age >= shutdown).await {
-        Ok(answer) => Ok(answer),
+    match switch_off(held, ServerId(id), age >= shutdown).await {
+        Ok(Some(answer)) => Ok(answer),
+        Ok(None) => Ok(gone(held, &machine)),
         // A provider that refuses does not keep the slot from its new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
@@ -75,32 +76,30 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     }
 }
 
-async fn switch_off(
+/// Asks the host to shut down, or cuts the power once that is overdue; `None` where the provider has no such server.
+pub(super) async fn switch_off(
     held: &Held<'_>,
-    machine: &MachineRow,
     id: ServerId,
     overdue: bool,
-) -> Result<Answer, ProviderError> {
+) -> Result<Option<Answer>, ProviderError> {
     let provider = &held.platform.provider;
-    let Some(Server { status, locked, .. }) = provider.get(id).await? else {
-        return Ok(gone(held, machine));
-    };
+    let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
-        return Ok(Answer::done());
+        return Ok(Some(Answer::done()));
     }
     if locked {
-        return Ok(Answer::wait(POLL));
+        return Ok(Some(Answer::wait(POLL)));
     }
     if overdue {
         provider.power_off(id).await?;
-        return Ok(Answer::wait(POLL));
+        return Ok(Some(Answer::wait(POLL)));
     }
     let mut facts = held.facts();
     if !facts.contains_key(SHUTDOWN_ASKED) {
         provider.shutdown(id).await?;
         facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
     }
-    Ok(Answer::Wait { again_in: POLL, facts: Some(facts) })
+    Ok(Some(Answer::Wait { again_in: POLL, facts: Some(facts) }))
 }
 
 /// Absent twice, a server is gone: there is nothing to keep, and nothing to go back to.

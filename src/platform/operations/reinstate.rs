@@ -12,7 +12,7 @@ use crate::http::problem::chain;
 use crate::machine::event::Event;
 use crate::machine::state::{FailureCause, Status};
 use crate::platform::db;
-use crate::provider::{ServerId, ServerStatus};
+use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL: Duration = Duration::from_millis(500);
 
@@ -30,16 +30,22 @@ pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
         return Ok(Answer::End { event: Event::ServerGone, note: "the provider no longer has the server" });
     };
+    if is_on(held, &server).await? {
+        return Ok(Answer::Done { note: None, record: Record::SwitchedOn { machine: machine.id } });
+    }
+    Ok(Answer::wait(POLL))
+}
+
+/// Whether the server is on; one that is off is switched on.
+pub(super) async fn is_on(held: &Held<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
-        _ if server.locked => Ok(Answer::wait(POLL)),
-        ServerStatus::Running | ServerStatus::Starting => {
-            Ok(Answer::Done { note: None, record: Record::SwitchedOn { machine: machine.id } })
-        }
+        _ if server.locked => Ok(false),
+        ServerStatus::Running | ServerStatus::Starting => Ok(true),
         ServerStatus::Off => {
             held.platform.provider.power_on(server.id).await?;
-            Ok(Answer::wait(POLL))
+            Ok(false)
         }
-        _ => Ok(Answer::wait(POLL)),
+        _ => Ok(false),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
 /// The action under way, among an operation's facts.
-const ACTION: &str = "action";
+pub(super) const ACTION: &str = "action";
 const ASKED: &str = "asked";
 
 /// Between two reads of a server that the provider does not show.
@@ -205,7 +205,7 @@ async fn look(held: &Held<'_>) -> Result<Result<Looked, Answer>, StepError> {
 }
 
 /// Waits for the action that this step has begun; one that failed is begun anew after a pause.
-async fn under_way(held: &Held<'_>) -> Result<Option<Answer>, StepError> {
+pub(super) async fn under_way(held: &Held<'_>) -> Result<Option<Answer>, StepError> {
     match action_of(held).await? {
         None | Some(ActionStatus::Success) => Ok(None),
         Some(ActionStatus::Running) => Ok(Some(Answer::wait(soon(held.step_age().await?)))),
@@ -228,7 +228,7 @@ async fn action_of(held: &Held<'_>) -> Result<Option<ActionStatus>, StepError> {
     }
 }
 
-fn started(held: &Held<'_>, action: ActionId, age: Duration) -> Answer {
+pub(super) fn started(held: &Held<'_>, action: ActionId, age: Duration) -> Answer {
     let mut facts: Map<String, Value> = held.facts();
     facts.insert(ACTION.to_owned(), json!(action.0));
     Answer::Wait { again_in: soon(age), facts: Some(facts) }

@@ -14,6 +14,7 @@ use uuid::Uuid;
 use super::held::Held;
 use super::resize::{self, Verdict};
 use super::step::{self, Answer, Question, Record, StepError};
+use super::step_failure::creation_failure;
 use super::{OperationKind, Place, Step, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -21,7 +22,7 @@ use crate::machine::event::Event;
 use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
-use crate::platform::db::{self, DbError, machine_changes};
+use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
@@ -159,7 +160,7 @@ async fn one_step(
         Err(StepError::Permanent { what, source }) if makes_a_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), what,
                 error = %chain(source.as_ref()), "an operation failed");
-            held.refuse(step.as_str(), what).await?;
+            held.give_up(creation_failure(source.as_ref()), step.as_str(), what).await?;
             Ok(None)
         }
         Err(error) => retry(&held, step, &error).await.map(|()| None),
@@ -251,7 +252,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
         return wait_for_account(held, to, &error.to_string()).await;
     }
     if makes_a_machine(held.kind) && held.step_age().await? > GIVE_UP {
-        held.refuse(step.as_str(), "retries exhausted after 1 h").await?;
+        let message = format!("retries exhausted after 1 h: {error}");
+        held.give_up(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());
     }
     let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
@@ -368,7 +370,8 @@ async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record)
         | Record::Unsaved { machine, .. }
         | Record::ServerGone { machine }
         | Record::Released { machine }
-        | Record::SwitchedOn { machine } => *machine,
+        | Record::SwitchedOn { machine }
+        | Record::PoweredOn { machine } => *machine,
     };
     db::machines::locked(tx, machine).await.map(drop)
 }
@@ -384,7 +387,8 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
         Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
         Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
         Record::Released { machine } => machine_changes::released(tx, machine).await,
-        Record::SwitchedOn { machine } => machine_changes::switched_on(tx, machine).await,
+        Record::SwitchedOn { machine } => machine_server::switched_on(tx, machine).await,
+        Record::PoweredOn { machine } => machine_server::powered_on(tx, machine).await,
     }
 }
 

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::{Map, Value};
 
 use super::held::Held;
-use super::{OperationKind, Step, create, delete, last_backup, predecessor, reinstate, resize};
+use super::{OperationKind, Step, create, delete, last_backup, power, predecessor, reinstate, resize};
 use crate::failpoint::Injected;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -84,6 +84,10 @@ pub enum Record {
     },
     /// The server of a reinstated machine is on.
     SwitchedOn {
+        machine: MachineId,
+    },
+    /// The server of a machine that an operator had switched off is on, and its host is well.
+    PoweredOn {
         machine: MachineId,
     },
 }
@@ -170,6 +174,10 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
         Step::AwaitHealth => resize::await_health(held).await,
         Step::SwitchOn => reinstate::switch_on(held).await,
         Step::AwaitHost => reinstate::await_host(held).await,
+        Step::StartServer => power::start(held).await,
+        Step::StopServer => power::stop(held).await,
+        Step::RebootServer => power::reboot(held).await,
+        Step::AwaitHeartbeat => power::await_heartbeat(held).await,
     }
 }
 

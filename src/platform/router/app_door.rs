@@ -86,7 +86,7 @@ async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -
         Found::Running(machine, way) => {
             site.forward(visit, &machine, &way, Caller::App(&claims.app), request).await
         }
-        Found::Waiting(machine) => Absence::NotRunning(machine.row.status).answer(visit.page),
+        Found::Waiting(machine) => Absence::of(&machine.row).answer(visit.page),
         Found::Nothing => Refusal::Ended.answer(visit.page),
         Found::Unknown => Absence::Unknown.answer(visit.page),
     }

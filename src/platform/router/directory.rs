@@ -107,7 +107,7 @@ impl Directory {
         let mut ways = self.ways();
         let mut users: HashMap<IdpUserId, Vec<Arc<Machine>>> = HashMap::new();
         for row in rows {
-            let endpoint = row.endpoint.filter(|_| row.status.is_routable());
+            let endpoint = row.endpoint.filter(|_| row.status.is_routable() && !row.is_powered_off);
             let way = match endpoint {
                 None => None,
                 Some(endpoint) => match ways.remove(&row.id) {

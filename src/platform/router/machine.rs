@@ -29,6 +29,8 @@ pub(super) struct Row {
     pub(super) slot: Slot,
     pub(super) handle: Handle,
     pub(super) status: Status,
+    /// By an operator: it is not routed to.
+    pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
     /// As they were when the row was read; [`Machine::acknowledge`] has later ones.
     pub(super) proof_kids: Vec<String>,

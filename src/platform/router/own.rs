@@ -183,7 +183,7 @@ async fn app_token_for(site: &Site, visit: &Visit, call: &Call) -> Result<Respon
     let app = fields.finish(app)?;
     let machine = match site.directory.find(identity.user(), identity.slot()) {
         Found::Running(machine, _) => machine,
-        Found::Waiting(machine) => return Ok(Absence::NotRunning(machine.row.status).answer(false)),
+        Found::Waiting(machine) => return Ok(Absence::of(&machine.row).answer(false)),
         Found::Nothing => return Ok(Absence::NoMachine.answer(false)),
         Found::Unknown => return Ok(Absence::Unknown.answer(false)),
     };

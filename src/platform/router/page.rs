@@ -6,6 +6,7 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 
+use super::machine::Row;
 use crate::http::problem::{Code, Problem};
 use crate::machine::state::Status;
 
@@ -24,6 +25,8 @@ pub(super) fn is_wanted(method: &Method, headers: &HeaderMap) -> bool {
 pub(super) enum Absence {
     NoMachine,
     NotRunning(Status),
+    /// An operator has switched it off.
+    PoweredOff,
     /// It is `running`, and its row changed while the request was under way.
     JustLeft,
     /// The database has not been seen for too long.
@@ -31,6 +34,14 @@ pub(super) enum Absence {
 }
 
 impl Absence {
+    /// Why this machine is not forwarded to.
+    pub(super) fn of(row: &Row) -> Self {
+        if row.status.is_routable() && row.is_powered_off {
+            return Self::PoweredOff;
+        }
+        Self::NotRunning(row.status)
+    }
+
     fn words(self) -> (&'static str, &'static str) {
         match self {
             Self::NoMachine => {
@@ -54,6 +65,10 @@ impl Absence {
             Self::NotRunning(Status::Running) | Self::JustLeft => {
                 ("Your computer is changing", "The page tries again in a moment.")
             }
+            Self::PoweredOff => (
+                "Your computer is switched off",
+                "Its files and its database are as they were. Support can switch it on again.",
+            ),
             Self::Unknown => ("We cannot find your computer right now", "The page tries again in a moment."),
         }
     }
@@ -64,6 +79,7 @@ impl Absence {
             Self::NoMachine => "none",
             Self::NotRunning(status) => status.as_str(),
             Self::JustLeft => Status::Running.as_str(),
+            Self::PoweredOff => "powered_off",
             Self::Unknown => "unknown",
         }
     }

@@ -78,9 +78,7 @@ impl Site {
                 Some(frame) => frame,
                 None => self.forward(&visit, &machine, &way, Caller::Owner, request).await,
             },
-            Found::Waiting(machine) => {
-                self.absent(&visit, Absence::NotRunning(machine.row.status), request.uri())
-            }
+            Found::Waiting(machine) => self.absent(&visit, Absence::of(&machine.row), request.uri()),
             Found::Nothing => self.absent(&visit, Absence::NoMachine, request.uri()),
             Found::Unknown => Absence::Unknown.answer(visit.page),
         };

@@ -180,7 +180,7 @@ impl Connection {
             format!("SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) {ACTIVE}");
         let machines = format!(
             "SELECT machine_id, idp_user_id, slot, handle, status, public_ipv4, https_port, tls_spki_sha256, \
-             proof_kids, created_at {ACTIVE}"
+             proof_kids, created_at, powered_off_at IS NOT NULL {ACTIVE}"
         );
         Ok(Self {
             digest: client.prepare(&digest).await?,
@@ -225,6 +225,7 @@ fn readable(row: &tokio_postgres::Row) -> Option<Row> {
             slot: row.try_get::<_, &str>(2)?.parse()?,
             handle: row.try_get::<_, &str>(3)?.parse()?,
             status: row.try_get::<_, &str>(4)?.parse().map_err(anyhow::Error::msg)?,
+            is_powered_off: row.try_get(10)?,
             endpoint,
             proof_kids: row.try_get(8)?,
             created_at: row.try_get(9)?,

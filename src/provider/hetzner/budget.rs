@@ -99,15 +99,14 @@ impl Budget {
         Ok(())
     }
 
-    /// Learns from any answer: when its budget is spent, the gate closes for the time in which one call comes back.
-    pub(super) fn learn(&self, headers: &HeaderMap) {
+    /// Learns from any answer, whose exchange took so long: when its budget is spent, the gate closes for the time in which one call comes back.
+    pub(super) fn learn(&self, headers: &HeaderMap, took: Duration) {
         let (Some(limit), Some(left), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
         else {
             return;
         };
-        let gone = limit.saturating_sub(left);
-        let per_second = (gone >= TELLING && !reset.is_zero()).then(|| gone as f64 / reset.as_secs_f64());
+        let per_second = lower_rate(limit.saturating_sub(left), reset + took);
         let at = std::time::Instant::now();
         self.state().seen = Some(Seen { left: left as f64, capacity: limit as f64, per_second, at });
         if left == 0 {
@@ -146,6 +145,13 @@ impl Budget {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The rate at which calls come back, from those that are gone and the time until all are back, seen from the start of the
+/// exchange: never above the provider's. What is left is a whole number, so up to one call less is gone; the time is of
+/// the answer, and a whole second at the end of it.
+fn lower_rate(gone: u64, back_in: Duration) -> Option<f64> {
+    (gone >= TELLING && !back_in.is_zero()).then(|| (gone - 1) as f64 / back_in.as_secs_f64())
 }
 
 /// Of 0 to 1, so that those who wait for the same call do not ask at once.
@@ -187,11 +193,11 @@ mod tests {
         let budget = Budget::new(longest, None);
         let clone = budget.clone();
 
-        budget.learn(&headers(1, 3600));
+        budget.learn(&headers(1, 3600), Duration::ZERO);
         assert_eq!(budget.gate(), None, "something is left");
 
         let start = Instant::now();
-        budget.learn(&headers(0, 360));
+        budget.learn(&headers(0, 360), Duration::ZERO);
         drop(clone.enter().await.unwrap());
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
@@ -199,6 +205,25 @@ mod tests {
         assert_eq!(budget.refused(&headers(0, 3600), Duration::ZERO), longest);
         drop(clone.enter().await.unwrap());
         assert!(start.elapsed() >= longest, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn learnt_rate_is_never_above_the_providers() {
+        for rate in [0.5, 1.0, 8.0, 40.0] {
+            for tenths in 50..400u32 {
+                let gone = f64::from(tenths) / 10.0;
+                for fraction in [0.0, 0.01, 0.5, 0.99] {
+                    // The provider names the next whole second after the time at which all is back.
+                    let all_back = fraction + gone / rate;
+                    let back_in = Duration::from_secs_f64(all_back.ceil() - fraction);
+                    // And rounds what is left down.
+                    let shown = gone.ceil() as u64;
+                    let learnt = lower_rate(shown, back_in).unwrap();
+                    assert!(learnt <= rate, "{learnt} instead of {rate} of {gone} at {fraction}");
+                }
+            }
+        }
+        assert_eq!(lower_rate(TELLING - 1, Duration::from_secs(1)), None);
     }
 
     #[test]

@@ -167,7 +167,7 @@ impl Line {
                 return Err(Failed { error, again: Again::Never });
             }
         };
-        self.budget.learn(&answer.headers);
+        self.budget.learn(&answer.headers, start.elapsed());
         if answer.status.is_success() {
             return Ok(answer);
         }

@@ -17,12 +17,14 @@ use url::Url;
 use self::budget::Budget;
 pub use self::call::Limits;
 use self::call::{Call, Line, Repeat};
-use self::wire::{ChangeType, CreateServer, ManyServerTypes, ManyServers, OneAction, OneServer};
+use self::wire::{
+    ChangeType, CreateServer, ManyLocations, ManyServerTypes, ManyServers, OneAction, OneServer,
+};
 use super::{
     Action, ActionId, Allowance, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId, ServerOrder,
     ServerTypeInfo,
 };
-use crate::machine::name::ServerType;
+use crate::machine::name::{Location, ServerType};
 
 /// The most that the provider puts on a page.
 const PER_PAGE: &str = "50";
@@ -154,8 +156,18 @@ impl Provider for Hetzner {
         self.act("shutdown", id, &Empty {}, Repeat::Harmless).await
     }
 
+    async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
+        self.act("reboot", id, &Empty {}, Repeat::Harmful).await
+    }
+
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
         self.act("change_type", id, &ChangeType::to(to), Repeat::Harmful).await
+    }
+
+    async fn has_location(&self, name: &Location) -> Result<bool, ProviderError> {
+        let query = [("name", name.as_str())];
+        let answer: ManyLocations = self.line.json(Call::get("get location", "/locations", &query)).await?;
+        Ok(answer.locations.iter().any(|found| found.name == name.as_str()))
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {

@@ -75,6 +75,16 @@ pub(super) struct ManyServerTypes {
 }
 
 #[derive(Deserialize)]
+pub(super) struct ManyLocations {
+    pub(super) locations: Vec<WireLocation>,
+}
+
+#[derive(Deserialize)]
+pub(super) struct WireLocation {
+    pub(super) name: String,
+}
+
+#[derive(Deserialize)]
 pub(super) struct OneAction {
     pub(super) action: WireAction,
 }

@@ -148,6 +148,8 @@ impl Side for World {
             "handles" => json!(["h-user-1"]),
             "machineId" => json!(self.guest(operation).machine),
             "serverType" => json!("cpx32"),
+            "location" => json!("hel1"),
+            "fallbackLocations" => json!(["fsn1"]),
             "plan" => json!("max"),
             "kind" => json!("customer"),
             "imageVersion" => json!("v1"),
@@ -296,7 +298,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         // Only one rollout is open at a time: the first is aborted before.
         "deploy" => 1,
         "reportBootFailure" | "resize" => 2,
-        "recover" | "fail" => 3,
+        "recover" | "power" | "fail" => 3,
         "delete" => 4,
         _ => 0,
     });
@@ -304,13 +306,15 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         let answer = world.send(right_call(&world, operation)).await;
         // The host of a record does not answer, and it has no snapshot.
         let refused = match operation.id {
-            "backUp" | "drill" => Some((502, "host_unreachable")),
+            "backUp" | "drill" | "acceptBackup" => Some((502, "host_unreachable")),
             "recover" | "rebuildPointer" => Some((409, "snapshot_unusable")),
             // Nothing is missing.
             "releaseAlarm" => Some((404, "not_found")),
             // The machine that waited has registered by then.
             "reportBootFailure" => Some((409, "invalid_state")),
             // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
+            // It is being resized.
+            "power" => Some((409, "invalid_state")),
             "continueOperation" | "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,
         };

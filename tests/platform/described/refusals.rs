@@ -126,13 +126,14 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
     rows.row(world.ask(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
-    for what in ["backup", "drill"] {
+    for what in ["backup", "drill", "backup-accept"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
         rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;
     }
     for what in ["undelete", "discard", "resume"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
     }
+    rows.post(&of(waits, "power"), &json!({"action": "off"}), 409, "invalid_state").await;
     let operation = |what: &str| format!("/vps/operations/{}/{what}", world.operation);
     rows.post(&operation("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
     rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;

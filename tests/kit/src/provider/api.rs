@@ -29,6 +29,7 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .route("/v1/servers/{id}/actions/{action}", post(act).get(action_of))
         .route("/v1/actions/{id}", get(action))
         .route("/v1/server_types", get(server_types))
+        .route("/v1/locations", get(locations))
         .fallback(nothing)
         .with_state(cloud)
 }
@@ -124,6 +125,14 @@ async fn server_types(Query(named): Query<Named>) -> Json<Value> {
     let types: Vec<Value> = catalog::TYPES.iter().filter(wanted).map(catalog::CatalogType::json).collect();
     let meta = wire::pagination(1, 50, types.len());
     Json(json!({"server_types": types, "meta": meta}))
+}
+
+async fn locations(Query(named): Query<Named>) -> Json<Value> {
+    let wanted = |known: &&&str| named.name.as_deref().is_none_or(|name| name == **known);
+    let found: Vec<Value> =
+        catalog::LOCATIONS.iter().filter(wanted).map(|name| json!({"name": name})).collect();
+    let meta = wire::pagination(1, 50, found.len());
+    Json(json!({"locations": found, "meta": meta}))
 }
 
 async fn nothing() -> Result<Response, Refusal> {

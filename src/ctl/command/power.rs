@@ -1,0 +1,50 @@
+//! The command that switches the server of a machine off and on, or restarts it.
+
+use http::Method;
+use serde_json::json;
+
+use super::machine::{find, finish};
+use super::risk;
+use crate::applet::Failure;
+use crate::ctl::api::Api;
+use crate::ctl::args::{PowerCommand, Target, Wait};
+use crate::ctl::confirm;
+use crate::ctl::out::Out;
+use crate::ctl::show::View;
+use crate::ctl::show::machine as shown;
+
+pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Failure> {
+    match command {
+        PowerCommand::On { machine, wait } => {
+            let machine = find(api, &machine).await?;
+            send(api, &machine.machine_id, "on", wait, out).await
+        }
+        PowerCommand::Off { machine, yes, wait } => {
+            let id = confirmed(api, &machine, &risk::of_power_off(&machine), yes).await?;
+            send(api, &id, "off", wait, out).await
+        }
+        PowerCommand::Reboot { machine, yes, wait } => {
+            let what =
+                format!("This restarts the host of machine {machine}: it is away for a minute or two.");
+            let id = confirmed(api, &machine, &what, yes).await?;
+            send(api, &id, "reboot", wait, out).await
+        }
+    }
+}
+
+/// The machine's id, once the operator has confirmed what it costs.
+async fn confirmed(api: &Api, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
+    let due = confirm::is_due(what, yes)?;
+    let machine = find(api, target).await?;
+    if due {
+        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        confirm::ask(&format!("{what}\n{stake}"), &machine.handle)?;
+    }
+    Ok(machine.machine_id)
+}
+
+async fn send(api: &Api, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let body = json!({"action": action});
+    let answer = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
+    finish(api, answer, wait, out).await
+}

@@ -1,0 +1,38 @@
+//! What a host says needs a person, in a heartbeat: `[{code, detail}]`.
+
+use serde_json::{Value, json};
+
+use crate::http::fields::Fields;
+use crate::http::openapi::{fields, matching, text_to};
+
+const MAX_ITEMS: usize = 16;
+const MAX_CODE_CHARS: usize = 40;
+const MAX_DETAIL_CHARS: usize = 2000;
+
+/// What the heartbeat says; nothing where it leaves the field out.
+pub fn read(beat: &mut Fields) -> Value {
+    if !beat.has("attention") {
+        return json!([]);
+    }
+    let mut items = Vec::new();
+    for mut item in beat.each("attention", 0..=MAX_ITEMS).unwrap_or_default() {
+        let code = item.text("code", MAX_CODE_CHARS);
+        if code.as_deref().is_some_and(|code| !is_code(code)) {
+            item.wrong("code", "must be lower-case letters and underscores");
+        }
+        let detail = item.text("detail", MAX_DETAIL_CHARS);
+        beat.close(item);
+        items.extend(code.zip(detail).map(|(code, detail)| json!({"code": code, "detail": detail})));
+    }
+    items.into()
+}
+
+fn is_code(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+}
+
+pub fn shape() -> Value {
+    let code = matching(&format!("^[a-z_]{{1,{MAX_CODE_CHARS}}}$"));
+    let item = fields(&[("code", code), ("detail", text_to(MAX_DETAIL_CHARS))], &[]);
+    json!({ "type": "array", "items": item, "maxItems": MAX_ITEMS })
+}

@@ -1,0 +1,212 @@
+//! POST `/vps/:id/power`: switches the server of a slot's machine off and on, or restarts it.
+//!
+//! A machine that is switched off keeps its slot, its status and its data. It is not routed to, and nothing but an
+//! operator switches it on again.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::post;
+use deadpool_postgres::Transaction;
+use http::{Method, StatusCode};
+use serde_json::{Value, json};
+
+use super::call::{Call, path_id};
+use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, status, told};
+use super::fault;
+use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::mutation::{self, Mutation, Reply};
+use crate::http::openapi::{Operation, fields, nullable, object, one_of, uuid};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::id::{MachineId, OperationId};
+use crate::machine::state::Status;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, machine_server};
+use crate::platform::operations::{OperationKind, OperationOptions};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PowerAction {
+    On,
+    Off,
+    Reboot,
+}
+
+impl PowerAction {
+    const ALL: [Self; 3] = [Self::On, Self::Off, Self::Reboot];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Reboot => "reboot",
+        }
+    }
+
+    fn kind(self) -> OperationKind {
+        match self {
+            Self::On => OperationKind::PowerOn,
+            Self::Off => OperationKind::PowerOff,
+            Self::Reboot => OperationKind::Reboot,
+        }
+    }
+
+    fn audit_action(self) -> &'static str {
+        match self {
+            Self::On => "power.on",
+            Self::Off => "power.off",
+            Self::Reboot => "power.reboot",
+        }
+    }
+}
+
+impl std::str::FromStr for PowerAction {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL.into_iter().find(|action| action.as_str() == text).ok_or("must be on, off or reboot")
+    }
+}
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform)?;
+    let mut fields = call.fields()?;
+    let id = path_id("machineId", &id)?;
+    let action = fields.required("action");
+    let action = fields.finish(action)?;
+    let mutation = Mutation::of(&call)?;
+    let reply = power(&platform, id, action, &mutation).await?;
+    platform.nudge.notify_one();
+    mutation::answer(&platform, &call, reply).await
+}
+
+async fn power(
+    platform: &Platform,
+    id: MachineId,
+    action: PowerAction,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
+    check(&change.machine)?;
+    if let Some(operation) = under_way(&change.tx, &change.machine, action).await? {
+        let body = |after: &MachineRow| body(after, action, Some(operation));
+        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+    }
+    let is_off = change.machine.powered_off_at.is_some();
+    match action {
+        PowerAction::Off if is_off => {
+            let body = |after: &MachineRow| body(after, action, None);
+            return change.end(Effect::Unchanged, StatusCode::OK, body).await;
+        }
+        PowerAction::Reboot if is_off => {
+            return Err(refused(
+                &change.machine,
+                "Its server is switched off: switch it on with `svcctl power on`.",
+            ));
+        }
+        PowerAction::Off => machine_server::powered_off(&change.tx, id).await?,
+        PowerAction::On | PowerAction::Reboot => {}
+    }
+    let filed = db::operations::file(&change.tx, id, action.kind(), OperationOptions::default()).await?;
+    let body = |after: &MachineRow| body(after, action, Some(filed));
+    change.end(Effect::Changed(action.audit_action()), StatusCode::ACCEPTED, body).await
+}
+
+fn check(machine: &MachineRow) -> Result<(), Problem> {
+    if machine.deleted_at.is_some() {
+        return Err(fault::machine_not_found(&machine.id.to_string()));
+    }
+    if machine.retired_at.is_some() {
+        return Err(fault::invalid_state("retired", &[]));
+    }
+    if !matches!(machine.status, Status::Running | Status::Failed) {
+        return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
+    }
+    if machine.has_server() { Ok(()) } else { Err(refused(machine, "It has no server: recover the slot.")) }
+}
+
+/// The operation that does the same already.
+///
+/// # Errors
+/// `invalid_state` where another operation of the machine is under way.
+async fn under_way(
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+    action: PowerAction,
+) -> Result<Option<OperationId>, Problem> {
+    let Some(operation) = db::operations::under_way(tx, machine.id).await? else { return Ok(None) };
+    if operation.kind == action.kind().as_str() {
+        return Ok(Some(operation.id));
+    }
+    let detail = format!(
+        "Its operation {} ({}) is under way: wait for its end, or abandon it.",
+        operation.id, operation.kind
+    );
+    Err(refused(machine, &detail))
+}
+
+fn refused(machine: &MachineRow, detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!([machine.status]))
+}
+
+fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId>) -> Value {
+    json!({
+        "machineId": machine.id,
+        "action": action.as_str(),
+        "status": machine.status,
+        "operationId": operation,
+    })
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    operation: Operation {
+        id: "power",
+        method: Method::POST,
+        path: "/vps/{id}/power",
+        summary: "Switches the server of a running or failed machine off or on, or restarts it.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
+        body: Some(|| fields(&[("action", actions())], &[])),
+        answers: &[
+            told(202, "Its server is being switched or restarted.", accepted),
+            told(200, "It is switched off already.", accepted),
+        ],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};
+
+fn actions() -> Value {
+    one_of(&PowerAction::ALL.map(PowerAction::as_str))
+}
+
+fn accepted() -> Value {
+    object(
+        &[
+            ("machineId", uuid()),
+            ("action", actions()),
+            ("status", status()),
+            ("operationId", nullable(uuid())),
+        ],
+        &[],
+    )
+}

@@ -1,0 +1,67 @@
+//! `user_machines`, what is noted of a machine's server: its power, and where it is created.
+
+use deadpool_postgres::{GenericClient, Transaction};
+
+use super::{DbError, execute};
+use crate::machine::id::MachineId;
+
+/// Notes that the power is about to be switched on.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
+/// last of them.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
+               fallback_locations = fallback_locations[2:] || location \
+               WHERE machine_id = $1 AND provider_server_id IS NULL AND cardinality(fallback_locations) > 0";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the server of a machine that left its slot is ordered off.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
+               WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
+/// last backup holds what an earlier one did not.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
+               final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
+    execute(client, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that an operator switches the server off: the machine is not routed to until it is on again.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
+               WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes that the machine is no longer to be off.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn powered_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}

@@ -1,0 +1,81 @@
+//! Which part failed, as a machine that cannot be made says it.
+
+use std::error::Error;
+
+use super::step::StepError;
+use crate::machine::event::CreationFailure;
+use crate::provider::{ErrorKind, ProviderError};
+use crate::store::StoreError;
+use crate::store::pointer_io::PointerError;
+use crate::store::sts::StsError;
+
+impl StepError {
+    pub fn creation_failure(&self) -> CreationFailure {
+        match self {
+            Self::Transient { source, .. } | Self::Permanent { source, .. } => {
+                creation_failure(source.as_ref())
+            }
+            Self::Lost => CreationFailure::Internal,
+        }
+    }
+}
+
+/// Only what the provider refused is said to be refused by it.
+pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
+    if let Some(error) = source.downcast_ref::<ProviderError>() {
+        return match error.kind() {
+            ErrorKind::Refused => CreationFailure::ProviderRefused,
+            ErrorKind::NotFound
+            | ErrorKind::Conflict
+            | ErrorKind::Account
+            | ErrorKind::Transient
+            | ErrorKind::Ambiguous => CreationFailure::ProviderUnavailable,
+        };
+    }
+    if matches!(source.downcast_ref(), Some(PointerError::Fenced(_))) {
+        return CreationFailure::Fenced;
+    }
+    let is_of_store = |error: &(dyn Error + 'static)| {
+        error.is::<PointerError>() || error.is::<StoreError>() || error.is::<StsError>()
+    };
+    let mut cause: Option<&(dyn Error + 'static)> = Some(source);
+    while let Some(error) = cause {
+        if is_of_store(error) {
+            return CreationFailure::StoreFailed;
+        }
+        cause = error.source();
+    }
+    CreationFailure::Internal
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::epoch::Epoch;
+    use crate::platform::db::DbError;
+    use crate::provider::Cause;
+    use crate::store::pointer::Fenced;
+
+    #[test]
+    fn failures_name_the_part_that_failed() {
+        let provider = |kind| {
+            let cause =
+                Cause::Answer { status: 422, code: "invalid_input".to_owned(), message: String::new() };
+            StepError::permanent("x", ProviderError::new("create server", kind, cause))
+        };
+        let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
+        let store = || StoreError::Corrupt { key: "k".to_owned(), why: "w".to_owned() };
+        let cases = [
+            (provider(ErrorKind::Refused), CreationFailure::ProviderRefused),
+            (provider(ErrorKind::Transient), CreationFailure::ProviderUnavailable),
+            (StepError::permanent("x", PointerError::Fenced(fenced)), CreationFailure::Fenced),
+            (StepError::transient("x", PointerError::Store(store())), CreationFailure::StoreFailed),
+            (StepError::transient("x", PointerError::Contended), CreationFailure::StoreFailed),
+            (StepError::transient("x", store()), CreationFailure::StoreFailed),
+            (StepError::from(DbError::Contended), CreationFailure::Internal),
+        ];
+        for (error, expected) in cases {
+            assert_eq!(error.creation_failure(), expected, "{error:?}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! This process's clock against the database's: leases and deadlines go by the database's, tokens, proofs and the rate of
+//! the provider by ours.
+//!
+//! Corrects nothing: it logs, measures, and tells readiness.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+
+use super::context::Platform;
+use super::db::{self, Db};
+use crate::http::problem::chain;
+use crate::metrics::CLOCK_SKEW;
+
+const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
+const UNKNOWN: i64 = i64::MIN;
+
+pub struct ProcessClock {
+    /// How far our clock is ahead, in milliseconds.
+    skew_ms: AtomicI64,
+    max_skew: Duration,
+}
+
+impl ProcessClock {
+    pub fn new(max_skew: Duration) -> Self {
+        Self { skew_ms: AtomicI64::new(UNKNOWN), max_skew }
+    }
+
+    /// How far this process's clock is ahead of the database's, in milliseconds; `None` before they were compared.
+    pub fn skew_ms(&self) -> Option<i64> {
+        Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN)
+    }
+
+    /// Whether the two clocks agree, as far as is known.
+    pub fn is_ok(&self) -> bool {
+        self.skew_ms().is_none_or(|skew| self.is_within(skew))
+    }
+
+    fn is_within(&self, skew_ms: i64) -> bool {
+        Duration::from_millis(skew_ms.unsigned_abs()) <= self.max_skew
+    }
+
+    /// Compares the clocks. A database that does not answer leaves what was known.
+    pub async fn compare(&self, db: &Db) {
+        let read = async {
+            let session = db.session().await?;
+            let (before, began) = (Timestamp::now(), Instant::now());
+            let theirs = db::servers::now(&session).await?;
+            Ok::<i64, db::DbError>(skew_ms(before, began.elapsed(), theirs))
+        };
+        match read.await {
+            Ok(skew) => self.note(skew),
+            Err(error) => {
+                tracing::debug!(error = %chain(&error), "the clocks of process and database cannot be compared");
+            }
+        }
+    }
+
+    fn note(&self, skew_ms: i64) {
+        let was_ok = self.is_ok();
+        self.skew_ms.store(skew_ms, Ordering::Relaxed);
+        CLOCK_SKEW.set([], skew_ms as f64 / 1000.0);
+        let max_ms = self.max_skew.as_millis();
+        if !self.is_within(skew_ms) {
+            tracing::warn!(
+                skew_ms,
+                max_ms,
+                "this process's clock differs from the database's: check time synchronisation"
+            );
+        } else if !was_ok {
+            tracing::info!(skew_ms, "this process's clock agrees with the database's again");
+        }
+    }
+}
+
+/// The least difference that explains what was read: the database read its clock at some moment of the round trip.
+fn skew_ms(before: Timestamp, round_trip: Duration, theirs: Timestamp) -> i64 {
+    let ahead = before.as_millisecond() - theirs.as_millisecond();
+    let round_trip = i64::try_from(round_trip.as_millis()).unwrap_or(i64::MAX);
+    if ahead >= 0 { ahead } else { ahead.saturating_add(round_trip).min(0) }
+}
+
+/// Compares the clocks until `stop`.
+pub async fn run(platform: Arc<Platform>) {
+    loop {
+        tokio::select! {
+            () = platform.stop.cancelled() => return,
+            () = tokio::time::sleep(COMPARE_INTERVAL) => {}
+        }
+        platform.clock.compare(&platform.db).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slow_answer_is_no_skew_and_a_wrong_clock_is() {
+        let at = |ms: i64| Timestamp::from_millisecond(ms).unwrap();
+        let took = Duration::from_millis(400);
+        assert_eq!(skew_ms(at(10_000), took, at(10_300)), 0, "read within the round trip");
+        assert_eq!(skew_ms(at(10_000), took, at(13_400)), -3000);
+        assert_eq!(skew_ms(at(10_000), took, at(7_000)), 3000);
+        let clock = ProcessClock::new(Duration::from_secs(2));
+        assert!(clock.is_ok(), "nothing is known yet");
+        clock.note(-3000);
+        assert!(!clock.is_ok());
+        clock.note(1999);
+        assert!(clock.is_ok());
+    }
+}

@@ -1,0 +1,43 @@
+//! Work of one kind does not wait for the database connections of another.
+
+use std::sync::Arc;
+
+use super::stack::{Stack, beat_of};
+
+/// More than there are connections for reports, and than one process has for anything.
+const REPORTS: usize = 24;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeats_are_answered_while_slow_reports_hold_their_connections() {
+    let stack = Arc::new(Stack::start().await);
+    let process = Arc::new(stack.platform());
+    let guest = stack.running(&process, "user_1").await;
+    let mut client = stack.database.connect().await.unwrap();
+    // Each report reads the alarms, and waits until the statement's deadline.
+    let lock = client.transaction().await.unwrap();
+    lock.batch_execute("LOCK TABLE fleet_alarms IN ACCESS EXCLUSIVE MODE").await.unwrap();
+    let report = |_| {
+        let (stack, process) = (stack.clone(), process.clone());
+        tokio::spawn(async move { stack.get(&process, "/vps/fleet").await.status })
+    };
+    let reports: Vec<_> = (0..REPORTS).map(report).collect();
+    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%fleet_alarms%'";
+    let observer = stack.database.connect().await.unwrap();
+    let held = || async {
+        let count: i64 = observer.query_one(waiting, &[]).await.ok()?.get(0);
+        (count >= 4).then_some(())
+    };
+    stack.eventually("reports hold their connections", held).await;
+    for _ in 0..5 {
+        assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+    }
+    // A change is not held up either.
+    let path = format!("/vps/{}/fail", guest.machine);
+    let failed = stack.post(&process, &path, &serde_json::json!({"reason": "r"})).await;
+    assert_eq!(failed.status, 200, "{failed:?}");
+    assert!(reports.iter().all(|report| !report.is_finished()), "the reports were under way all the time");
+    lock.rollback().await.unwrap();
+    for report in reports {
+        report.await.unwrap();
+    }
+}

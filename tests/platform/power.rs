@@ -1,0 +1,155 @@
+//! POST `/vps/:id/power`: an operator switches a machine off and on, or restarts it; nothing else brings back one that is
+//! to be off.
+
+use kit::provider::{Fault, FaultRule, Power};
+use serde_json::{Value, json};
+
+use super::resize::{actions, record};
+use super::stack::{Answer, Guest, Process, Stack, beat_of};
+
+async fn ask(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
+    stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
+}
+
+/// Asks, and plays the host until the operation has ended; the operation.
+async fn done(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
+    let accepted = ask(stack, process, guest, action).await;
+    assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
+    stack.ended_while_beating(process, accepted.body["operationId"].as_str().unwrap()).await
+}
+
+fn power(stack: &Stack) -> Power {
+    stack.provider.servers().remove(0).status
+}
+
+/// A platform with one running machine, whose host has sent a heartbeat.
+async fn set(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(settings);
+    let guest = stack.running(&process, "user_1").await;
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    (stack, process, guest)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn power_off_keeps_machine_off_until_power_on() {
+    let (stack, process, guest) = set(&[]).await;
+    let ended = done(&stack, &process, &guest, "off").await;
+    assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_off"), &json!("succeeded")), "{ended}");
+    assert_eq!(power(&stack), Power::Off);
+    let off = record(&stack, &process, &guest).await;
+    assert_eq!((&off["status"], off["poweredOffAt"].is_string()), (&json!("running"), true), "{off}");
+    let again = ask(&stack, &process, &guest, "off").await;
+    assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
+
+    // Rounds of the reconciler, of which each looks at all servers, leave it as it is; so does its host's late word.
+    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let before = stack.provider.call_count("GET", "/servers?label_selector");
+    let rounds =
+        || async { (stack.provider.call_count("GET", "/servers?label_selector") > before + 3).then_some(()) };
+    stack.eventually("the reconciler has looked", rounds).await;
+    let still = record(&stack, &process, &guest).await;
+    assert_eq!((&still["status"], &still["poweredOffAt"]), (&json!("running"), &off["poweredOffAt"]));
+    assert_eq!((power(&stack), stack.provider.creations().len()), (Power::Off, 1));
+    for (path, body) in [("resize", json!({"serverType": "cpx32"})), ("power", json!({"action": "reboot"}))] {
+        let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &body).await;
+        refused.assert_problem(409, "invalid_state");
+        assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
+    }
+    let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
+    assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
+
+    let ended = done(&stack, &process, &guest, "on").await;
+    assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_on"), &json!("succeeded")), "{ended}");
+    let on = record(&stack, &process, &guest).await;
+    assert_eq!(
+        (&on["status"], &on["poweredOffAt"], power(&stack)),
+        (&json!("running"), &Value::Null, Power::Running)
+    );
+    let client = stack.database.connect().await.unwrap();
+    let audit = "SELECT action, before->>'poweredOffAt', after->>'poweredOffAt' FROM operator_audit \
+                 WHERE action LIKE 'power%' ORDER BY at";
+    let audit = client.query(audit, &[]).await.unwrap();
+    let audit: Vec<(String, bool, bool)> = audit
+        .iter()
+        .map(|row| {
+            (row.get(0), row.get::<_, Option<&str>>(1).is_some(), row.get::<_, Option<&str>>(2).is_some())
+        })
+        .collect();
+    assert_eq!(audit, [("power.off".to_owned(), false, true), ("power.on".to_owned(), true, true)]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn power_off_cuts_host_that_ignores_shutdown() {
+    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    let ended = done(&stack, &process, &guest, "off").await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
+    assert_eq!(power(&stack), Power::Off);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_switched_on_at_provider_is_found_on_by_its_heartbeat() {
+    let (stack, process, guest) = set(&[]).await;
+    done(&stack, &process, &guest, "off").await;
+    stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
+    let found = || async {
+        stack.beat(&process, &guest, &beat_of(&guest)).await;
+        record(&stack, &process, &guest).await["poweredOffAt"].is_null().then_some(())
+    };
+    stack.eventually("its heartbeat shows it", found).await;
+    let client = stack.database.connect().await.unwrap();
+    let audit =
+        client.query("SELECT actor FROM operator_audit WHERE action = 'power.found_on'", &[]).await.unwrap();
+    assert_eq!(audit[0].get::<_, String>(0), format!("machine:{}", guest.machine));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_ends_with_heartbeat_after_it_or_says_that_host_is_silent() {
+    let (stack, process, guest) = set(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let ended = done(&stack, &process, &guest, "reboot").await;
+    assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
+    assert_eq!((actions(&stack, "reboot"), power(&stack)), (1, Power::Running));
+
+    // A failing call is repeated.
+    stack.provider.fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
+    let accepted = ask(&stack, &process, &guest, "reboot").await;
+    let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
+    let same = ask(&stack, &process, &guest, "reboot").await;
+    assert_eq!(
+        same.body["operationId"], accepted.body["operationId"],
+        "asked again, it is the same operation"
+    );
+    ask(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
+    let ended = || async {
+        let found = stack.get(&process, &operation).await.body;
+        (found["state"] != "running").then_some(found)
+    };
+    let ended = stack.eventually("the host is given up", ended).await;
+    assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
+    assert_eq!(record(&stack, &process, &guest).await["status"], "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_machine_is_switched_on_and_resumed() {
+    let (stack, process, guest) = set(&[]).await;
+    let machine = format!("/vps/{}", guest.machine);
+    done(&stack, &process, &guest, "off").await;
+    stack.post(&process, &format!("{machine}/fail"), &json!({"reason": "r"})).await;
+    let client = stack.database.connect().await.unwrap();
+    client.execute("UPDATE user_machines SET heartbeat_at = now() - interval '1 hour'", &[]).await.unwrap();
+    let refused = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
+    assert_eq!(done(&stack, &process, &guest, "on").await["state"], "succeeded");
+    let resumed = stack.post(&process, &format!("{machine}/resume"), &json!({})).await;
+    assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_that_left_its_slot_is_not_switched() {
+    let (stack, process, guest) = set(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    ask(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
+}

@@ -1,0 +1,33 @@
+//! The clock of a platform process against the database's.
+
+use serde_json::json;
+
+use super::stack::Stack;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clock_that_differs_from_the_databases_is_reported() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let agrees = stack.get(&process, "/readyz/control").await;
+    assert_eq!((agrees.status, &agrees.body["clock"]), (200, &json!("ok")), "{agrees:?}");
+    assert!(agrees.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{agrees:?}");
+    drop(process);
+
+    // The database's clock is moved by a minute for every session that begins now.
+    let client = stack.database.connect().await.unwrap();
+    let moved = "CREATE SCHEMA moved; \
+         CREATE FUNCTION moved.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \
+             AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 minute' $$; \
+         DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, moved, pg_catalog', \
+             current_database()); END $$";
+    client.batch_execute(moved).await.unwrap();
+    let process = stack.platform();
+    let differs = stack.get(&process, "/readyz/control").await;
+    assert_eq!((differs.status, &differs.body["clock"]), (503, &json!("failing")), "{differs:?}");
+    let skew = differs.body["clockSkewMs"].as_i64().unwrap();
+    assert!((-61_000..=-58_000).contains(&skew), "{differs:?}");
+    let metrics = stack.get(&process, "/metrics").await.text;
+    let line = metrics.lines().find(|line| line.starts_with("svc_clock_skew_seconds ")).expect("the gauge");
+    assert!(line.contains("-60") || line.contains("-59"), "{line}");
+    assert!(stack.log().contains("differs from the database's"), "{}", stack.log());
+}
