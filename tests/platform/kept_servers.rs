@@ -282,7 +282,9 @@ async fn host_that_serves_is_kept_though_its_registration_was_forgotten() {
     let forget = "UPDATE user_machines SET status = 'provisioning', registered_at = NULL, proven_at = NULL, \
                   registration_body_hash = NULL";
     client.execute(forget, &[]).await.unwrap();
-    stack.beat(&process, &guest, &beat_of(&guest)).await;
+    let mut beat = beat_of(&guest);
+    beat["registered"] = json!(true);
+    stack.beat(&process, &guest, &beat).await;
     client
         .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
         .await

@@ -242,7 +242,12 @@ impl World<'_> {
             Action::Heartbeat { host } => {
                 let host = self.host(*host)?;
                 let path = format!("/vps/{}/heartbeat", host.machine);
-                of_host("heartbeat", path, &host.upgrade, host.heartbeat_body())
+                of_host(
+                    "heartbeat",
+                    path,
+                    &host.upgrade,
+                    host.heartbeat_body(self.ledger.is_registered(&host.machine)),
+                )
             }
             Action::BootFailure { host } => {
                 let host = self.host(*host)?;
@@ -293,7 +298,7 @@ impl World<'_> {
     pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<Answer> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
-        let body = Some(host.heartbeat_body());
+        let body = Some(host.heartbeat_body(self.ledger.is_registered(&host.machine)));
         let (key, accepts) = (None, Accepts::Nothing);
         let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key, accepts };
         send(&self.processes[via], via, &self.ledger, &asked).await

@@ -165,7 +165,7 @@ impl Fleet {
                     ("register", "/vps/register".to_owned(), &host.registration, host.registration_body(0))
                 } else {
                     let path = format!("/vps/{}/heartbeat", host.machine);
-                    ("heartbeat", path, &host.upgrade, host.heartbeat_body())
+                    ("heartbeat", path, &host.upgrade, host.heartbeat_body(self.ledger.is_registered(&host.machine)))
                 };
                 let body = Some(body);
                 let token = token.clone();

@@ -34,6 +34,8 @@ struct Book {
     requests: u32,
     /// Epochs that heartbeats handed out.
     raised: BTreeMap<String, u32>,
+    /// Machines whose hosts know that they are registered; they do not forget it.
+    registered: BTreeSet<String>,
     was_restored: bool,
 }
 
@@ -107,9 +109,15 @@ impl Ledger {
     pub fn registered(&self, body: &Value) {
         let mut book = self.book();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
+        book.registered.insert(machine.clone());
         if book.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
             book.seen.insert(Violation::RegisteredTwice);
         }
+    }
+
+    /// Whether a host was told that its registration is accepted.
+    pub fn is_registered(&self, machine: &str) -> bool {
+        self.book().registered.contains(machine)
     }
 
     pub fn registers(&self, machine: &str) {

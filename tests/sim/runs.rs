@@ -58,15 +58,15 @@ async fn plans_hold_over_the_wire() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "long: 2,500 runs"]
+#[ignore = "long: 10,000 runs"]
 async fn long_the_first_half_holds() -> Result<()> {
-    told("simulated fleets, first half", &near(100_000, 2500).await)
+    told("simulated fleets, first half", &near(100_000, 10_000).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "long: 2,500 runs"]
+#[ignore = "long: 10,000 runs"]
 async fn long_the_second_half_holds() -> Result<()> {
-    told("simulated fleets, second half", &near(200_000, 2500).await)
+    told("simulated fleets, second half", &near(200_000, 10_000).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

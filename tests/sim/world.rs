@@ -217,9 +217,8 @@ impl<'a> World<'a> {
             self.start(process);
         }
         let on = self.sky.on();
-        let registered = self.ledger.registrations();
         for host in self.hosts().to_vec() {
-            if on.contains(&host.machine) && registered.contains(&host.machine) {
+            if on.contains(&host.machine) && self.ledger.is_registered(&host.machine) {
                 self.heartbeat(&host, 0).await;
             }
         }

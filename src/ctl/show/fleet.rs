@@ -229,6 +229,10 @@ fn advice(reason: &str) -> &'static str {
         "snapshot_held" => {
             "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"
         }
+        "update_waiting" => {
+            "svcctl status HANDLE says what is in the way of the snapshot; on its host `svc-update apply --version V \
+             --without-snapshot` goes on without one"
+        }
         "database_mismatch" => {
             "svcctl status HANDLE; on its host `svc-restore adopt` or `svc-restore replace`"
         }

@@ -5,7 +5,7 @@
 
 mod call;
 mod failure;
-mod ledger;
+pub mod ledger;
 mod stage;
 
 use std::ffi::OsString;

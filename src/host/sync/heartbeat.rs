@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Settings;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
+use crate::host::register::ledger::Ledger;
 use crate::host::release;
 use crate::host::updated::{self, Outcome};
 use crate::http::client::{self, Deadlines};
@@ -32,6 +33,9 @@ struct Beat {
     updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
+    /// That the platform has accepted its registration once. Left out before, and for a platform that refuses the field.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    registered: Option<bool>,
     /// Left out where there is nothing to say, and for a platform that refuses the field.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     attention: Vec<Attention>,
@@ -89,12 +93,15 @@ impl<'a> Heart<'a> {
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
+            registered: is_registered(settings).then_some(true),
             attention,
         };
         let (mut status, mut body) = self.send(&beat).await?;
-        if status == StatusCode::BAD_REQUEST && !beat.attention.is_empty() {
+        let says_more = beat.registered.is_some() || !beat.attention.is_empty();
+        if status == StatusCode::BAD_REQUEST && says_more {
             // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
             beat.attention.clear();
+            beat.registered = None;
             (status, body) = self.send(&beat).await?;
         }
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {
@@ -115,6 +122,12 @@ impl<'a> Heart<'a> {
         let status = response.status();
         Ok((status, response.bytes().await?))
     }
+}
+
+/// Whether a registration of this machine was accepted; what cannot be read says nothing.
+fn is_registered(settings: &Settings) -> bool {
+    let ledger = Ledger::read(&settings.layout).ok().flatten();
+    ledger.is_some_and(|ledger| ledger.is_done_for(settings.identity.machine))
 }
 
 /// What runs here, or what user-data asked for while nothing is unpacked.

@@ -48,6 +48,8 @@ struct Beat {
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
     proof_kids: Vec<String>,
+    /// By the host's own word.
+    is_registered: bool,
 }
 
 pub async fn handle(
@@ -68,7 +70,7 @@ pub async fn handle(
         db::machines::stopped_for(&session, &machine).await?
     };
     let superseded = !machine.is_active() && stopped_for.is_none();
-    let epoch = beat.epoch;
+    let (epoch, is_registered) = (beat.epoch, beat.is_registered);
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
     if !superseded {
         let session = platform.host_db.session().await?;
@@ -92,7 +94,7 @@ pub async fn handle(
             machine_changes::proven(&session, id).await?;
         }
     }
-    if is_well && machine.registered_at.is_none() {
+    if is_registered && machine.registered_at.is_none() {
         machine_changes::serves_unregistered(&platform.db.session().await?, id).await?;
     }
     if is_well {
@@ -139,6 +141,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let updating = fields.boolean("updating").unwrap_or(false);
     let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
+    let is_registered = fields.boolean("registered").unwrap_or(false);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
         health["disk"] = disk?;
@@ -155,6 +158,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             backup_taken_at,
             epoch,
             proof_kids,
+            is_registered,
         })
     })();
     fields.finish(built)
@@ -289,6 +293,7 @@ fn said() -> Value {
             ("updating", boolean()),
             ("attention", attention::shape()),
             ("proofKids", kids),
+            ("registered", boolean()),
         ],
     ))
 }

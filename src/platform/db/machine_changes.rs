@@ -341,7 +341,7 @@ pub async fn registered(
         .map(drop)
 }
 
-/// A host is well although its machine never registered: it served before this database was restored from an older copy.
+/// A host has registered, and this database does not know of it: it served before the database was restored from an older copy.
 /// What it holds must not go with the machine.
 ///
 /// # Errors
