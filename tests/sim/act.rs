@@ -7,7 +7,7 @@ use anyhow::Result;
 use secrecy::SecretString;
 use serde_json::{Value, json};
 
-use super::check::is_stray;
+use super::check::has_leftovers;
 use super::host::Host;
 use super::ledger::{Ledger, Told};
 use super::look::{Look, MachineSeen};
@@ -381,10 +381,10 @@ impl World<'_> {
             tokio::time::sleep(Duration::from_millis(30)).await;
             let look = Look::at(&self.seat.client).await?;
             let live = self.sky.live();
-            let stray = |id: &String| is_stray(&look, &live, &self.ledger, id);
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
             let under_way = look.operations.iter().any(|it| it.state == "running");
-            let quiet = !under_way && !live.iter().any(stray) && !look.machines.iter().any(bare);
+            let quiet =
+                !under_way && !has_leftovers(&look, &live, &self.ledger) && !look.machines.iter().any(bare);
             if quiet {
                 calm += 1;
                 if calm == 2 {

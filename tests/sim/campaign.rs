@@ -14,7 +14,7 @@ use super::check::{self, Known, Memory};
 use super::cloud::Made;
 use super::host::Host;
 use super::ledger::{Ledger, Told};
-use super::look::{self, Look, MachineSeen};
+use super::look::{self, Look};
 use super::process::Answer;
 use super::rng::Rng;
 use super::seat::Times;
@@ -165,7 +165,12 @@ impl Fleet {
                     ("register", "/vps/register".to_owned(), &host.registration, host.registration_body(0))
                 } else {
                     let path = format!("/vps/{}/heartbeat", host.machine);
-                    ("heartbeat", path, &host.upgrade, host.heartbeat_body(self.ledger.is_registered(&host.machine)))
+                    (
+                        "heartbeat",
+                        path,
+                        &host.upgrade,
+                        host.heartbeat_body(self.ledger.is_registered(&host.machine)),
+                    )
                 };
                 let body = Some(body);
                 let token = token.clone();
@@ -256,9 +261,8 @@ fn live(stack: &Stack) -> Vec<String> {
 async fn comes_to_rest(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
         let look = Look::at(database).await.context("look")?;
-        let stray = |id: &String| !look.machine(id).is_some_and(MachineSeen::is_active);
         let under_way = look.operations.iter().any(|operation| operation.state == "running");
-        if !under_way && !live(&fleet.stack).iter().any(stray) {
+        if !under_way && !check::has_leftovers(&look, &live(&fleet.stack), &fleet.ledger) {
             return Ok(true);
         }
         times.pass(database, 3, false).await?;

@@ -139,6 +139,15 @@ pub fn is_stray(look: &Look, live: &[String], ledger: &Ledger, machine: &str) ->
     look.machine(machine).is_none_or(|machine| !machine.is_active() && !look.is_kept(machine))
 }
 
+/// Whether a server is left that is to be gone, or whose deletion is still to come.
+pub fn has_leftovers(look: &Look, live: &[String], ledger: &Ledger) -> bool {
+    let strays = live.iter().filter(|id| is_stray(look, live, ledger, id));
+    let to_come = look.machines.iter().filter(|machine| {
+        machine.server_deleted_at.is_none() && is_stray(look, live, ledger, &machine.machine_id)
+    });
+    strays.count() + to_come.count() > 0
+}
+
 /// One row for each change, none twice, and none for an answer that was given again.
 fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditSeen) -> bool| {

@@ -161,9 +161,10 @@ impl Store {
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
                     found.insert(Violation::PointerWentBack);
                 }
-            } else if is_new && next.snapshot.as_ref().is_some_and(is_others) {
-                found.insert(Violation::PointerMovedByFencedHost);
-            } else if next.snapshot != before.snapshot && epoch(next) < before.fence_epoch.0 && !older {
+            } else if is_new
+                && (next.snapshot.as_ref().is_some_and(is_others)
+                    || (epoch(next) < before.fence_epoch.0 && !older))
+            {
                 found.insert(Violation::PointerMovedByFencedHost);
             } else if older || epoch(next) < epoch(before) {
                 found.insert(Violation::PointerWentBack);

@@ -60,6 +60,13 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
+    // What was looked at without a lock must still be so: a machine that failed since was not looked at.
+    let (was, is) = ((seen.status, seen.epoch, seen.is_active()), &change.machine);
+    if was != (is.status, is.epoch, is.is_active()) {
+        return Err(
+            Problem::new(Code::Unavailable, "The machine changed meanwhile; ask again.").retry_after(1)
+        );
+    }
     let event = Event::ResumeRequested { server_type };
     let with = Circumstances::default();
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
@@ -118,6 +125,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::MachineNotFound,
             Code::InvalidState,
             Code::ProvisioningError,
+            Code::Unavailable,
             Code::DatabaseUnavailable,
             Code::IdempotencyMismatch,
         ],

@@ -19,11 +19,12 @@ const EXCUSED: [(&str, &str); 2] = [
 ];
 
 /// What depends on which of two comes first.
-const SELDOM: [(&str, &str); 5] = [
+const SELDOM: [(&str, &str); 6] = [
     // Two requests that overlap.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
     ("resize", "unavailable"),
+    ("resume", "unavailable"),
     // A host that is faster than the answer to its own creation: platform::registration.
     ("register", "unavailable"),
     ("register", "invalid_state"),
