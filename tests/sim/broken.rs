@@ -33,7 +33,7 @@ noticed! {
         then TwoActiveMachinesOfOneSlot AuditIncomplete;
     a_server_before_its_fence: Broken::FenceIsNotWritten => ServerBeforeFence;
     a_pointer_that_goes_back: Broken::Unconditional => PointerWentBack;
-    a_pointer_moved_by_a_replaced_host: Broken::HostIgnoresFence => PointerMovedByFencedHost;
+    a_pointer_moved_by_a_replaced_host: Broken::HostIgnoresFence => PointerMovedByFencedHost, then ServerBeforeFence;
     a_pointer_to_what_nobody_verified: Broken::HostDoesNotVerify => PointerNamesUnverified,
         then PointerMovedByFencedHost PointerWentBack;
     a_snapshot_that_is_removed: Broken::StorePrunes => SnapshotRemoved;

@@ -65,7 +65,8 @@ impl Memory {
             if *ended == now || is_deleted_too {
                 return true;
             }
-            let comes_back = machine.is_active() && self.is_reinstated(machine);
+            // It may have ended again since.
+            let comes_back = self.is_reinstated(machine);
             self.ended.remove(&machine.machine_id);
             return comes_back;
         }
@@ -159,9 +160,12 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
         };
         let target = |row: &AuditSeen| row.target == *id;
+        let deleted = usize::from(machine.deleted_at.is_some());
+        let deletions = rows(&["delete", "preview.expired", "delete.predecessor"], &target);
+        // A deletion may have been undone, also by abandoning its operation.
+        let undone = rows(&["undelete"], &target) + rows(&["operation.abandon"], &|_| true);
         rows(&["provision", "recover"], &made) == 1
-            && rows(&["delete", "preview.expired", "delete.predecessor"], &target)
-                == usize::from(machine.deleted_at.is_some()) + rows(&["undelete"], &target)
+            && (deleted..=deleted + undone).contains(&deletions)
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
     let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");

@@ -9,7 +9,7 @@ use kit::s3::{Fault, Rule, S3Server};
 use serde_json::Value;
 
 use super::gate::{dump_key, is_restored, is_untouched, lost_and_new};
-use super::machine::{BUCKET, Machine, USER};
+use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;
 /// What a restore leaves free.
@@ -61,14 +61,22 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     store.write(BUCKET, &record, text.replace(sha256, &other));
     let pointer = format!("{USER}/primary/system/db/latest");
     let latest = String::from_utf8(store.read(BUCKET, &pointer).context("a pointer")?)?;
-    store.write(BUCKET, &pointer, latest.replace(sha256, &other));
+    // Its entry of the log says the same, or that would hold.
+    let seq = machine::pointer(&store).await?.context("a pointer")?.seq;
+    let entry = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
+    let write_pointer = |text: &str| {
+        for key in [&entry, &pointer] {
+            store.write(BUCKET, key, text.to_owned());
+        }
+    };
+    write_pointer(&latest.replace(sha256, &other));
     let ended = new.run(&["svc-restore"])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
     is_untouched(&new, "another digest").await?;
 
     // Bytes that are no dump any more.
     store.write(BUCKET, &record, text.clone());
-    store.write(BUCKET, &pointer, latest.clone());
+    write_pointer(&latest);
     let mut damaged = good.clone();
     let middle = damaged.len() / 2;
     damaged[middle..middle + 64].fill(0);
