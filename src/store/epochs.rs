@@ -8,21 +8,28 @@ use super::key::{self, SlotPrefix};
 use super::meta::VpsMeta;
 use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
-use crate::machine::epoch::{Epoch, MAX_EPOCH};
+use crate::machine::epoch::Epoch;
 
 /// Of all requests together: 10,000 snapshots are some twenty pages of a listing.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys.
+/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can write
+/// all three: what is far above `known`, the highest epoch in the database, is not believed.
 ///
 /// # Errors
-/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known. Unreadable metadata is left out: its
+/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known, and so is one whose fence is not believed. Unreadable metadata is left out: its
 /// machine's fence was written before it.
-pub async fn floor(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
+    let bound = known.believable();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
         let fence = pointer.map_or(Epoch::NONE, |read| fence_of(&read.value));
-        Ok(fence.max(beside_pointer(bucket, slot).await?))
+        if fence > bound {
+            let why =
+                format!("its fence {fence} is far above epoch {known}, the highest that the platform knows");
+            return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
+        }
+        Ok(fence.max(beside_pointer(bucket, slot, bound).await?))
     };
     bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
 }
@@ -31,26 +38,25 @@ pub async fn floor(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreErr
 ///
 /// # Errors
 /// [`StoreError`].
-pub(super) async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let keys = snapshots::keys(bucket, slot).await?;
-    Ok(of_keys(&keys).max(of_meta(bucket, slot).await?))
+    Ok(of_keys(&keys, bound).max(of_meta(bucket, slot, bound).await?))
 }
 
-pub(super) fn of_keys(keys: &[String]) -> Epoch {
+pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
     keys.iter()
         .filter_map(|key| key::epoch_of(key))
-        .filter(|epoch| *epoch <= MAX_EPOCH)
+        .filter(|epoch| *epoch <= bound)
         .max()
         .unwrap_or(Epoch::NONE)
 }
 
-pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, StoreError> {
+pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let key = slot.vps_meta();
     match bucket.get_json::<VpsMeta>(&key).await {
-        Ok(found) => Ok(found
-            .map(|found| found.value.epoch)
-            .filter(|epoch| *epoch <= MAX_EPOCH)
-            .unwrap_or(Epoch::NONE)),
+        Ok(found) => {
+            Ok(found.map(|found| found.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
+        }
         Err(StoreError::Corrupt { key, why }) => {
             tracing::warn!(key, why, "unreadable machine metadata; its epoch is left out");
             Ok(Epoch::NONE)
@@ -105,7 +111,7 @@ mod tests {
 
     #[tokio::test]
     async fn floor_of_nothing_is_none() {
-        assert_eq!(floor(&bucket(), &slot()).await.unwrap(), Epoch::NONE);
+        assert_eq!(floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
     }
 
     #[tokio::test]
@@ -117,7 +123,7 @@ mod tests {
             bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
             put_side(&bucket, &at(key)).await;
             put_side(&bucket, &at(1)).await;
-            assert_eq!(floor(&bucket, &slot()).await.unwrap(), Epoch(9), "{fence} {meta} {key}");
+            assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(9), "{fence} {meta} {key}");
         }
     }
 
@@ -128,13 +134,13 @@ mod tests {
         put_side(&bucket, "odd.dump.json").await;
         bucket.put(&slot().vps_meta(), &b"torn"[..]).await.unwrap();
         put_side(&bucket, "2026-01-02T03-04-05.678Z-2.dump.json").await;
-        assert_eq!(floor(&bucket, &slot()).await.unwrap(), Epoch(2));
+        assert_eq!(floor(&bucket, &slot(), Epoch::NONE).await.unwrap(), Epoch(2));
     }
 
     #[tokio::test]
     async fn floor_is_unknown_where_the_pointer_is_unreadable() {
         let bucket = bucket();
         bucket.put(&slot().pointer(), &b"torn"[..]).await.unwrap();
-        assert!(matches!(floor(&bucket, &slot()).await, Err(StoreError::Corrupt { .. })));
+        assert!(matches!(floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));
     }
 }

@@ -105,7 +105,7 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
     Ok(Some(PointerRead { value, latest: Some(Latest { seq, agrees, version: latest.version }) }))
 }
 
-/// The highest entry of the log from `from` on. The log is listed from there only: a few names, however long it is.
+/// The highest plausible entry of the log from `from` on. The log is listed from there only: a few names, however long it is.
 pub(super) async fn newest_entry(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -117,7 +117,8 @@ pub(super) async fn newest_entry(
         None => bucket.raw().list(Some(&log)),
     };
     let numbered = listing.try_filter_map(async |meta| {
-        Ok(key::entry_seq(&meta.location).filter(|seq| *seq >= from).map(|seq| (seq, meta)))
+        let plausible = from..=from.saturating_add(pointer::MAX_SEQ_AHEAD);
+        Ok(key::entry_seq(&meta.location).filter(|seq| plausible.contains(seq)).map(|seq| (seq, meta)))
     });
     let newest = numbered.try_fold(None, async |newest: Option<(u64, ObjectMeta)>, found| {
         Ok(Some(newest.filter(|(seq, _)| *seq > found.0).unwrap_or(found)))
@@ -140,7 +141,7 @@ pub(super) async fn entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Resul
 fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
         format!("format version {} is not {}", pointer.version, pointer::FORMAT)
-    } else if pointer.seq > pointer::LARGEST_SEQ {
+    } else if pointer.seq >= pointer::LARGEST_SEQ {
         format!("its seq {} is more than a pointer has", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
         format!("its fence {} is above every epoch", pointer.fence_epoch)

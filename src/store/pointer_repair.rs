@@ -10,7 +10,7 @@ use object_store::ObjectStoreExt;
 
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
-use super::pointer::{FORMAT, Pointer, SnapshotRef};
+use super::pointer::{FORMAT, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, Unusable};
 use super::{epochs, pointer_io, snapshots};
 use crate::clock;
@@ -27,6 +27,14 @@ const MAX_TRIED: usize = 64;
 pub struct Holder {
     pub epoch: Epoch,
     pub machine: MachineId,
+}
+
+/// What the platform's database says of a slot.
+#[derive(Debug, Clone, Copy)]
+pub struct OnRecord {
+    /// Of any machine that it ever had.
+    pub highest: Epoch,
+    pub holder: Option<Holder>,
 }
 
 /// What is there instead of a pointer that can be used.
@@ -109,11 +117,15 @@ pub enum RepairError {
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    holder: Option<Holder>,
+    record: OnRecord,
     wanted: Wanted<'_>,
 ) -> Result<Inspection, RepairError> {
-    let (found, condition) = found(bucket, slot).await?;
-    let keys = snapshots::keys(bucket, slot).await?;
+    let OnRecord { highest, holder } = record;
+    let bound = highest.believable();
+    let (found, condition) = found(bucket, slot, bound).await?;
+    let mut keys = snapshots::keys(bucket, slot).await?;
+    // A host can write any key: one of an epoch that no machine ever had is none of ours.
+    keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
     let candidate = match wanted {
         Wanted::Snapshot(key) => Some(chosen(bucket, slot, key).await?),
         Wanted::Newest => newest_whole(bucket, slot, &keys).await?,
@@ -122,8 +134,8 @@ pub async fn inspect(
     let emptied_at = matches!(wanted, Wanted::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
-        let meta = epochs::of_meta(bucket, slot).await?;
-        let known = Known { found: &found, keys: &keys, top: &top, meta, holder };
+        let meta = epochs::of_meta(bucket, slot, bound).await?;
+        let known = Known { found: &found, keys: &keys, top: &top, meta, holder, bound };
         known.next(candidate.map(|side| side.named()), emptied_at)
     } else {
         None
@@ -159,10 +171,16 @@ pub async fn rebuild(
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(next)
+    // What was written must be what holds: anything else at the store could still be in its way.
+    match pointer_io::read(bucket, slot).await {
+        Ok(Some(read)) if read.value == next => Ok(next),
+        Ok(_) => Err(RepairError::Changed),
+        Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
+        Err(error) => Err(error.into()),
+    }
 }
 
-async fn found(bucket: &Bucket, slot: &SlotPrefix) -> Result<(Found, Condition), StoreError> {
+async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Found, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
             return unreadable(bucket, slot, format!("{key}: {why}")).await;
@@ -173,6 +191,11 @@ async fn found(bucket: &Bucket, slot: &SlotPrefix) -> Result<(Found, Condition),
     let is_missing = read.as_ref().is_none_or(|read| !read.has_latest());
     let pointer = read.map(|read| read.value);
     let found = match (snapshot::latest(bucket, slot).await, pointer) {
+        (_, Some(pointer)) if pointer.fence_epoch > bound => {
+            let why =
+                format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);
+            Found::Unsound { pointer, why }
+        }
         (Ok(_) | Err(Unusable::Absent), pointer) => Found::Sound(pointer),
         (Err(Unusable::Store(error)), _) => return Err(error),
         (Err(Unusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
@@ -251,15 +274,17 @@ struct Known<'a> {
     top: &'a (u64, Option<Pointer>),
     meta: Epoch,
     holder: Option<Holder>,
+    /// What is above it was not written by a machine of ours.
+    bound: Epoch,
 }
 
 impl Known<'_> {
     /// `None` where nothing was ever fenced: then there is nothing to write.
     fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
-        let fences = pointers().map(|pointer| pointer.fence_epoch);
+        let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
         let written = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-        let others = [epochs::of_keys(self.keys), self.meta, written];
+        let others = [epochs::of_keys(self.keys, self.bound), self.meta, written];
         let held = self.holder.map(|holder| holder.epoch);
         let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
         let by_platform =
@@ -283,7 +308,9 @@ impl Known<'_> {
 
     /// At least what it has been. Where the pointer does not say it: each snapshot moved it once, and each fence.
     fn seq(&self, fence: Epoch) -> u64 {
-        let counted = || self.keys.len() as u64 + u64::from(fence.0);
-        self.found.pointer().map_or_else(counted, |pointer| pointer.seq).max(self.top.0)
+        let counted = self.keys.len() as u64 + u64::from(fence.0);
+        let seen = [self.found.pointer().map_or(counted, |pointer| pointer.seq), self.top.0];
+        let plausible = seen.into_iter().filter(|seq| *seq <= counted.saturating_add(MAX_SEQ_AHEAD));
+        plausible.max().unwrap_or(counted)
     }
 }

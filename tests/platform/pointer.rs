@@ -187,3 +187,54 @@ async fn next_machine_is_above_every_epoch_that_the_store_knows() {
     let answer = stack.post(&process, "/vps/recover", &body()).await;
     assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(7)), "{answer:?}");
 }
+
+fn entry(seq: u64) -> String {
+    format!("user_1/primary/system/db/pointer-log/{seq:016}.json")
+}
+
+/// What a compromised host can write to its own slot: no epoch and no `seq` of it is believed that no machine can have.
+#[tokio::test(flavor = "multi_thread")]
+async fn invented_epochs_and_entries_do_not_take_the_slot_away() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, _] = recovered_twice(&stack, &process).await;
+    let side = r#"{"version": 1}"#;
+    let key = "user_1/primary/system/db/snapshots/2027-01-01T00-00-00.000Z-2147483646.dump.json";
+    stack.store.write(BUCKET, key, side);
+    let answer = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(3)), "{answer:?}");
+    stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+
+    let mut forged = stack.pointer("user_1");
+    forged["fenceEpoch"] = json!(2_147_483_646_u32);
+    let seq = forged["seq"].as_u64().unwrap() + 1;
+    forged["seq"] = json!(seq);
+    stack.store.write(BUCKET, &entry(seq), forged.to_string());
+    forged["seq"] = json!(9_999_999_999_999_999_u64);
+    stack.store.write(BUCKET, &entry(9_999_999_999_999_999), forged.to_string());
+    stack.post(&process, "/vps/recover", &body()).await.assert_problem(409, "snapshot_unusable");
+    let shown = stack.get(&process, SHOW).await.body;
+    assert_eq!(
+        (&shown["state"], &shown["rebuilt"]["snapshot"]["key"]),
+        (&json!("unsound"), &json!(newer)),
+        "{shown}"
+    );
+
+    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
+    assert_eq!(rebuilt.body["pointer"]["fenceEpoch"], 3);
+    assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound");
+    let answer = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(4)), "{answer:?}");
+    stack.ended(&process, answer.body["operationId"].as_str().unwrap()).await;
+
+    // A `seq` that cannot grow, in `latest` itself.
+    let mut last = stack.pointer("user_1");
+    for seq in [(1_u64 << 53) - 1, 1 << 53] {
+        last["seq"] = json!(seq);
+        stack.store.write(BUCKET, LATEST, last.to_string());
+        let forced = json!({"idpUserId": "user_1", "force": true});
+        assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200, "{seq}");
+        assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound", "{seq}");
+    }
+}

@@ -27,7 +27,7 @@ noticed! {
     a_route_to_a_machine_that_does_not_run: Broken::CHANGES_ARE_SILENT => RoutedWhileNotRunning;
     running_without_a_registration: Broken::RUNS_AT_ONCE => RunningUnregistered, then OperationNeverEnds;
     a_second_host_of_one_machine: Broken::REGISTRATION_IS_FORGOTTEN => RegisteredTwice,
-        then AuditIncomplete OperationNeverEnds Orphan HostNotTold;
+        then AuditIncomplete OperationNeverEnds Orphan HostNotTold InternalError;
     an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow;
     a_deleted_machine_that_comes_back: Broken::COMES_BACK => CameBack,
         then TwoActiveMachinesOfOneSlot AuditIncomplete;

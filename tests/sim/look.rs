@@ -80,7 +80,10 @@ impl Look {
             it.prefix() == machine.prefix() && it.epoch > machine.epoch && it.registered_at.is_some()
         };
         let mut later = self.machines.iter().filter(later);
-        let is_replaced = later.any(|it| it.proven_at.is_some() || it.server_deleted_at.is_some());
+        let is_replaced = later.any(|it| match it.server_deleted_at {
+            Some(_) => it.deleted_at.is_some(),
+            None => it.proven_at.is_some(),
+        });
         machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)
     }
 

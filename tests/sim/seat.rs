@@ -100,14 +100,14 @@ async fn cheap_password(client: &Client, password: &str) -> Result<()> {
     Ok(client.batch_execute(&sql).await?)
 }
 
-/// The tables that [`Seat::clear`] empties, and the sequences.
-const SAVE: &str = "DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
+/// The tables that [`Seat::clear`] empties, and the sequences, all as of one instant.
+const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
         EXECUTE format('CREATE TABLE saved.%I AS TABLE public.%I', name, name);
     END LOOP;
     CREATE TABLE saved.sequences AS SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'public';
-    END $$";
+    END $$; COMMIT";
 
 const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'saved' AND tablename <> 'sequences' LOOP

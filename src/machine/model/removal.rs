@@ -16,7 +16,11 @@ impl World {
         let later = self.rows.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        let mut later = later.filter(|other| other.proven || other.removed);
+        // One whose server the provider has lost takes nobody's place.
+        let mut later = later.filter(|other| {
+            let is_deleted = matches!(other.machine.state, State::Deleted { .. });
+            if other.removed { is_deleted } else { other.proven }
+        });
         !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }
 

@@ -32,7 +32,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::{self, DbError};
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, Found, Holder, Inspection, RepairError, Wanted};
+use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
 
 /// Of all requests to the store together: a slot's snapshots are listed once.
 const STORE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -66,9 +66,11 @@ impl Target {
         }
     }
 
-    async fn holder(&self, client: &impl GenericClient) -> Result<Option<Holder>, DbError> {
+    async fn on_record(&self, client: &impl GenericClient) -> Result<OnRecord, DbError> {
         let machine = db::machines::of_slot(client, &self.user, &self.slot).await?;
-        Ok(machine.map(|machine| Holder { epoch: machine.epoch, machine: machine.id }))
+        let holder = machine.map(|machine| Holder { epoch: machine.epoch, machine: machine.id });
+        let highest = db::machines::highest_epoch(client, &self.user, &self.slot).await?;
+        Ok(OnRecord { highest, holder })
     }
 }
 
@@ -86,9 +88,9 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let target = Target::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
-    let holder = target.holder(&session).await?;
+    let record = target.on_record(&session).await?;
     drop(session);
-    let inspection = inspect(&platform, &target, holder).await?;
+    let inspection = inspect(&platform, &target, record).await?;
     Ok(Json(shown(&target, &inspection)).into_response())
 }
 
@@ -117,14 +119,14 @@ async fn replace(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let holder = target.holder(&session).await?;
-    let inspection = inspect(platform, target, holder).await?;
+    let record = target.on_record(&session).await?;
+    let inspection = inspect(platform, target, record).await?;
     if inspection.found.is_sound() && sound == Sound::Kept {
         let detail = "The pointer is sound; with force it is replaced all the same.";
         return Err(Problem::new(Code::Conflict, detail));
     }
     if target.empty && sound == Sound::Kept {
-        refuse_whole(platform, target, holder).await?;
+        refuse_whole(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
         return Err(Problem::new(Code::SnapshotUnusable, "No snapshot of the slot is whole."));
@@ -151,9 +153,9 @@ async fn replace(
 }
 
 /// Refuses to leave out a snapshot that could be restored.
-async fn refuse_whole(platform: &Platform, target: &Target, holder: Option<Holder>) -> Result<(), Problem> {
+async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
-    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, holder, Wanted::Newest)).await?;
+    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
     let Some(whole) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
         "{} of {} can be restored; with force the slot starts empty all the same.",
@@ -163,13 +165,9 @@ async fn refuse_whole(platform: &Platform, target: &Target, holder: Option<Holde
     Err(Problem::new(Code::Conflict, detail))
 }
 
-async fn inspect(
-    platform: &Platform,
-    target: &Target,
-    holder: Option<Holder>,
-) -> Result<Inspection, Problem> {
+async fn inspect(platform: &Platform, target: &Target, record: OnRecord) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
-    within(pointer_repair::inspect(&platform.bucket, &prefix, holder, target.wanted())).await
+    within(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
 }
 
 async fn within<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {

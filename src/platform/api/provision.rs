@@ -151,8 +151,7 @@ async fn prepare(
     };
     let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
     let restore = restore_mode(platform, client, asked).await?;
-    let slot = SlotPrefix::new(&asked.user, &asked.slot);
-    let epoch_floor = restorable::epoch_floor(&platform.bucket, &slot).await?;
+    let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
     Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
 }
 

@@ -124,8 +124,7 @@ async fn prepare(
         None => provision::release(platform, client, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
-    let slot = SlotPrefix::new(&asked.user, &asked.slot);
-    let epoch_floor = restorable::epoch_floor(&platform.bucket, &slot).await?;
+    let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
     Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })
 }

@@ -61,8 +61,14 @@ fn needed_bytes(database: u64) -> u64 {
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn epoch_floor(bucket: &Bucket, slot: &SlotPrefix) -> Result<Epoch, Problem> {
-    match epochs::floor(bucket, slot).await {
+pub async fn epoch_floor(
+    bucket: &Bucket,
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Epoch, Problem> {
+    let known = db::machines::highest_epoch(client, user, slot).await?;
+    match epochs::floor(bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
         Err(error) => Err(error.into()),

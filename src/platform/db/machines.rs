@@ -212,7 +212,8 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
 /// Machines that left their slots and whose servers are no longer kept, where no operation on them is under way.
 ///
 /// A server is kept while it may hold what no snapshot holds, until `predecessor_keep` after a later machine of the slot
-/// has shown that it serves, and until `delete_grace` after its own deletion. A machine that never registered is
+/// has shown that it serves, and still has its server; where the later one was deleted, until so long after its server was. A
+/// deleted machine's is kept until `delete_grace` after its own deletion. A machine that never registered is
 /// kept for `silence`, within which a host that serves, and that this database has forgotten, would be heard.
 ///
 /// # Errors
@@ -234,8 +235,10 @@ pub async fn removable(
            OR m.deleted_at IS NULL AND EXISTS (SELECT 1 FROM user_machines later \
              WHERE later.idp_user_id = m.idp_user_id AND later.slot = m.slot AND later.epoch > m.epoch \
              AND later.registered_at IS NOT NULL \
-             AND (later.proven_at <= clock_timestamp() - make_interval(secs => $1) \
-                  OR later.server_deleted_at IS NOT NULL)))) \
+             AND (later.server_deleted_at IS NULL \
+                    AND later.proven_at <= clock_timestamp() - make_interval(secs => $1) \
+                  OR later.deleted_at IS NOT NULL \
+                    AND later.server_deleted_at <= clock_timestamp() - make_interval(secs => $1))))) \
          ORDER BY m.machine_id LIMIT 100";
     let params: Params<'_> =
         &[&predecessor_keep.as_secs_f64(), &delete_grace.as_secs_f64(), &silence.as_secs_f64()];

@@ -188,7 +188,8 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
         Ok(()) => Ok(Answer::done()),
         // The database is older than the store: this machine's epoch goes above what the store knows.
         Err(PointerError::Fenced(fenced))
-            if machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate =>
+            if (machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate)
+                && fenced.fence <= machine.epoch.believable() =>
         {
             held.raise_epoch(fenced.fence.next()).await?;
             Ok(Answer::wait(Duration::ZERO))
