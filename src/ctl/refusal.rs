@@ -87,7 +87,11 @@ impl Refusal {
         let body = self.body.as_deref();
         match code {
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
-            "snapshot_unusable" if self.detail.contains("pointer") => Some(UNUSABLE_POINTER),
+            "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
+                Some(UNUSABLE_POINTER)
+            }
+            // The detail says which option goes on.
+            "conflict" if self.detail.contains("with force") => None,
             _ => advice(code),
         }
     }
@@ -184,8 +188,8 @@ fn advice(code: &str) -> Option<&'static str> {
         "invalid_state" => "`svcctl status <machine>` shows its state; wait for its operation, or recover",
         "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",
         "snapshot_unusable" => {
-            "look at system/db/latest of the slot; without --snapshot the latest is taken, --allow-empty starts without \
-             (only for a new or intentionally empty user)"
+            "`svcctl pointer show` and `svcctl backup list` say what the slot has; of `svcctl recover`, --snapshot names one, and \
+             --allow-empty starts without (only for a new or intentionally empty user)"
         }
         "idempotency_mismatch" => "run the command again: each run has a key of its own",
         "preview_limit_reached" => "delete a preview machine first",
