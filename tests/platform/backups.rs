@@ -140,3 +140,41 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
         "objects are kept"
     );
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshot_from_the_future_does_not_count() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    let counted = || async {
+        let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
+        row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
+    };
+    let beat = |at: &str| {
+        let mut beat = beat_of(&guest);
+        beat["lastBackup"] = json!({"status": "success", "takenAt": at, "key": "x", "sizeBytes": 4});
+        beat
+    };
+    let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
+    assert_eq!(stack.beat(&process, &guest, &beat(future)).await.status, 200);
+    assert_eq!(counted().await, None);
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["lastBackup"]["takenAt"], future, "it is kept for show");
+    assert!(stack.log().contains("snapshot from the future"));
+    stack.beat(&process, &guest, &beat(past)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+    stack.beat(&process, &guest, &beat(future)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+    // A little ahead is a clock that is a little off.
+    let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
+    stack.beat(&process, &guest, &beat(&soon)).await;
+    assert_eq!(counted().await, Some(soon));
+    // One that counted before it was checked is replaced.
+    client
+        .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
+        .await
+        .unwrap();
+    stack.beat(&process, &guest, &beat(past)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+}
