@@ -142,6 +142,22 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn damaged_pointer_hides_no_snapshot() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let latest = stack.snapshot("user_1");
+    let path = format!("/vps/{}/backups", guest.machine);
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
+    let listed = stack.get(&process, &path).await;
+    assert_eq!((listed.status, &listed.body["latest"]), (200, &Value::Null), "{listed:?}");
+    let backups = listed.body["backups"].as_array().unwrap();
+    assert_eq!(backups.len(), 1);
+    assert_eq!(format!("user_1/primary/{}", backups[0]["key"].as_str().unwrap()), latest);
+    assert_eq!(backups[0]["latest"], false);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn snapshot_from_the_future_does_not_count() {
     let stack = Stack::start().await;
     let process = stack.platform();
