@@ -194,3 +194,47 @@ async fn snapshot_from_the_future_does_not_count() {
     stack.beat(&process, &guest, &beat(past)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reported_texts_are_bounded_and_printable() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let (evil, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
+    let mut beat = beat_of(&guest);
+    let at = "2026-01-02T03:04:05.678Z";
+    beat["lastBackup"] = json!({"status": "error", "key": evil, "error": "é".repeat(3000)});
+    beat["lastUpdate"] =
+        json!({"version": "v1", "outcome": "failed", "stage": evil, "error": evil, "at": at});
+    beat["checks"] =
+        json!({"verify": {"status": "error", "at": at, "key": evil, "damaged": [evil], "error": evil}});
+    beat["attention"] = json!([{"code": "full", "detail": format!("{evil}{}", "y".repeat(3000))}]);
+    let answer = stack.beat(&process, &guest, &beat).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["lastBackup"]["error"], json!("é".repeat(2000)));
+    assert_eq!(record["lastBackup"]["key"], clean);
+    assert_eq!(
+        (&record["lastUpdate"]["stage"], &record["lastUpdate"]["error"]),
+        (&json!(clean), &json!(clean))
+    );
+    let verify = &record["checks"]["verify"];
+    assert_eq!(
+        (&verify["key"], &verify["damaged"][0], &verify["error"]),
+        (&json!(clean), &json!(clean), &json!(clean))
+    );
+    let detail = record["attention"][0]["detail"].as_str().unwrap();
+    assert!(detail.starts_with(clean) && detail.chars().count() == 2000, "{detail}");
+
+    let made = stack.provision(&process, "user_2").await;
+    let booting = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}/boot-failure", booting.machine);
+    let report =
+        stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&booting.registration_token);
+    let message = format!("{evil}{}", "y".repeat(3000));
+    let report = stack.send(report.json(&json!({"stage": "restore", "message": message}))).await;
+    assert_eq!(report.status, 202, "{report:?}");
+    let failure = stack.get(&process, &format!("/vps/{}", booting.machine)).await.body["failure"].clone();
+    let message = failure["message"].as_str().unwrap();
+    assert!(message.starts_with(clean) && message.chars().count() == 2000, "{failure}");
+}
