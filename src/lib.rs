@@ -22,3 +22,4 @@ pub mod platform;
 pub mod provider;
 pub mod store;
 pub mod telemetry;
+pub mod untrusted_text;

@@ -15,6 +15,7 @@ use uuid::Uuid;
 use super::refusal::Refusal;
 use crate::http::client::{self, Deadlines};
 use crate::http::{problem, request_id};
+use crate::untrusted_text;
 
 const TRIES: usize = 5;
 /// A platform that asks for more patience than this is left to the operator.
@@ -58,11 +59,18 @@ pub struct Answer {
 }
 
 impl Answer {
+    /// The body for a person, with every text of it made printable: hosts have written some of them.
+    ///
     /// # Errors
     /// [`CallError::Unreadable`].
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
-        serde_json::from_str(&self.text)
-            .map_err(|error| CallError::Unreadable { what: self.what.clone(), why: error.to_string() })
+        let unreadable = |error: serde_json::Error| CallError::Unreadable {
+            what: self.what.clone(),
+            why: error.to_string(),
+        };
+        let mut value: Value = serde_json::from_str(&self.text).map_err(unreadable)?;
+        untrusted_text::make_printable(&mut value);
+        serde_json::from_value(value).map_err(unreadable)
     }
 }
 
@@ -226,4 +234,18 @@ impl Api {
 fn retry_after(response: &reqwest::Response) -> Option<Duration> {
     let seconds = response.headers().get(header::RETRY_AFTER)?.to_str().ok()?.parse().ok()?;
     Some(Duration::from_secs(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn read_makes_texts_printable_and_keeps_the_body() {
+        let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
+        let answer = Answer { text: text.clone(), what: "GET /".to_owned() };
+        let read: Value = answer.read().unwrap();
+        assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
+        assert_eq!(answer.text, text);
+    }
 }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::api::CallError;
 use super::show::compact;
 use crate::applet::{Exit, Failure};
+use crate::untrusted_text;
 
 /// A problem as it came, or an answer of something in between that is not the platform.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +41,7 @@ impl Refusal {
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
         let more = body.as_ref().map(|body| particulars(body, &detail)).unwrap_or_default();
         detail.push_str(&more);
+        let detail = untrusted_text::printable(&detail).into_owned();
         Self { status, code, detail, request_id, body, retry_after }
     }
 

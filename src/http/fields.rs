@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::openapi::LARGEST_NUMBER;
 use super::problem::{FieldError, Problem};
+use crate::untrusted_text;
 
 pub struct Fields {
     left: Map<String, Value>,
@@ -157,6 +158,27 @@ impl Fields {
     pub fn optional_text(&mut self, name: &str, longest: usize) -> Option<String> {
         let text: String = self.optional(name)?;
         self.measured(name, text, longest)
+    }
+
+    /// Text that a host reports: cut and made printable, and not refused for what is in it.
+    pub fn reported(&mut self, name: &str) -> Option<String> {
+        let value = self.take(name)?;
+        self.bounded(name, &value)
+    }
+
+    /// [`Self::reported`], where it must be given and must not be empty.
+    pub fn required_reported(&mut self, name: &str) -> Option<String> {
+        let value = self.needed(name)?;
+        let text = self.bounded(name, &value)?;
+        self.measured(name, text, untrusted_text::MAX_CHARS)
+    }
+
+    fn bounded(&mut self, name: &str, value: &Value) -> Option<String> {
+        let text = value.as_str().map(untrusted_text::bounded);
+        if text.is_none() {
+            self.wrong(name, "must be a string");
+        }
+        text
     }
 
     fn measured(&mut self, name: &str, text: String, longest: usize) -> Option<String> {

@@ -140,3 +140,101 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
         "objects are kept"
     );
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_pointer_hides_no_snapshot() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let latest = stack.snapshot("user_1");
+    let path = format!("/vps/{}/backups", guest.machine);
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "{torn");
+    let listed = stack.get(&process, &path).await;
+    assert_eq!((listed.status, &listed.body["latest"]), (200, &Value::Null), "{listed:?}");
+    let backups = listed.body["backups"].as_array().unwrap();
+    assert_eq!(backups.len(), 1);
+    assert_eq!(format!("user_1/primary/{}", backups[0]["key"].as_str().unwrap()), latest);
+    assert_eq!(backups[0]["latest"], false);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshot_from_the_future_does_not_count() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    let counted = || async {
+        let row = client.query_one("SELECT backup_taken_at FROM user_machines", &[]).await.unwrap();
+        row.get::<_, Option<jiff::Timestamp>>(0).map(svc::clock::rfc3339_ms)
+    };
+    let beat = |at: &str| {
+        let mut beat = beat_of(&guest);
+        beat["lastBackup"] = json!({"status": "success", "takenAt": at, "key": "x", "sizeBytes": 4});
+        beat
+    };
+    let (future, past) = ("2099-01-02T03:04:05.678Z", "2026-01-02T03:04:05.678Z");
+    assert_eq!(stack.beat(&process, &guest, &beat(future)).await.status, 200);
+    assert_eq!(counted().await, None);
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["lastBackup"]["takenAt"], future, "it is kept for show");
+    assert!(stack.log().contains("snapshot from the future"));
+    stack.beat(&process, &guest, &beat(past)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+    stack.beat(&process, &guest, &beat(future)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+    // A little ahead is a clock that is a little off.
+    let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
+    stack.beat(&process, &guest, &beat(&soon)).await;
+    assert_eq!(counted().await, Some(soon));
+    // One that counted before it was checked is replaced.
+    client
+        .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
+        .await
+        .unwrap();
+    stack.beat(&process, &guest, &beat(past)).await;
+    assert_eq!(counted().await.as_deref(), Some(past));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reported_texts_are_bounded_and_printable() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let (evil, clean) = ("\u{1b}[2J\u{202e}x\nö", "\u{FFFD}[2J\u{FFFD}x\nö");
+    let mut beat = beat_of(&guest);
+    let at = "2026-01-02T03:04:05.678Z";
+    beat["lastBackup"] = json!({"status": "error", "key": evil, "error": "é".repeat(3000)});
+    beat["lastUpdate"] =
+        json!({"version": "v1", "outcome": "failed", "stage": evil, "error": evil, "at": at});
+    beat["checks"] =
+        json!({"verify": {"status": "error", "at": at, "key": evil, "damaged": [evil], "error": evil}});
+    beat["attention"] = json!([{"code": "full", "detail": format!("{evil}{}", "y".repeat(3000))}]);
+    let answer = stack.beat(&process, &guest, &beat).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["lastBackup"]["error"], json!("é".repeat(2000)));
+    assert_eq!(record["lastBackup"]["key"], clean);
+    assert_eq!(
+        (&record["lastUpdate"]["stage"], &record["lastUpdate"]["error"]),
+        (&json!(clean), &json!(clean))
+    );
+    let verify = &record["checks"]["verify"];
+    assert_eq!(
+        (&verify["key"], &verify["damaged"][0], &verify["error"]),
+        (&json!(clean), &json!(clean), &json!(clean))
+    );
+    let detail = record["attention"][0]["detail"].as_str().unwrap();
+    assert!(detail.starts_with(clean) && detail.chars().count() == 2000, "{detail}");
+
+    let made = stack.provision(&process, "user_2").await;
+    let booting = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let path = format!("/vps/{}/boot-failure", booting.machine);
+    let report =
+        stack.request(&process, reqwest::Method::POST, &path).bearer_auth(&booting.registration_token);
+    let message = format!("{evil}{}", "y".repeat(3000));
+    let report = stack.send(report.json(&json!({"stage": "restore", "message": message}))).await;
+    assert_eq!(report.status, 202, "{report:?}");
+    let failure = stack.get(&process, &format!("/vps/{}", booting.machine)).await.body["failure"].clone();
+    let message = failure["message"].as_str().unwrap();
+    assert!(message.starts_with(clean) && message.chars().count() == 2000, "{failure}");
+}

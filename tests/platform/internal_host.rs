@@ -22,6 +22,10 @@ pub struct Script {
     pub can_stop: bool,
     /// Its writers end when they are stopped.
     pub stops: bool,
+    /// How many dispatches it reports as running.
+    pub dispatches: u64,
+    /// Added to them at each call.
+    pub more_dispatches: u64,
     /// What it says of its backups.
     pub progress: Value,
 }
@@ -53,13 +57,15 @@ impl Drop for Host {
     }
 }
 
-fn answer(script: &Script, method: &str, path: &str) -> Response {
+fn answer(script: &mut Script, method: &str, path: &str) -> Response {
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     match (method, path) {
         ("POST", "/_svc/internal/quiesce") if !script.can_stop => StatusCode::NOT_FOUND.into_response(),
         ("POST", "/_svc/internal/quiesce") => {
+            script.dispatches += script.more_dispatches;
             let at = script.stops.then_some(&now);
-            axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": 0})).into_response()
+            axum::Json(json!({"operationId": null, "quiescedAt": at, "runningDispatches": script.dispatches}))
+                .into_response()
         }
         ("POST", "/_svc/internal/backup") => {
             (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response()
@@ -83,8 +89,14 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
     let beat = stack.send(beat.bearer_auth(&guest.upgrade_token).json(&heartbeat())).await;
     let keys: ProofKeys = serde_json::from_value(beat.body["proofKeys"].clone()).unwrap();
     let keys = Arc::new(Mutex::new(keys));
-    let script =
-        Arc::new(Mutex::new(Script { can_stop: true, stops: true, progress: json!({"running": true}) }));
+    let script = Script {
+        can_stop: true,
+        stops: true,
+        dispatches: 0,
+        more_dispatches: 0,
+        progress: json!({"running": true}),
+    };
+    let script = Arc::new(Mutex::new(script));
     let (accepted, behaviour) = (keys.clone(), script.clone());
     let (machine, seen) = (guest.machine.parse().unwrap(), Arc::new(Mutex::new(Vec::new())));
     let log = seen.clone();
@@ -98,7 +110,7 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
         assert_eq!(claims.method.as_deref(), Some(request.method().as_str()));
         assert_eq!(claims.path.as_deref(), Some(request.uri().path()));
         log.lock().unwrap().push(claims);
-        answer(&behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
+        answer(&mut behaviour.lock().unwrap(), request.method().as_str(), request.uri().path())
     });
     let listener = TcpListener::bind((server.ipv4, stack.provider.https_port())).await.unwrap();
     let stop = CancellationToken::new();

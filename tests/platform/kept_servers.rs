@@ -297,3 +297,60 @@ async fn host_that_serves_is_kept_though_its_registration_was_forgotten() {
     let waits = stack.get(&process, "/vps/fleet").await.body.to_string();
     assert!(waits.contains("unsaved_changes"), "{waits}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn discard_waits_for_the_last_backup_of_a_deletion() {
+    let stack = Stack::start().await;
+    let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("DELETE_GRACE_SECONDS", "60")];
+    let process = stack.platform_with(&settings);
+    let old = host(&stack, &process).await;
+    let machine = old.guest.machine.clone();
+    let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
+    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", asked).await;
+
+    let path = format!("/vps/{machine}/discard");
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert_eq!(refused.body["machineStatus"], "kept", "{refused:?}");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
+    assert_eq!(power(&stack, &machine), Some(Power::Running));
+
+    stack.snapshot_by("user_1", &machine, &svc::clock::rfc3339_ms(jiff::Timestamp::now()));
+    let ended = stack.ended(&process, &id(&deleted, "operationId")).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());
+
+    // Without a last backup on record, and without an accepted loss, nothing says that all is saved.
+    let client = stack.database.connect().await.unwrap();
+    client.execute("UPDATE user_machines SET final_backup_at = NULL", &[]).await.unwrap();
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+    client.execute("UPDATE user_machines SET final_backup_at = now()", &[]).await.unwrap();
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
+    let gone = || async { power(&stack, &machine).is_none().then_some(()) };
+    stack.eventually("it is deleted", gone).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
+    let stack = Stack::start().await;
+    let settings = [("LAST_BACKUP_STALL_SECONDS", "60"), ("PREDECESSOR_KEEP_SECONDS", "60")];
+    let process = stack.platform_with(&settings);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
+    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", asked).await;
+    let path = format!("/vps/{}/discard", old.guest.machine);
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&id(&recovery, "operationId")), "{refused:?}");
+
+    let machine = old.guest.machine.clone();
+    drop(old);
+    let ended = stack.ended(&process, &id(&recovery, "operationId")).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+    let kept = record(&stack, &process, &machine).await;
+    assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
+}

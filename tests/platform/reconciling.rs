@@ -220,3 +220,77 @@ async fn several_processes_ask_the_provider_no_more_often_than_one() {
     let most = 2.0 + began.elapsed().as_secs_f64() * 1.5;
     assert!((made as f64) <= most, "{made} in {:?}", began.elapsed());
 }
+
+/// How many lines of the log have this text.
+fn logged(stack: &Stack, text: &str) -> usize {
+    stack.log().lines().filter(|line| line.contains(text)).count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outcome_that_cannot_be_stored_is_retried_after_growing_pauses() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    // Its retries are exhausted, and a machine that cannot be read cannot be failed either.
+    let client = stack.database.connect().await.unwrap();
+    client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
+    let is_left = || async {
+        client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
+        (logged(&stack, "an operation is left") > 0).then_some(())
+    };
+    stack.eventually("it is left", is_left).await;
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    let left = logged(&stack, "an operation is left");
+    assert!((2..=5).contains(&left), "{left} times");
+    client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
+    assert_eq!(stack.register(&process, &guest).await.status, 200);
+    let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    assert_eq!(ended["state"], "succeeded", "{ended}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let mut made = Vec::new();
+    for user in ["user_1", "user_2", "user_3"] {
+        let machine = stack.provision(&process, user).await["machineId"].as_str().unwrap().to_owned();
+        stack.guest(&process, &machine).await;
+        made.push(machine);
+    }
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET registration_expires_at = now(), \
+               public_ipv4 = CASE WHEN idp_user_id = 'user_3' THEN public_ipv4 ELSE 'nowhere' END";
+    client.execute(sql, &[]).await.unwrap();
+    // Its own operation would see to it as well.
+    client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
+    let failed = || async { (stack.status(&process, &made[2]).await == "failed").then_some(()) };
+    stack.eventually("the readable machine fails", failed).await;
+    let said = || async {
+        let is_named = made[..2].iter().all(|id| {
+            stack.log().lines().any(|line| line.contains("could not process") && line.contains(id.as_str()))
+        });
+        (is_named && logged(&stack, "the reconciler could not do its part") > 0).then_some(())
+    };
+    stack.eventually("the others are named, and the part failed", said).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let (first, second) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now(), \
+               public_ipv4 = CASE WHEN idp_user_id = 'user_2' THEN public_ipv4 ELSE 'nowhere' END";
+    client.execute(sql, &[]).await.unwrap();
+    let path = format!("/vps/{}", second.machine);
+    let deleted = || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
+    stack.eventually("the readable preview is deleted", deleted).await;
+    let said = || async {
+        let names = |line: &str| line.contains("could not process") && line.contains(&first.machine);
+        stack.log().lines().any(names).then_some(())
+    };
+    stack.eventually("the other is named", said).await;
+}

@@ -49,6 +49,11 @@ pub fn text_to(longest: usize) -> Value {
     json!({ "type": "string", "minLength": 1, "maxLength": longest, "pattern": "^[^\\u0000]*$" })
 }
 
+/// Text that is not empty; what is in it is replaced and cut where that is needed.
+pub fn some_text() -> Value {
+    json!({ "type": "string", "minLength": 1 })
+}
+
 /// Any text without NUL, which databases do not keep.
 pub fn any_text() -> Value {
     json!({ "type": "string", "pattern": "^[^\\u0000]*$" })

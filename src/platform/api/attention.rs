@@ -3,11 +3,10 @@
 use serde_json::{Value, json};
 
 use crate::http::fields::Fields;
-use crate::http::openapi::{fields, matching, text_to};
+use crate::http::openapi::{fields, matching, some_text};
 
 const MAX_ITEMS: usize = 16;
 const MAX_CODE_CHARS: usize = 40;
-const MAX_DETAIL_CHARS: usize = 2000;
 
 /// What the heartbeat says; nothing where it leaves the field out.
 pub fn read(beat: &mut Fields) -> Value {
@@ -20,7 +19,7 @@ pub fn read(beat: &mut Fields) -> Value {
         if code.as_deref().is_some_and(|code| !is_code(code)) {
             item.wrong("code", "must be lower-case letters and underscores");
         }
-        let detail = item.text("detail", MAX_DETAIL_CHARS);
+        let detail = item.required_reported("detail");
         beat.close(item);
         items.extend(code.zip(detail).map(|(code, detail)| json!({"code": code, "detail": detail})));
     }
@@ -33,6 +32,6 @@ fn is_code(text: &str) -> bool {
 
 pub fn shape() -> Value {
     let code = matching(&format!("^[a-z_]{{1,{MAX_CODE_CHARS}}}$"));
-    let item = fields(&[("code", code), ("detail", text_to(MAX_DETAIL_CHARS))], &[]);
+    let item = fields(&[("code", code), ("detail", some_text())], &[]);
     json!({ "type": "array", "items": item, "maxItems": MAX_ITEMS })
 }

@@ -15,11 +15,12 @@ use crate::clock::rfc3339_ms;
 use crate::http::openapi::{
     Operation, Parameter, Place, array, boolean, count, nullable, object, text, time, uuid,
 };
-use crate::http::problem::{Code, Problem};
+use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
+use crate::store::bucket::StoreError;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::SideRecord;
 use crate::store::{pointer_io, snapshots};
@@ -49,7 +50,15 @@ pub async fn handle(
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let read = async {
-        let pointer = pointer_io::read(&platform.bucket, &slot).await?;
+        let pointer = match pointer_io::read(&platform.bucket, &slot).await {
+            Ok(pointer) => pointer,
+            // The store answers: what it has is listed all the same.
+            Err(error @ StoreError::Corrupt { .. }) => {
+                tracing::warn!(machine = %id, error = %chain(&error), "snapshots are listed without the pointer");
+                None
+            }
+            Err(error) => return Err(error.into()),
+        };
         let page = snapshots::page(&platform.bucket, &slot, before.as_deref(), limit).await?;
         Ok::<_, Problem>((pointer.and_then(|pointer| pointer.value.snapshot), page))
     };

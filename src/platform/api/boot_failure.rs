@@ -11,7 +11,7 @@ use super::call::{Call, path_id, registration_rejected};
 use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
-use crate::http::openapi::{Operation, extensible, fields, object, text_to, uuid};
+use crate::http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -19,10 +19,10 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Circumstances};
+use crate::untrusted_text;
 use axum::routing::post;
 
 const LONGEST_STAGE: usize = 64;
-const LONGEST_MESSAGE: usize = 4096;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -39,8 +39,8 @@ pub async fn handle(
     if id != machine.id {
         return Err(registration_rejected());
     }
-    let stage = fields.text("stage", LONGEST_STAGE);
-    let message = fields.text("message", LONGEST_MESSAGE);
+    let stage = fields.text("stage", LONGEST_STAGE).map(|stage| untrusted_text::bounded(&stage));
+    let message = fields.required_reported("message");
     let (stage, message) = fields.finish(stage.zip(message))?;
 
     let with = Circumstances { failed_at: Some((&stage, &message)), ..Circumstances::default() };
@@ -65,10 +65,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            extensible(fields(
-                &[("stage", text_to(LONGEST_STAGE)), ("message", text_to(LONGEST_MESSAGE))],
-                &[],
-            ))
+            extensible(fields(&[("stage", text_to(LONGEST_STAGE)), ("message", some_text())], &[]))
         }),
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])

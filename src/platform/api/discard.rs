@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
+use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::json;
 
@@ -57,11 +58,8 @@ async fn discard(
         Begun::Open(change) => change,
     };
     check(&change.machine, loss)?;
-    if loss == Loss::Refused && db::machines::is_successor_unproven(&change.tx, &change.machine).await? {
-        return Err(refused(
-            "No later machine of the slot has served yet: this server is its last copy. Send acceptLoss to delete it \
-             all the same.",
-        ));
+    if loss == Loss::Refused {
+        check_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::discard_ordered(&change.tx, id).await?;
     change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, MachineRow::record).await
@@ -81,6 +79,35 @@ fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {
             rfc3339_ms(since)
         ))),
     }
+}
+
+/// Refuses a server that may hold the only copy of the slot's data: without `acceptLoss`, the database must say that a
+/// last backup exists or that an operator has accepted the loss already.
+async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+    if let Some(operation) = db::slot_operations::needs_server(tx, machine).await? {
+        return Err(refused(&format!(
+            "Operation {} ({}) still needs this server: wait until it has ended, or send acceptLoss to delete the \
+             server all the same.",
+            operation.id, operation.kind
+        )));
+    }
+    if db::machines::is_successor_unproven(tx, machine).await? {
+        return Err(refused(
+            "No later machine of the slot has served yet: this server is its last copy. Send acceptLoss to delete it \
+             all the same.",
+        ));
+    }
+    // A machine that gets its slot back loses its `final_backup_at`: one that is set was made for this departure.
+    if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
+        return Ok(());
+    }
+    if db::slot_operations::is_loss_accepted(tx, machine.id).await? {
+        return Ok(());
+    }
+    Err(refused(
+        "No last backup of this machine is on record, and no accepted loss. Send acceptLoss to delete its server all \
+         the same.",
+    ))
 }
 
 fn refused(detail: &str) -> Problem {

@@ -29,6 +29,7 @@ use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::machine_server;
 use crate::platform::db::{self};
+use crate::untrusted_text;
 use axum::routing::post;
 use http::Method;
 
@@ -195,10 +196,10 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     if status.as_deref().is_some_and(|status| !matches!(status, "success" | "error")) {
         inner.wrong("status", "must be success or error");
     }
-    let key: Option<String> = inner.optional("key");
+    let key = inner.reported("key");
     let (began_at, taken_at) = (inner.time("beganAt"), inner.time("takenAt"));
     let size = inner.optional_number("sizeBytes");
-    let error: Option<String> = inner.optional("error");
+    let error = inner.reported("error");
     fields.close(inner);
     let status = status?;
     let verified = taken_at.filter(|_| status == "success");
@@ -222,7 +223,8 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
         inner.wrong("outcome", "must be updated, rolled_back, refused or failed");
     }
     let stage: Option<String> = inner.required("stage");
-    let error: Option<String> = inner.optional("error");
+    let stage = stage.map(|stage| untrusted_text::bounded(&stage));
+    let error = inner.reported("error");
     let at = inner.required_time("at");
     fields.close(inner);
     let mut told = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
@@ -252,9 +254,10 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
         inner.wrong("status", "must be success or error");
     }
     let at = inner.required_time("at");
-    let key: Option<String> = inner.optional("key");
+    let key = inner.reported("key");
     let damaged = inner.strings("damaged", MOST_DAMAGED);
-    let error: Option<String> = inner.optional("error");
+    let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
+    let error = inner.reported("error");
     checks.close(inner);
     let at = crate::clock::rfc3339_ms(at?);
     Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))

@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::Value;
 
 use super::machine_row::{Failure, Kind, MachineRow};
-use super::{DbError, execute};
+use super::{DbError, execute, row};
 use crate::http::tls::SpkiPin;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::RestoreMode;
@@ -368,7 +368,8 @@ pub struct Heartbeat<'a> {
     pub proof_kids: &'a [String],
 }
 
-/// Writes a heartbeat.
+/// Writes a heartbeat. A snapshot from the future by the database's clock does not count as one: it would silence the
+/// slot's backup alarms until that time.
 ///
 /// # Errors
 /// [`DbError`].
@@ -377,10 +378,13 @@ pub async fn heartbeat(
     id: MachineId,
     beat: &Heartbeat<'_>,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
-               last_backup = coalesce($4, last_backup), backup_taken_at = greatest(backup_taken_at, $5), \
+    let sql = "WITH bound AS (SELECT clock_timestamp() + interval '5 minutes' AS latest) \
+               UPDATE user_machines SET heartbeat_at = clock_timestamp(), image_version = $2, health = $3, \
+               last_backup = coalesce($4, last_backup), backup_taken_at = coalesce(greatest(\
+                 CASE WHEN backup_taken_at <= latest THEN backup_taken_at END, \
+                 CASE WHEN $5::timestamptz <= latest THEN $5 END), backup_taken_at), \
                last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9 \
-               WHERE machine_id = $1";
+               FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
         &id.0,
@@ -393,7 +397,10 @@ pub async fn heartbeat(
         &beat.checks,
         &beat.attention,
     ];
-    execute(client, sql, params).await?;
+    if row(client, sql, params).await?.is_some_and(|row| row.get(0)) {
+        tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
+            "the host reports a snapshot from the future, which does not count: check its clock");
+    }
     // Apart, because naming this column has every router read the machine's keys again.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)

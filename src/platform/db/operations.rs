@@ -477,6 +477,23 @@ pub async fn renew(
     Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
 }
 
+/// Lets a held operation whose outcome could not be stored wait before its next try: one second, doubled by each attempt
+/// up to `max`.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn postpone(
+    client: &impl GenericClient,
+    id: OperationId,
+    owner: Uuid,
+    max: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET attempts = least(attempts, 1000000) + 1, updated_at = clock_timestamp(), \
+               due_at = clock_timestamp() + make_interval(secs => least($3, power(2, least(attempts, 10)))) \
+               WHERE operation_id = $1 AND lease_owner = $2 AND state = 'running'";
+    execute(client, sql, &[&id.0, &owner, &max.as_secs_f64()]).await.map(drop)
+}
+
 /// Gives up a lease, also of an operation that has ended, so that nobody waits for it.
 ///
 /// # Errors

@@ -2,8 +2,9 @@
 
 use deadpool_postgres::GenericClient;
 
+use super::machine_row::MachineRow;
 use super::operations::{COLUMNS, OperationRow};
-use super::{DbError, row};
+use super::{DbError, Params, row};
 use crate::machine::id::{MachineId, OperationId};
 
 /// Whether an operation of any machine of the slot is at work in some process, besides this one.
@@ -50,4 +51,37 @@ pub async fn deleting(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
     );
     Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
+}
+
+/// An operation under way that still needs the server of a machine that left its slot: one of its own, or the making of
+/// the next machine, which waits for its last backup.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn needs_server(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<Option<OperationRow>, DbError> {
+    // A machine that registered in between is the one that the later operation waits for.
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND (machine_id = $1 \
+         OR (step = 'last_backup' AND machine_id IN (SELECT later.machine_id FROM user_machines later \
+           WHERE later.idp_user_id = $2 AND later.slot = $3 AND later.epoch > $4 \
+           AND NOT EXISTS (SELECT 1 FROM user_machines between_them WHERE between_them.idp_user_id = $2 \
+             AND between_them.slot = $3 AND between_them.epoch > $4 AND between_them.epoch < later.epoch \
+             AND between_them.registered_at IS NOT NULL)))) ORDER BY operation_id LIMIT 1"
+    );
+    let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
+    let params: Params<'_> = &[&machine.id.0, &machine.user.as_str(), &machine.slot.as_str(), &epoch];
+    Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
+}
+
+/// Whether an operator accepted the loss of unsaved data when this machine was taken out of service.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn is_loss_accepted(client: &impl GenericClient, machine: MachineId) -> Result<bool, DbError> {
+    let Some(id) = took_out_of_service(client, machine).await? else { return Ok(false) };
+    let operation = super::operations::get(client, id).await?;
+    Ok(operation.is_some_and(|operation| operation.options.accept_loss))
 }

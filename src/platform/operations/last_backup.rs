@@ -33,6 +33,11 @@ struct Progress {
     #[serde(with = "clock::wire_option")]
     unreachable_since: Option<Timestamp>,
     has_stopped: bool,
+    /// Since when the host has been asked to stop its writers and has not done so.
+    #[serde(with = "clock::wire_option")]
+    stopping_since: Option<Timestamp>,
+    /// The lowest count of running dispatches that the host has reported.
+    running_dispatches: Option<u64>,
     /// By the host's clock, which also dates the snapshot.
     #[serde(with = "clock::wire_option")]
     requested_at: Option<Timestamp>,
@@ -116,9 +121,9 @@ async fn attempt(
 ) -> Result<Attempt, HostCallError> {
     progress.progress_at.get_or_insert(now);
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
-        let stalled = progress.is_stalled(held, now);
+        let is_overdue = progress.is_stop_overdue(held, now);
         let what = "its dispatches and apps do not end".to_owned();
-        return Ok(if stalled { Attempt::Trouble(what) } else { Attempt::Wait(POLL) });
+        return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(POLL) });
     }
     let Some(requested_at) = progress.requested_at else {
         let taken = ask_host::request_backup(held.platform, machine).await?;
@@ -157,13 +162,18 @@ async fn stop_writers(
     match ask_host::quiesce(held.platform, machine, held.operation.id).await {
         Ok(quiesced) => {
             progress.has_stopped = quiesced.quiesced_at.is_some();
-            progress.changed(format!("stopping {}", quiesced.running_dispatches), now);
+            if !progress.has_stopped {
+                progress.note_running(quiesced.running_dispatches, now);
+            }
         }
         Err(HostCallError::Refused(status)) if status.as_u16() == 404 || status.as_u16() == 405 => {
             tracing::warn!(machine = %machine.id, "its release cannot stop its writers before the last backup");
             progress.has_stopped = true;
         }
         Err(error) => return Err(error),
+    }
+    if progress.has_stopped {
+        progress.progress_at = Some(now);
     }
     Ok(progress.has_stopped)
 }
@@ -264,6 +274,21 @@ impl Progress {
     fn note(&mut self, host: &BackupProgress, now: Timestamp) {
         let sign = format!("{:?} {:?} {:?}", host.stage, host.dumped_bytes, host.uploaded_bytes);
         self.changed(sign, now);
+    }
+
+    /// Only a falling count is progress: a host can report growing ones for ever.
+    fn note_running(&mut self, count: u64, now: Timestamp) {
+        self.stopping_since.get_or_insert(now);
+        if self.running_dispatches.is_none_or(|lowest| count < lowest) {
+            self.running_dispatches = Some(count);
+            self.progress_at = Some(now);
+        }
+    }
+
+    /// Whether stopping the writers has taken longer than it may in total, whatever the host reports.
+    fn is_stop_overdue(&self, held: &Held<'_>, now: Timestamp) -> bool {
+        let limit = signed(held.platform.config.timing.last_backup_stall);
+        self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
     fn changed(&mut self, sign: String, now: Timestamp) {

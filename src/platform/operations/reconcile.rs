@@ -3,6 +3,7 @@
 //!
 //! It takes no input and can run at any time, in any number of processes: by its timer, or sooner when nudged.
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use super::{census, held, retention, vocabulary};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
+use crate::machine::id::MachineId;
 use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
@@ -66,37 +68,67 @@ fn report(part: &'static str, end: anyhow::Result<()>) {
     }
 }
 
+/// The failures of one part: one machine's error does not keep the part from the others.
+#[derive(Default)]
+struct Failures(usize);
+
+impl Failures {
+    fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
+        if let Err(error) = outcome {
+            self.0 += 1;
+            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skips what it could not process");
+        }
+    }
+
+    /// Whether the part succeeded as a whole.
+    fn end(self) -> anyhow::Result<()> {
+        anyhow::ensure!(self.0 == 0, "{} could not be processed", self.0);
+        Ok(())
+    }
+}
+
 async fn registrations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let expired = db::machines::expired(&session).await?;
     drop(session);
+    let mut failures = Failures::default();
     for machine in expired {
         tracing::warn!(%machine, "the registration ran out");
-        held::expire(platform, machine).await?;
+        let expired = held::expire(platform, machine).await;
+        failures.note(machine, expired.map_err(Into::into));
     }
-    Ok(())
+    failures.end()
 }
 
 async fn previews(platform: &Platform) -> anyhow::Result<()> {
-    let mut session = platform.db.session().await?;
-    for machine in db::machines::expired_previews(&session).await? {
-        let tx = db::begin(&mut session).await?;
-        let Some(row) = db::machines::locked(&tx, machine).await? else { continue };
-        let with = Circumstances::default();
-        lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
-        let target = machine.to_string();
-        let entry = db::audit::Entry {
-            actor: "platform",
-            action: "preview.expired",
-            target: &target,
-            before: Some(&row.record()),
-            after: None,
-            request_id: &request_id::current(),
-        };
-        db::audit::write(&tx, &entry).await?;
-        db::commit(tx).await?;
-        tracing::info!(%machine, "a preview ran out and is deleted");
+    let session = platform.db.session().await?;
+    let expired = db::machines::expired_previews(&session).await?;
+    drop(session);
+    let mut failures = Failures::default();
+    for machine in expired {
+        failures.note(machine, end_preview(platform, machine).await);
     }
+    failures.end()
+}
+
+async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
+    let with = Circumstances::default();
+    lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
+    let target = machine.to_string();
+    let entry = db::audit::Entry {
+        actor: "platform",
+        action: "preview.expired",
+        target: &target,
+        before: Some(&row.record()),
+        after: None,
+        request_id: &request_id::current(),
+    };
+    db::audit::write(&tx, &entry).await?;
+    db::commit(tx).await?;
+    tracing::info!(%machine, "a preview ran out and is deleted");
     Ok(())
 }
 
@@ -107,11 +139,12 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
     let found = db::operations::hanging(&session, deadline, limit, &vocabulary()).await?;
     drop(session);
+    let mut failures = Failures::default();
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
-        end_hanging(platform, &operation).await?;
+        failures.note(operation.id, end_hanging(platform, &operation).await);
     }
-    Ok(())
+    failures.end()
 }
 
 /// What this release cannot run is left to a newer one, and said.

@@ -31,6 +31,8 @@ const AT_ONCE: usize = 16;
 /// A new machine that could not be made for this long fails; recover can be asked again.
 const GIVE_UP: Duration = Duration::from_secs(3600);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Between two tries of an operation whose outcome cannot be stored.
+const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
 
 /// Drives operations until `stop`, then lets the steps under way end.
 pub async fn run(platform: Arc<Platform>) {
@@ -83,24 +85,27 @@ async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uui
 
 /// Takes one operation as far as it goes now.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
-    loop {
+    let is_stored = loop {
         match one_step(platform, &operation, owner).await {
             Ok(Some(next)) if !platform.stop.is_cancelled() => operation = next,
-            Ok(_) => break,
+            Ok(_) => break true,
             Err(StepError::Lost) => {
                 // Ended under way: what it was about may stand at the provider all the same.
                 platform.reconcile.notify_one();
-                break;
+                break true;
             }
             Err(error) => {
-                // Not even the failure could be stored: the lease runs out and somebody tries again.
+                // Not even the failure could be stored: the operation is retried after a pause.
                 tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");
-                break;
+                break false;
             }
         }
-    }
+    };
     let released = async {
         let session = platform.db.session().await?;
+        if !is_stored {
+            db::operations::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
+        }
         db::operations::release(&session, operation.id, owner).await
     };
     if let Err(error) = released.await {

@@ -1,0 +1,65 @@
+//! Text that a host reports: anybody with that host can write it, and operators read it in terminals and browsers.
+
+use std::borrow::Cow;
+
+use serde_json::Value;
+
+/// Of one reported text; the rest is cut.
+pub const MAX_CHARS: usize = 2000;
+
+/// The text with U+FFFD for each character that could move the cursor, change colours or reorder what is shown.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
+}
+
+/// [`printable`], cut to [`MAX_CHARS`].
+pub fn bounded(text: &str) -> String {
+    printable(text).chars().take(MAX_CHARS).collect()
+}
+
+/// [`printable`] for every text in a JSON value; names of members stay.
+pub fn make_printable(value: &mut Value) {
+    match value {
+        Value::String(text) => {
+            if let Cow::Owned(clean) = printable(text) {
+                *text = clean;
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(make_printable),
+        Value::Object(members) => members.values_mut().for_each(make_printable),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+/// C0 but the newline, DEL, C1, and the marks that change the direction of text.
+fn is_unsafe(c: char) -> bool {
+    (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn replaces_controls_and_direction_marks_only() {
+        assert_eq!(printable("a\u{1b}[31m\tb\nc\u{9b}d\u{7f}"), "a\u{FFFD}[31m\u{FFFD}b\nc\u{FFFD}d\u{FFFD}");
+        assert_eq!(
+            printable("\u{202a}x\u{202e}y\u{2066}z\u{2069}\0"),
+            "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}"
+        );
+        assert_eq!(printable("größer – 日本 🙂"), "größer – 日本 🙂");
+    }
+
+    #[test]
+    fn bounds_text_by_characters() {
+        assert_eq!(bounded(&"ä".repeat(MAX_CHARS + 5)).chars().count(), MAX_CHARS);
+    }
+
+    #[test]
+    fn cleans_every_text_of_json() {
+        let mut value = json!({"a": ["\u{1b}x", 1, null], "b": {"c": "\u{202e}"}});
+        make_printable(&mut value);
+        assert_eq!(value, json!({"a": ["\u{FFFD}x", 1, null], "b": {"c": "\u{FFFD}"}}));
+    }
+}
