@@ -29,6 +29,7 @@ pub mod progress;
 pub mod quiesce;
 pub mod records;
 pub mod register;
+pub mod registered;
 pub mod release;
 pub mod restore;
 pub mod role_facts;

@@ -5,7 +5,7 @@
 
 mod call;
 mod failure;
-pub mod ledger;
+mod ledger;
 mod stage;
 
 use std::ffi::OsString;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Settings;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
-use crate::host::register::ledger::Ledger;
+use crate::host::registered;
 use crate::host::release;
 use crate::host::updated::{self, Outcome};
 use crate::http::client::{self, Deadlines};
@@ -93,7 +93,7 @@ impl<'a> Heart<'a> {
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
-            registered: is_registered(settings).then_some(true),
+            registered: registered::is_done(&settings.layout, settings.identity.machine).then_some(true),
             attention,
         };
         let (mut status, mut body) = self.send(&beat).await?;
@@ -122,12 +122,6 @@ impl<'a> Heart<'a> {
         let status = response.status();
         Ok((status, response.bytes().await?))
     }
-}
-
-/// Whether a registration of this machine was accepted; what cannot be read says nothing.
-fn is_registered(settings: &Settings) -> bool {
-    let ledger = Ledger::read(&settings.layout).ok().flatten();
-    ledger.is_some_and(|ledger| ledger.is_done_for(settings.identity.machine))
 }
 
 /// What runs here, or what user-data asked for while nothing is unpacked.

@@ -10,6 +10,7 @@ pub mod ended_machines;
 pub mod fleet;
 pub mod idempotency;
 pub mod keys;
+pub mod leases;
 pub mod machine_changes;
 pub mod machine_row;
 pub mod machine_server;

@@ -363,20 +363,6 @@ pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) 
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Whether an ended operation of the machine may still be at work in some process.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn lease_lingers(
-    client: &impl GenericClient,
-    machine: MachineId,
-    besides: OperationId,
-) -> Result<bool, DbError> {
-    let sql = "SELECT 1 FROM operations WHERE machine_id = $1 AND operation_id <> $2 \
-               AND lease_until > clock_timestamp() LIMIT 1";
-    Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
-}
-
 /// The error code of an operation under way that the provider's account holds up: no deadline ends it.
 pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
 
@@ -475,23 +461,6 @@ pub async fn renew(
                WHERE operation_id = $1 AND lease_owner = $2 AND lease_until > clock_timestamp() \
                AND state = 'running'";
     Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
-}
-
-/// Lets a held operation whose outcome could not be stored wait before its next try: one second, doubled by each attempt
-/// up to `max`.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn postpone(
-    client: &impl GenericClient,
-    id: OperationId,
-    owner: Uuid,
-    max: Duration,
-) -> Result<(), DbError> {
-    let sql = "UPDATE operations SET attempts = least(attempts, 1000000) + 1, updated_at = clock_timestamp(), \
-               due_at = clock_timestamp() + make_interval(secs => least($3, power(2, least(attempts, 10)))) \
-               WHERE operation_id = $1 AND lease_owner = $2 AND state = 'running'";
-    execute(client, sql, &[&id.0, &owner, &max.as_secs_f64()]).await.map(drop)
 }
 
 /// Gives up a lease, also of an operation that has ended, so that nobody waits for it.

@@ -7,21 +7,6 @@ use super::operations::{COLUMNS, OperationRow};
 use super::{DbError, Params, row};
 use crate::machine::id::{MachineId, OperationId};
 
-/// Whether an operation of any machine of the slot is at work in some process, besides this one.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn slot_lease_lingers(
-    client: &impl GenericClient,
-    of: MachineId,
-    besides: OperationId,
-) -> Result<bool, DbError> {
-    let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
-               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
-               AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
-    Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
-}
-
 /// The newest operation that took this machine out of service: its own deletion, or the making of its successor.
 ///
 /// # Errors

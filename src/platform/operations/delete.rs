@@ -24,7 +24,7 @@ pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
 pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
-    if db::operations::lease_lingers(&session, machine.id, held.operation.id).await? {
+    if db::leases::lease_lingers(&session, machine.id, held.operation.id).await? {
         return Ok(false);
     }
     // Read again: whoever held it may have noted a server before they let go.

@@ -106,7 +106,7 @@ async fn machine_in_slot(held: &Held<'_>) -> Result<MachineRow, StepError> {
 /// Whether a process may still carry out an operation of the slot that has ended.
 async fn another_is_at_work(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = held.platform.db.session().await?;
-    Ok(db::slot_operations::slot_lease_lingers(&session, machine.id, held.operation.id).await?)
+    Ok(db::leases::slot_lease_lingers(&session, machine.id, held.operation.id).await?)
 }
 
 async fn server_of(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {

@@ -19,7 +19,7 @@ const POLL: Duration = Duration::from_millis(500);
 pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     let session = held.platform.db.session().await?;
-    let lingers = db::slot_operations::slot_lease_lingers(&session, machine.id, held.operation.id).await?;
+    let lingers = db::leases::slot_lease_lingers(&session, machine.id, held.operation.id).await?;
     drop(session);
     if lingers {
         return Ok(Answer::wait(POLL));

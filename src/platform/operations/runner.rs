@@ -104,7 +104,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let released = async {
         let session = platform.db.session().await?;
         if !is_stored {
-            db::operations::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
+            db::leases::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
         }
         db::operations::release(&session, operation.id, owner).await
     };

@@ -1,0 +1,55 @@
+//! Who is at work on operations, and when one is tried again.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+use uuid::Uuid;
+
+use super::{DbError, execute, row};
+use crate::machine::id::{MachineId, OperationId};
+
+/// Whether an ended operation of the machine may still be at work in some process.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn lease_lingers(
+    client: &impl GenericClient,
+    machine: MachineId,
+    besides: OperationId,
+) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operations WHERE machine_id = $1 AND operation_id <> $2 \
+               AND lease_until > clock_timestamp() LIMIT 1";
+    Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
+}
+
+/// Whether an operation of any machine of the slot is at work in some process, besides this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn slot_lease_lingers(
+    client: &impl GenericClient,
+    of: MachineId,
+    besides: OperationId,
+) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operations o JOIN user_machines m USING (machine_id) \
+               JOIN user_machines mine ON mine.machine_id = $1 AND mine.idp_user_id = m.idp_user_id \
+               AND mine.slot = m.slot WHERE o.operation_id <> $2 AND o.lease_until > clock_timestamp() LIMIT 1";
+    Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
+}
+
+/// Lets a held operation whose outcome could not be stored wait before its next try: one second, doubled by each attempt
+/// up to `max`.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn postpone(
+    client: &impl GenericClient,
+    id: OperationId,
+    owner: Uuid,
+    max: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET attempts = least(attempts, 1000000) + 1, updated_at = clock_timestamp(), \
+               due_at = clock_timestamp() + make_interval(secs => least($3, power(2, least(attempts, 10)))) \
+               WHERE operation_id = $1 AND lease_owner = $2 AND state = 'running'";
+    execute(client, sql, &[&id.0, &owner, &max.as_secs_f64()]).await.map(drop)
+}
