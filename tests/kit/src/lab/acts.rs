@@ -56,7 +56,7 @@ static ACTS: [Act; 30] = [
     whole("store-away", |stack, lives| Box::pin(data::store_away(stack, &lives.now))),
     whole("side-database", |stack, lives| Box::pin(data::side_database(stack, &lives.now))),
     whole("archive", |stack, lives| Box::pin(data::archive(stack, &lives.now))),
-    quick("failed-recovery", |stack, lives| {
+    whole("failed-recovery", |stack, lives| {
         Box::pin(async {
             let (back, said) = story::fail_half_way(stack, &lives.now, life::PATIENCE).await?;
             (lives.first, lives.now) = (back.clone(), back);
@@ -74,7 +74,7 @@ static ACTS: [Act; 30] = [
         })
     }),
     quick("rows", |stack, _| Box::pin(life::rows_are_back(stack))),
-    quick("undelete", |stack, lives| Box::pin(story::undelete(stack, &lives.now, life::PATIENCE))),
+    whole("undelete", |stack, lives| Box::pin(story::undelete(stack, &lives.now, life::PATIENCE))),
     whole("fenced", |stack, lives| Box::pin(life::old_machine_learns(stack, &lives.first))),
     whole("clock-jump", |stack, lives| Box::pin(faults::clock_jump(stack, &lives.now))),
     whole("update", |stack, lives| Box::pin(updates::update(stack, &lives.now))),
