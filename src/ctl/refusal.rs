@@ -92,7 +92,7 @@ impl Refusal {
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
                 Some(UNUSABLE_POINTER)
             }
-            // The detail says which option goes on.
+            // The detail names the option that overrides the refusal.
             "conflict" if self.detail.contains("with force") => None,
             _ => advice(code),
         }

@@ -181,7 +181,7 @@ impl PgTools {
         Ok(command)
     }
 
-    /// Loads the dump that comes on stdin into a database that nobody uses yet, as it arrives and in one session.
+    /// Loads the dump that comes on stdin into a database without sessions, as it arrives and in one session.
     pub fn load_stream(&self, server: &Server, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);

@@ -5,7 +5,7 @@ use tokio_postgres::{Error, GenericClient};
 
 use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
 
-/// The comment of a role that was made for a drill: it is nobody's.
+/// The comment of a role that was made for a drill and belongs to no app.
 pub const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
 
 const ROLES: &str = "

@@ -32,7 +32,7 @@ const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
 /// Sessions that live longer are meant to outlast a platform that is away.
 const LONG_LIFE: SignedDuration = SignedDuration::from_hours(2);
 /// How old a long session becomes: less than the hour between two backups, so that each of them begins with one that has
-/// all of its life but an hour, whatever happens to the platform then.
+/// all of its life but an hour, even if the platform is unreachable then.
 const LONG_RENEW_AFTER: SignedDuration = SignedDuration::from_mins(50);
 /// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
 const MARGIN: SignedDuration = SignedDuration::from_secs(30);

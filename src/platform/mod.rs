@@ -60,7 +60,7 @@ use crate::{metrics, telemetry};
 /// How long steps under way may go on after the stop was asked; the rest is resumed by the next process.
 const DRAIN: Duration = Duration::from_secs(25);
 
-/// Of the probe at the start, which a store that is away must not hold up.
+/// Bounds the probe at start, so that an unreachable store does not delay it.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.

@@ -1,7 +1,7 @@
 //! This process's clock against the database's: leases and deadlines go by the database's, tokens, proofs and the rate of
 //! the provider by ours.
 //!
-//! Corrects nothing: it logs, measures, and tells readiness.
+//! Corrects nothing: it logs, measures, and reports to readiness.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};

@@ -44,7 +44,7 @@ pub trait Provider: Send + Sync {
     /// Cuts the power.
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError>;
 
-    /// Asks the operating system to restart; a system that does not react goes on as it is.
+    /// Requests a restart from the operating system, which may ignore it.
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError>;
 
     /// Asks the operating system to shut down; the action's success is no proof that it did.

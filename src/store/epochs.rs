@@ -1,5 +1,5 @@
-//! The epoch floor: the highest epoch that the store knows of a slot. The next machine's epoch is above it, whatever the
-//! platform's database says, which may have been restored from an older copy.
+//! The epoch floor: the highest epoch that the store knows of a slot. The next machine's epoch is above it, since
+//! the platform's database may have been restored from an older copy.
 
 use std::time::Duration;
 

@@ -161,8 +161,8 @@ mod tests {
         let entry = prefix.pointer_entry(42);
         assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
         assert_eq!(entry_seq(&entry), Some(42));
-        let largest = prefix.pointer_entry(crate::store::pointer::LARGEST_SEQ);
-        assert_eq!(entry_seq(&largest), Some(crate::store::pointer::LARGEST_SEQ));
+        let largest = prefix.pointer_entry(crate::store::pointer::MAX_SEQ);
+        assert_eq!(entry_seq(&largest), Some(crate::store::pointer::MAX_SEQ));
         assert!(entry < largest);
         for other in ["1.json", "000000000000004x.json", "0000000000000042"] {
             assert_eq!(entry_seq(&prefix.pointer_log().join(other)), None, "{other}");

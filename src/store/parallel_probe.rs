@@ -78,7 +78,7 @@ async fn rounds(bucket: &Bucket) -> Result<Findings, StoreError> {
     for _ in 0..ROUNDS {
         let key = Path::from(format!("{PREFIX}/{}.json", uuid::Uuid::new_v4()));
         let round = round(bucket, &key).await;
-        // Best effort: what is left is a few bytes beside the slots.
+        // Best effort: a failed removal leaves a few bytes beside the slots.
         if let Err(error) = bucket.raw().delete(&key).await {
             tracing::debug!(%key, %error, "the probe's object was not deleted");
         }
@@ -100,7 +100,7 @@ async fn round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError
 
 async fn winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
     let writers = (0..WRITERS).map(|writer| async move {
-        // No two writers write the same bytes: a store that names versions by content would not tell them apart.
+        // No two writers write the same bytes: a store that names versions by content could not distinguish them.
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
         bucket.put_json_if(key, &value, condition.clone()).await
     });

@@ -12,7 +12,7 @@ use crate::machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
 /// More moves than a slot ever sees, and as far as every reader of JSON counts exactly: `seq` must be able to grow.
-pub const LARGEST_SEQ: u64 = 1 << 53;
+pub const MAX_SEQ: u64 = 1 << 53;
 /// An entry of the log that is further ahead of `latest` was not written by the protocol, which leaves at most one ahead. A
 /// `latest` that was put back to an earlier time is still healed.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;

@@ -50,7 +50,7 @@ struct Latest {
 }
 
 impl PointerRead {
-    /// Whether `system/db/latest` exists. Without it, somebody deleted it: the log alone is not followed to a snapshot.
+    /// Whether `system/db/latest` exists. If it was deleted, the log is not followed to a snapshot.
     pub fn has_latest(&self) -> bool {
         self.latest.is_some()
     }
@@ -71,7 +71,7 @@ impl PointerRead {
     }
 }
 
-/// The pointer as it stands, or `None` where there is neither `latest` nor an entry of the log.
+/// The current pointer, or `None` where there is neither `latest` nor an entry of the log.
 ///
 /// # Errors
 /// [`StoreError`]; `Corrupt` for a format that we do not know, and for a `seq` or an epoch beyond all counting.
@@ -141,7 +141,7 @@ pub(super) async fn entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Resul
 fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreError> {
     let why = if pointer.version != pointer::FORMAT {
         format!("format version {} is not {}", pointer.version, pointer::FORMAT)
-    } else if pointer.seq >= pointer::LARGEST_SEQ {
+    } else if pointer.seq >= pointer::MAX_SEQ {
         format!("its seq {} is more than a pointer has", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
         format!("its fence {} is above every epoch", pointer.fence_epoch)

@@ -2,7 +2,7 @@
 //! side records of snapshots.
 //!
 //! Invariants: the fence is never lowered, and `seq` never goes back; what is written names a snapshot whose object and
-//! side record are there and agree; what somebody else wrote meanwhile is never overwritten.
+//! side record are there and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;
 use jiff::Timestamp;

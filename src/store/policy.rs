@@ -8,7 +8,7 @@ use super::key::SlotPrefix;
 /// Whether a session may write over a snapshot, or over an entry of the pointer's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
-    /// The store is not asked. Hosts never do it; whoever has their credentials could.
+    /// Not enforced by the store. Hosts never overwrite snapshots; stolen credentials could.
     Any,
     /// Refused by the store: an object there is created with `If-None-Match`, or not at all. `s3:if-none-match` and
     /// `s3:ObjectCreationOperation` are condition keys of AWS, which other stores may not know.

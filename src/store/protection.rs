@@ -1,4 +1,4 @@
-//! Whether the bucket itself keeps what is overwritten or deleted: versioning and object lock, as S3 tells them.
+//! Whether the bucket itself keeps overwritten and deleted objects: versioning and object lock, as S3 reports them.
 //!
 //! Only reads; an operator switches them on by the commands that are given.
 
@@ -14,7 +14,7 @@ use crate::http::client::{self, Deadlines};
 pub enum Setting {
     On,
     Off,
-    /// The store does not know it, or does not tell it to these credentials.
+    /// The store does not support the question, or refuses it to these credentials.
     Unknown(StatusCode),
 }
 

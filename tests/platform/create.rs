@@ -163,7 +163,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
     stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");
     assert_eq!(stack.status(&process, &old.machine).await, "running");
-    // A provider that cannot tell now decides nothing.
+    // A provider that does not answer refuses nothing.
     let down = Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(10, "GET", "/locations", down));
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "hel1"});

@@ -289,7 +289,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
 
-    // As somebody does who got hold of its credentials.
+    // As an attacker with its credentials.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
     for key in [&dump, &slot.side_record(&side.key).unwrap(), &entry] {
         let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();

@@ -207,8 +207,8 @@ async fn host_with_another_key_than_the_registered_one_is_not_asked() {
     assert!(old.seen.lock().unwrap().is_empty());
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn growing_dispatch_count_does_not_hold_up_the_operation() {
+/// A slot whose host keeps its writers, and reports more dispatches with each answer.
+async fn host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
     let old = host(&stack, &process).await;
@@ -217,6 +217,12 @@ async fn growing_dispatch_count_does_not_hold_up_the_operation() {
         let mut script = old.script.lock().unwrap();
         (script.stops, script.more_dispatches) = (false, 1);
     }
+    (stack, process, old)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn growing_dispatch_count_does_not_hold_up_the_operation() {
+    let (stack, process, old) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let asks = waiting(&stack, &process, &recovery).await;
     assert!(asks["question"]["detail"].as_str().unwrap().contains("do not end"), "{asks}");
@@ -225,14 +231,7 @@ async fn growing_dispatch_count_does_not_hold_up_the_operation() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
-    let stack = Stack::start().await;
-    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
-    let old = host(&stack, &process).await;
-    stack.snapshot("user_1");
-    {
-        let mut script = old.script.lock().unwrap();
-        (script.stops, script.more_dispatches) = (false, 1);
-    }
+    let (stack, process, _) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(note(&stack, &process, &recovery).await, "no last backup; the operator accepted the loss");
 }

@@ -107,13 +107,13 @@ async fn pointer_holds_on_seaweedfs_in_thousands_of_races() -> Result<()> {
 async fn on_moto(count: usize) -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(Moto::start).await??;
-    moto.make_bucket().await?;
-    races(&moto.env(), count).await
+    moto.s3().make_bucket().await?;
+    races(&moto.s3().env(), count).await
 }
 
 async fn on_seaweedfs(count: usize) -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
-    races(&seaweed.env(), count).await
+    races(&seaweed.s3().env(), count).await
 }
 
 /// A server with its bucket; `None`, said by name, where it cannot be fetched.
@@ -126,7 +126,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
         return Ok(None);
     }
     let seaweed = tokio::task::spawn_blocking(Seaweed::start).await??;
-    seaweed.make_bucket().await?;
+    seaweed.s3().make_bucket().await?;
     Ok(Some(seaweed))
 }
 
@@ -135,7 +135,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_accepts_if_none_match_of_seaweedfs() -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
-    let found = parallel_probe::run(&open(&seaweed.env())?, Duration::from_secs(60)).await?;
+    let found = parallel_probe::run(&open(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
     println!("If-Match of SeaweedFS: {:?}", found.replace);
     assert_eq!(found.refusal(), None);
     Ok(())

@@ -115,7 +115,7 @@ impl Ledger {
         }
     }
 
-    /// Whether a host was told that its registration is accepted.
+    /// Whether a host has seen its registration accepted.
     pub fn is_registered(&self, machine: &str) -> bool {
         self.book().registered.contains(machine)
     }
@@ -143,7 +143,7 @@ impl Ledger {
         self.book().operations.clone()
     }
 
-    /// A host was told its epoch.
+    /// Records the epoch that a heartbeat's answer gave a host.
     pub fn raised(&self, machine: &str, epoch: u32) {
         self.book().raised.insert(machine.to_owned(), epoch);
     }
@@ -152,7 +152,7 @@ impl Ledger {
         self.book().raised.get(machine).copied()
     }
 
-    /// The platform's database was restored from an older copy: what callers were told since is not in it.
+    /// The platform's database was restored from an older copy: discards the answers that it does not know.
     pub fn restored(&self) {
         let mut book = self.book();
         book.was_restored = true;

@@ -11,7 +11,7 @@
 //! | `seat`, `process`, `world` | a database, platform processes in this process, a run's world |
 //! | `cloud`, `line`, `sky` | the provider, at the port or over HTTP |
 //! | `store`, `host` | the object store and who writes to it besides the platform |
-//! | `rows` | what owners were told is stored, and where it is |
+//! | `rows` | acknowledged rows, and where each is stored |
 //! | `act`, `ledger` | actions, and what callers were told |
 //! | `look`, `check`, `violation` | the invariants |
 //! | `run`, `runs`, `broken` | seeds that hold, and rules that are broken on purpose |

@@ -49,7 +49,7 @@ pub enum Action {
     RebuildPointer {
         slot: usize,
     },
-    /// The owner's app writes a row, and is told that it is stored.
+    /// The owner's app writes a row, which is acknowledged.
     Write {
         host: usize,
     },

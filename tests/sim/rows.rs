@@ -1,5 +1,4 @@
-//! The rows that owners were told are stored: on which disks and in which snapshots each of them is, and which ones an
-//! operator gave up.
+//! Acknowledged rows: on which disks and in which snapshots each of them is, and which ones an operator gave up.
 //!
 //! The rule: a row that was acknowledged stays on a server of its slot or in a snapshot, unless an operator accepted the
 //! loss, or the provider lost the disk.

@@ -137,7 +137,7 @@ fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
         CloudFault::Slow => Fault::SlowReply { ms: 200 },
         CloudFault::Refused => status(422, "unsupported_error"),
         CloudFault::ActionError => Fault::ActionError,
-        // The kit's provider lists the truth: over HTTP, an answer that does not come stands for it.
+        // The kit's provider lists the truth: over HTTP, a lost request takes its place.
         CloudFault::Partial => Fault::LostRequest,
         CloudFault::NoCapacity => status(412, "resource_unavailable"),
         CloudFault::Locked => status(423, "locked"),

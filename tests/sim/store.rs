@@ -91,7 +91,7 @@ impl Store {
         done.expect("the store itself works");
     }
 
-    /// Slots whose pointers nobody has written since.
+    /// Slots whose broken pointers were not written since.
     pub fn broken_pointers(&self) -> Vec<String> {
         lock(&self.pointers_broken)
             .iter()

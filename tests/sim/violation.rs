@@ -32,7 +32,7 @@ pub enum Violation {
     ReplayDiffers,
     /// A replaced host does not learn of it, or a current one is sent away.
     HostNotTold,
-    /// An acknowledged row is on no server and in no snapshot, and nobody accepted that.
+    /// An acknowledged row is on no server and in no snapshot, and no operator accepted its loss.
     LostRows,
     /// The platform answered that it does not know what went wrong.
     InternalError,
@@ -161,7 +161,7 @@ impl Broken {
          CREATE TRIGGER kept BEFORE UPDATE OF state ON operations
             FOR EACH ROW WHEN (NEW.state = 'succeeded') EXECUTE FUNCTION kept();",
     );
-    /// Nobody remembers that a server holds what no snapshot does.
+    /// The mark of unsaved changes is dropped.
     pub const UNSAVED_IS_FORGOTTEN: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.unsaved_since := NULL; RETURN NEW; END $$;

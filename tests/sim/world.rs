@@ -54,7 +54,7 @@ pub struct Tally {
     pub snapshots: u32,
     /// Rows that were acknowledged.
     pub rows: u32,
-    /// Older copies of the database that the platform went on with.
+    /// Restores of an older database.
     pub restored: u32,
 }
 
@@ -201,7 +201,7 @@ impl<'a> World<'a> {
         Ok(found)
     }
 
-    /// The platform stops, its database becomes what it was when it was saved, and it starts again; then its hosts are heard.
+    /// Stops the platform, restores its saved database and starts it again; then its hosts send heartbeats.
     pub async fn restore_database(&mut self) -> Result<()> {
         for process in &self.processes {
             process.switch.kill();

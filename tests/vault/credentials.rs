@@ -141,7 +141,7 @@ async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
     let key = || "moto".to_owned();
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
-    let sts = Sts::new(moto.endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
+    let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
     let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
     let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
     let left = session.expires_at.duration_since(Timestamp::now());

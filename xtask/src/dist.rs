@@ -15,7 +15,7 @@ use kit::{child, fetch};
 use crate::cargo;
 
 /// The largest that it may be.
-const LARGEST_BYTES: u64 = 27 << 20;
+const MAX_BYTES: u64 = 27 << 20;
 const DEADLINE: Duration = Duration::from_secs(30);
 /// The variable that arms fail points: a build that knows it has them.
 const FAIL_POINTS: &[u8] = b"FAILPOINTS";
@@ -128,7 +128,7 @@ fn cargo_home() -> Result<PathBuf> {
 
 fn check(svc: &Path) -> Result<()> {
     let size = fs::metadata(svc)?.len();
-    ensure!(size <= LARGEST_BYTES, "{} has {size} bytes, more than {LARGEST_BYTES}", svc.display());
+    ensure!(size <= MAX_BYTES, "{} has {size} bytes, more than {MAX_BYTES}", svc.display());
     let linked = linkage(svc)?;
     let is_static =
         ["statically linked", "not a dynamic executable"].iter().any(|words| linked.contains(words));

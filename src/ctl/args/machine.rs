@@ -207,7 +207,7 @@ pub enum PowerCommand {
     /// Shut a machine down and keep it off until `svcctl power on`
     #[command(
         after_help = "The host is asked to shut down; its power is cut when it has not after RESIZE_SHUTDOWN_SECONDS of the \
-platform. Its user gets a page that says so, no backups are taken, and the provider goes on billing the server.\n\n\
+platform. Its user gets a page that says so, no backups are taken, and the provider keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
     Off {
@@ -221,7 +221,7 @@ Example: svcctl power off ada --wait"
     },
     /// Restart the host of a machine
     #[command(
-        after_help = "The operating system is asked to restart. One that does not react goes on: `svcctl power off`, then \
+        after_help = "Requests a restart from the operating system. If it does not react: `svcctl power off`, then \
 `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
     )]
     Reboot {

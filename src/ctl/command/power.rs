@@ -24,8 +24,9 @@ pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Fail
             send(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
-            let what =
-                format!("This restarts the host of machine {machine}: it is away for a minute or two.");
+            let what = format!(
+                "This restarts the host of machine {machine}: it is unreachable for a minute or two."
+            );
             let id = confirmed(api, &machine, &what, yes).await?;
             send(api, &id, "reboot", wait, out).await
         }

@@ -53,7 +53,7 @@ pub fn of_deletion(args: &Delete) -> String {
 pub fn of_power_off(machine: &Target) -> String {
     format!(
         "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
-         taken; what no snapshot holds stays on its server, which the provider goes on billing."
+         taken; what no snapshot holds stays on its server, which the provider keeps billing."
     )
 }
 

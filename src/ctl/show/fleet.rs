@@ -231,7 +231,7 @@ fn advice(reason: &str) -> &'static str {
         }
         "update_waiting" => {
             "svcctl status HANDLE says what is in the way of the snapshot; on its host `svc-update apply --version V \
-             --without-snapshot` goes on without one"
+             --without-snapshot` updates without one"
         }
         "database_mismatch" => {
             "svcctl status HANDLE; on its host `svc-restore adopt` or `svc-restore replace`"

@@ -2,7 +2,7 @@
 //! record has of them.
 //!
 //! All roles are made in one transaction, so that none stays without its attributes. A role that is there already is
-//! not changed: what differs is named. No role may log in before somebody gives it a password.
+//! not changed: what differs is named. No role can log in before it gets a password.
 
 use std::collections::BTreeSet;
 
@@ -163,7 +163,7 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// What the server refuses is undone and told; a server that is not there any more is an error.
+    /// Statements that the server refuses are rolled back and reported; a lost connection is an error.
     async fn run(&mut self, statements: &[String]) -> Result<Result<(), String>, LoadError> {
         let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
         for statement in statements {

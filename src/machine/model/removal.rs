@@ -16,7 +16,7 @@ impl World {
         let later = self.rows.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        // One whose server the provider has lost takes nobody's place.
+        // A machine whose server the provider has lost replaces no other.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
             if other.removed { is_deleted } else { other.proven }

@@ -22,7 +22,7 @@ use crate::platform::lifecycle::{self, Circumstances};
 use crate::untrusted_text;
 use axum::routing::post;
 
-const LONGEST_STAGE: usize = 64;
+const MAX_STAGE_CHARS: usize = 64;
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -39,7 +39,7 @@ pub async fn handle(
     if id != machine.id {
         return Err(registration_rejected());
     }
-    let stage = fields.text("stage", LONGEST_STAGE).map(|stage| untrusted_text::bounded(&stage));
+    let stage = fields.text("stage", MAX_STAGE_CHARS).map(|stage| untrusted_text::bounded(&stage));
     let message = fields.required_reported("message");
     let (stage, message) = fields.finish(stage.zip(message))?;
 
@@ -65,7 +65,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
-            extensible(fields(&[("stage", text_to(LONGEST_STAGE)), ("message", some_text())], &[]))
+            extensible(fields(&[("stage", text_to(MAX_STAGE_CHARS)), ("message", some_text())], &[]))
         }),
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])

@@ -8,9 +8,9 @@ use http::{Method, StatusCode};
 use jiff::SignedDuration;
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
 use super::fault;
+use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::fields::Fields;
@@ -31,9 +31,7 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
-    let id = path_id("machineId", &id)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut query = call.query();
     let options = OperationOptions {
         now: flag(&mut query, "now"),
@@ -41,7 +39,6 @@ pub async fn handle(
         replace_first: false,
     };
     let options = query.finish(Some(options))?;
-    let mutation = Mutation::of(&call)?;
     let reply = delete(&platform, id, options, &mutation).await?;
     platform.nudge.notify_one();
     mutation::answer(&platform, &call, reply).await

@@ -9,9 +9,8 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
-use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{Operation, boolean, fields, named};
@@ -34,13 +33,10 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut said = call.fields()?;
     let loss = if said.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
     let loss = said.finish(Some(loss))?;
-    let id = path_id("machineId", &id)?;
-    let mutation = Mutation::of(&call)?;
     let reply = discard(&platform, id, loss, &mutation).await?;
     platform.reconcile.notify_one();
     Ok(reply.into_response())

@@ -6,10 +6,9 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
-use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
@@ -30,13 +29,10 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.fields()?;
-    let id = path_id("machineId", &id)?;
     let reason = fields.text("reason", LONGEST_REASON);
     let reason = fields.finish(reason)?;
-    let mutation = Mutation::of(&call)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
     // The operation that it ends may have left something behind.
     platform.reconcile.notify_one();

@@ -55,7 +55,7 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     Ok(true)
 }
 
-/// A machine that an operator has switched off, and that somebody has switched on at the provider, is routed to again.
+/// Routes to a machine again that an operator had switched off and that was switched on at the provider.
 pub async fn note_power(platform: &Platform, machine: &MachineRow) {
     if !machine.is_active() || machine.powered_off_at.is_none() {
         return;

@@ -1,16 +1,40 @@
 //! What the routes by which an operator changes one machine share: replay, the row's lock, and the audit row and the
 //! answer in the transaction of the change.
 
+use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
 use http::StatusCode;
 use serde_json::Value;
 
+use super::call::{Call, path_id};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::problem::Problem;
 use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
+
+/// A request of an operator to change one machine. What its body or query says is still to be read.
+pub struct ChangeRequest {
+    pub call: Call,
+    pub id: MachineId,
+    pub mutation: Mutation,
+}
+
+impl ChangeRequest {
+    /// Reads all but the body: who sends it, which machine it is about, and under which key.
+    ///
+    /// # Errors
+    /// `request_too_large`, `unauthorized`, `invalid_request`.
+    pub async fn read(platform: &Platform, id: &str, request: Request) -> Result<Self, Problem> {
+        let call = Call::read(request).await?;
+        call.operator(platform)?;
+        let id = path_id("machineId", id)?;
+        let mutation = Mutation::of(&call)?;
+        Ok(Self { call, id, mutation })
+    }
+}
 
 /// What else is locked besides the machine's row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,10 +12,9 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, status, told};
 use super::fault;
-use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use crate::http::openapi::{Operation, fields, nullable, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
@@ -75,13 +74,10 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.fields()?;
-    let id = path_id("machineId", &id)?;
     let action = fields.required("action");
     let action = fields.finish(action)?;
-    let mutation = Mutation::of(&call)?;
     let reply = power(&platform, id, action, &mutation).await?;
     platform.nudge.notify_one();
     mutation::answer(&platform, &call, reply).await

@@ -10,8 +10,8 @@ use axum::response::Response;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, server_type, status, told};
+use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault};
 use crate::http::openapi::{Operation, fields, nullable, object, uuid};
@@ -33,13 +33,10 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     let mut fields = call.fields()?;
-    let id = path_id("machineId", &id)?;
     let to = fields.required("serverType");
     let to = fields.finish(to)?;
-    let mutation = Mutation::of(&call)?;
     let reply = resize(&platform, id, &to, &mutation).await?;
     platform.nudge.notify_one();
     mutation::answer(&platform, &call, reply).await

@@ -9,10 +9,9 @@ use http::{Method, StatusCode};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::fault;
-use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, named};
 use crate::http::problem::{Code, Problem};
@@ -35,11 +34,8 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     call.no_body()?;
-    let id = path_id("machineId", &id)?;
-    let mutation = Mutation::of(&call)?;
     Ok(resume(&platform, id, &mutation).await?.into_response())
 }
 
@@ -60,7 +56,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
-    // What was looked at without a lock must still be so: a machine that failed since was not looked at.
+    // The checks ran without a lock: they hold only if the machine has not changed since.
     let (was, is) = ((seen.status, seen.epoch, seen.is_active()), &change.machine);
     if was != (is.status, is.epoch, is.is_active()) {
         return Err(

@@ -9,10 +9,9 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
 use super::fault;
-use super::machine_change::{Begun, Effect, Lock, MachineChange};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use crate::http::openapi::{Operation, count, object, uuid};
 use crate::http::problem::{Code, Problem};
@@ -29,11 +28,8 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
     call.no_body()?;
-    let id = path_id("machineId", &id)?;
-    let mutation = Mutation::of(&call)?;
     let reply = undelete(&platform, id, &mutation).await?;
     platform.nudge.notify_one();
     mutation::answer(&platform, &call, reply).await

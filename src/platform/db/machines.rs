@@ -214,7 +214,7 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
 /// A server is kept while it may hold what no snapshot holds, until `predecessor_keep` after a later machine of the slot
 /// has shown that it serves, and still has its server; where the later one was deleted, until so long after its server was. A
 /// deleted machine's is kept until `delete_grace` after its own deletion. A machine that never registered is
-/// kept for `silence`, within which a host that serves, and that this database has forgotten, would be heard.
+/// kept for `silence`, within which a host that this database has forgotten sends a heartbeat.
 ///
 /// # Errors
 /// [`DbError`].

@@ -122,7 +122,7 @@ pub struct Db {
 }
 
 impl Db {
-    /// Makes a pool of at most so many connections; none is opened yet.
+    /// Makes a pool of at most that many connections; none is opened yet.
     ///
     /// # Errors
     /// When deadpool refuses its settings.

@@ -98,7 +98,7 @@ async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, Stor
     Ok(None)
 }
 
-/// Whether the bucket keeps what somebody overwrites or deletes.
+/// Whether the bucket keeps overwritten and deleted objects.
 pub async fn protection(config: &PlatformConfig) -> Findings {
     let findings = Findings::of("store-protection");
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
@@ -119,7 +119,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
     match found.object_lock {
         Setting::On => findings.or_ok("the bucket has versioning and object lock"),
         Setting::Off => findings.warning(
-            "the bucket has no object lock: whoever may delete versions can delete every snapshot",
+            "the bucket has no object lock: credentials that may delete versions can delete every snapshot",
             protection::enable_object_lock(s3),
         ),
         Setting::Unknown(_) => {

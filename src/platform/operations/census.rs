@@ -165,8 +165,8 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
 }
 
 /// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
-/// copy: an alarm is raised, and once an operator has released it, they are deleted after their grace. What another platform
-/// has made in the same project is not looked at.
+/// copy: an alarm is raised, and once an operator has released it, they are deleted after their grace. Servers of another
+/// platform in the same project are ignored.
 async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
     let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));

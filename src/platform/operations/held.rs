@@ -51,7 +51,7 @@ impl Held<'_> {
         self.under_lease(Note::OrderRefused).await
     }
 
-    /// Notes, under the lease, that the create did not happen, and goes on to the machine's next location.
+    /// Notes, under the lease, that the create did not happen, and selects the machine's next location.
     pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
         self.under_lease(Note::NextLocation(why.to_owned())).await
     }

@@ -285,7 +285,7 @@ impl Progress {
         }
     }
 
-    /// Whether stopping the writers has taken longer than it may in total, whatever the host reports.
+    /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
     fn is_stop_overdue(&self, held: &Held<'_>, now: Timestamp) -> bool {
         let limit = signed(held.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)

@@ -1,6 +1,6 @@
 //! The steps by which an operator switches the server of a slot's machine off and on, or restarts it.
 //!
-//! The invariant: a step looks at the server before it orders anything, and orders nothing for a machine that has left its
+//! The invariant: a step reads the server's state before it orders anything, and orders nothing for a machine that has left its
 //! slot.
 
 use std::time::Duration;

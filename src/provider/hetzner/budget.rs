@@ -216,7 +216,7 @@ mod tests {
                     // The provider names the next whole second after the time at which all is back.
                     let all_back = fraction + gone / rate;
                     let back_in = Duration::from_secs_f64(all_back.ceil() - fraction);
-                    // And rounds what is left down.
+                    // And rounds the remaining budget down.
                     let shown = gone.ceil() as u64;
                     let learnt = lower_rate(shown, back_in).unwrap();
                     assert!(learnt <= rate, "{learnt} instead of {rate} of {gone} at {fraction}");

@@ -44,6 +44,7 @@ pub mod packages;
 pub mod pg;
 pub mod provider;
 pub mod s3;
+pub mod s3_process;
 pub mod seaweed;
 pub mod story;
 pub mod vm;

@@ -2,21 +2,17 @@
 //!
 //! It keeps conditional puts exact and checks neither signatures nor checksums; [`crate::s3`] does both.
 
-use std::fs::File;
-use std::net::{Ipv4Addr, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
-use crate::child::{self, AtExit};
-use crate::{fetch, net};
+use crate::s3_process::S3Process;
+use crate::{child, fetch, net};
 
 const VERSION: &str = "5.2.5";
-const BUCKET: &str = "svc-test";
 const INSTALL_DEADLINE: Duration = Duration::from_secs(300);
-const START_DEADLINE: Duration = Duration::from_secs(60);
 /// Of everything that `moto[s3]` and its server need, as one resolution gave it.
 const REQUIREMENTS: [&str; 9] = [
     "moto[s3]==5.2.5",
@@ -44,11 +40,8 @@ from moto.server import main
 main(sys.argv[1:])
 ";
 
-/// A running server with one empty bucket; it ends when this is dropped.
-pub struct Moto {
-    server: Child,
-    port: u16,
-}
+/// A running server; it ends when this is dropped.
+pub struct Moto(S3Process);
 
 impl Moto {
     /// # Errors
@@ -61,57 +54,12 @@ impl Moto {
         server
             .args(["-c", ONE_AT_A_TIME, "--host", "127.0.0.1", "--port", &port.to_string()])
             .env("PYTHONPATH", &place)
-            .env("PYTHONDONTWRITEBYTECODE", "1")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(log.path())?);
-        let server = server.spawn().context("start moto's server")?;
-        child::end_with_us(server.id(), AtExit::Kill);
-        let mut moto = Self { server, port };
-        let deadline = Instant::now() + START_DEADLINE;
-        while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
-            if moto.server.try_wait()?.is_some() || Instant::now() > deadline {
-                bail!("moto does not listen: {}", std::fs::read_to_string(log.path())?);
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(moto)
+            .env("PYTHONDONTWRITEBYTECODE", "1");
+        Ok(Self(S3Process::start("moto", server, port, log.path())?))
     }
 
-    /// Makes the bucket.
-    ///
-    /// # Errors
-    /// When the server refuses.
-    pub async fn make_bucket(&self) -> Result<()> {
-        let url = format!("{}/{BUCKET}", self.endpoint());
-        let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
-        client.put(url).send().await?.error_for_status()?;
-        Ok(())
-    }
-
-    pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
-    }
-
-    /// The product's configuration for it.
-    pub fn env(&self) -> Vec<(String, String)> {
-        let pairs = [
-            ("OBJECT_STORE_URL", format!("s3://{BUCKET}")),
-            ("OBJECT_STORE_ENDPOINT", self.endpoint()),
-            ("AWS_REGION", "us-east-1".to_owned()),
-            ("AWS_ACCESS_KEY_ID", "moto".to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", "moto".to_owned()),
-        ];
-        pairs.map(|(name, value)| (name.to_owned(), value)).into()
-    }
-}
-
-impl Drop for Moto {
-    fn drop(&mut self) {
-        // What has ended by itself needs no signal.
-        self.server.kill().ok();
-        self.server.wait().ok();
-        child::ended(self.server.id());
+    pub fn s3(&self) -> &S3Process {
+        &self.0
     }
 }
 

