@@ -1,6 +1,7 @@
-//! Whether the platform has accepted this machine's registration, as `svc-register` noted it.
+//! This machine's registration, once the platform has accepted it, as `svc-register` noted it.
 
 use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use super::layout::Layout;
 use crate::fsx;
@@ -11,12 +12,15 @@ use crate::machine::id::MachineId;
 #[serde(rename_all = "camelCase")]
 struct Note {
     machine_id: MachineId,
+    /// The exact text of the request.
+    sent: String,
     registered_at: Option<String>,
 }
 
-/// A note that cannot be read says nothing.
-pub fn is_done(layout: &Layout, machine: MachineId) -> bool {
-    let text = fsx::read_if_there(&layout.registration()).ok().flatten();
-    let note = text.and_then(|text| serde_json::from_slice::<Note>(&text).ok());
-    note.is_some_and(|note| note.machine_id == machine && note.registered_at.is_some())
+/// The request that the platform accepted. A note that cannot be read says nothing.
+pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Box<RawValue>> {
+    let text = fsx::read_if_there(&layout.registration()).ok().flatten()?;
+    let note: Note = serde_json::from_slice(&text).ok()?;
+    let is_accepted = note.machine_id == machine && note.registered_at.is_some();
+    RawValue::from_string(note.sent).ok().filter(|_| is_accepted)
 }

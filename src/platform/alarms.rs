@@ -18,6 +18,8 @@ use crate::provider::{ErrorKind, ProviderError};
 pub const RELEASED_FOR: Duration = Duration::from_secs(3600);
 /// Longer than the longest pause between two attempts that raise it again.
 const INFORMED_FOR: Duration = Duration::from_secs(300);
+/// How long an event is shown that nothing repeats.
+const EVENT_SHOWN_FOR: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
@@ -30,16 +32,19 @@ pub enum Alarm {
     ProviderCapacity,
     /// Operations of a newer release wait for it.
     UnknownOperations,
+    /// The store knows of a later holder of a slot than the database.
+    DatabaseBehindStore,
 }
 
 impl Alarm {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::ServersMissing,
         Self::UnknownServers,
         Self::ProviderUnauthorized,
         Self::ProviderLimit,
         Self::ProviderCapacity,
         Self::UnknownOperations,
+        Self::DatabaseBehindStore,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -50,7 +55,13 @@ impl Alarm {
             Self::ProviderLimit => "provider_limit",
             Self::ProviderCapacity => "provider_capacity",
             Self::UnknownOperations => "unknown_operations",
+            Self::DatabaseBehindStore => "database_behind_store",
         }
+    }
+
+    /// How long it stands when nothing raises it again.
+    fn lasts(self) -> Duration {
+        if self == Self::DatabaseBehindStore { EVENT_SHOWN_FOR } else { INFORMED_FOR }
     }
 
     /// Whether it holds work back that an operator can let through.
@@ -79,6 +90,10 @@ impl Alarm {
                 "the provider has no capacity for this type in this location; operations are retried until it has"
             }
             Self::UnknownOperations => "run a release that knows them on at least one platform process",
+            Self::DatabaseBehindStore => {
+                "the platform's database was restored from an older copy: operations of the past stop by themselves, and the \
+                 README says under \"A restored platform database\" what is to be looked at"
+            }
         }
     }
 
@@ -107,7 +122,7 @@ impl std::str::FromStr for Alarm {
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        alarms::raise(&session, alarm.as_str(), detail, Lasting::For(INFORMED_FOR)).await
+        alarms::raise(&session, alarm.as_str(), detail, Lasting::For(alarm.lasts())).await
     };
     match raised.await {
         Ok(row) if row.is_new => {

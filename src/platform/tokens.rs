@@ -1,6 +1,6 @@
-//! Tokens of hosts: the one-time registration token and `UPGRADE_TOKEN`.
+//! Tokens of hosts, the one-time registration token and `UPGRADE_TOKEN`, and what the platform signs of a slot's fence.
 //!
-//! Each is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
+//! A token is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
 //! again after a kill. The database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
 
 use ring::hmac;
@@ -9,7 +9,9 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
+use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
+use crate::store::key::SlotPrefix;
 
 /// Counts up when a machine's tokens are replaced.
 const GENERATION: u32 = 1;
@@ -47,9 +49,24 @@ impl TokenMint {
         format!("{}{}_{mac}", purpose.prefix(), machine.0.simple()).into()
     }
 
+    /// The MAC by which the platform knows a fence of its own: a host can write the pointer, too. In hex.
+    pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
+        hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
+    }
+
+    /// Whether the platform signed the fence for this machine.
+    pub fn has_signed_fence(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
+        let Ok(mac) = hex::decode(proof) else { return false };
+        hmac::verify(&self.key, fence_subject(slot, epoch, machine).as_bytes(), &mac).is_ok()
+    }
+
     pub fn hash(&self, machine: MachineId, purpose: Purpose) -> Vec<u8> {
         hash(self.token(machine, purpose).expose_secret())
     }
+}
+
+fn fence_subject(slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
+    format!("svc fence\n{}\n{epoch}\n{machine}", slot.pointer())
 }
 
 /// What the database keeps of a token.
@@ -99,6 +116,19 @@ mod tests {
         ] {
             assert!(!fits(wrong.expose_secret(), &stored));
         }
+    }
+
+    #[test]
+    fn fence_is_signed_for_one_slot_epoch_and_machine() {
+        let slot = |name: &str| SlotPrefix::new(&"user_1".parse().unwrap(), &name.parse().unwrap());
+        let (machine, other) = (MachineId::new(), MachineId::new());
+        let proof = mint(1).fence_proof(&slot("main"), Epoch(2), machine);
+        assert!(mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
+        assert!(!mint(1).has_signed_fence(&slot("other"), Epoch(2), machine, &proof));
+        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(3), machine, &proof));
+        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), other, &proof));
+        assert!(!mint(2).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
+        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "no hex"));
     }
 
     #[test]

@@ -80,6 +80,7 @@ mod tests {
     use crate::machine::id::MachineId;
     use crate::machine::name::Slot;
     use crate::store::meta;
+    use crate::store::pointer::Fence;
 
     fn slot() -> SlotPrefix {
         SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
@@ -119,7 +120,9 @@ mod tests {
         let at = |n: u32| format!("2026-01-02T03-04-05.678Z-{n}.dump.json");
         for (fence, meta, key) in [(9, 3, 4), (3, 9, 4), (3, 4, 9)] {
             let bucket = bucket();
-            pointer_io::fence(&bucket, &slot(), Epoch(fence), MachineId::new()).await.unwrap();
+            pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(fence), MachineId::new()))
+                .await
+                .unwrap();
             bucket.put_json(&slot().vps_meta(), &vps_meta(meta)).await.unwrap();
             put_side(&bucket, &at(key)).await;
             put_side(&bucket, &at(1)).await;

@@ -104,6 +104,7 @@ mod tests {
     use crate::machine::id::MachineId;
     use crate::machine::name::Slot;
     use crate::store::key::SlotPrefix;
+    use crate::store::pointer::Fence;
     use crate::store::pointer::tests::{side_record, snapshot};
     use crate::store::{Bucket, pointer_io};
 
@@ -112,7 +113,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let open = || Bucket::new(Arc::new(LocalStore::open(dir.path()).unwrap()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
-        pointer_io::fence(&open(), &slot, Epoch(1), MachineId(uuid::Uuid::nil())).await.unwrap();
+        pointer_io::fence(&open(), &slot, &Fence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil())))
+            .await
+            .unwrap();
         let writers: Vec<_> = (0..8)
             .map(|n| {
                 let (bucket, slot) = (open(), slot.clone());

@@ -27,6 +27,10 @@ pub struct Pointer {
     /// The machine that the fence lets through. Absent in pointers of earlier releases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_machine_id: Option<MachineId>,
+    /// By which the platform knows its own fence. Absent in pointers of earlier releases, and where a host raised the
+    /// fence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fence_proof: Option<String>,
     pub seq: u64,
     pub snapshot: Option<SnapshotRef>,
     /// When an operator decided that the slot starts empty although snapshots are there.
@@ -50,6 +54,22 @@ pub struct SnapshotRef {
     pub taken_at: Timestamp,
     #[serde(with = "clock::wire")]
     pub verified_at: Timestamp,
+}
+
+/// The lowest epoch that may move the pointer from now on, and the machine that holds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fence {
+    pub epoch: Epoch,
+    pub machine: MachineId,
+    /// A MAC of the platform over slot, epoch and machine.
+    pub proof: Option<String>,
+}
+
+impl Fence {
+    /// One that nobody has signed.
+    pub fn unsigned(epoch: Epoch, machine: MachineId) -> Self {
+        Self { epoch, machine, proof: None }
+    }
 }
 
 /// A writer that has been replaced: the fence is above its epoch, or at its epoch for another machine.
@@ -79,6 +99,12 @@ impl Pointer {
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
     }
 
+    /// What the platform signed of the fence, where the fence is this machine's at this epoch.
+    fn proof_of(&self, epoch: Epoch, machine: MachineId) -> Option<String> {
+        let is_same = self.fence_epoch == epoch && self.fence_holder() == Some(machine);
+        self.fence_proof.clone().filter(|_| is_same)
+    }
+
     /// Whether this machine may move the pointer.
     ///
     /// # Errors
@@ -95,21 +121,26 @@ impl Pointer {
     }
 }
 
-/// The pointer with the fence at `epoch` for `machine`; `None` when it is there already.
+/// The pointer with this fence; `None` when it is there already.
 ///
 /// # Errors
 /// [`Fenced`] when a later machine, or another machine of the same epoch, has fenced already.
-pub fn fence(current: Option<&Pointer>, epoch: Epoch, machine: MachineId) -> Result<Option<Pointer>, Fenced> {
+pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
+    let Fence { epoch, machine, proof } = fence;
+    let mut known = None;
     if let Some(now) = current {
-        now.admit(epoch, machine)?;
-        if now.fence_epoch == epoch && now.fence_machine_id == Some(machine) {
+        now.admit(*epoch, *machine)?;
+        known = now.proof_of(*epoch, *machine);
+        let is_there = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
+        if is_there && (proof.is_none() || *proof == known) {
             return Ok(None);
         }
     }
     Ok(Some(Pointer {
         version: FORMAT,
-        fence_epoch: epoch,
-        fence_machine_id: Some(machine),
+        fence_epoch: *epoch,
+        fence_machine_id: Some(*machine),
+        fence_proof: proof.clone().or(known),
         seq: current.map_or(0, |now| now.seq) + 1,
         snapshot: current.and_then(|now| now.snapshot.clone()),
         emptied_at: current.and_then(|now| now.emptied_at),
@@ -132,6 +163,7 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
         version: FORMAT,
         fence_epoch: snapshot.epoch,
         fence_machine_id: Some(snapshot.machine_id),
+        fence_proof: current.and_then(|now| now.proof_of(snapshot.epoch, snapshot.machine_id)),
         seq: current.map_or(0, |now| now.seq) + 1,
         snapshot: Some(snapshot.clone()),
         emptied_at: None,
@@ -148,6 +180,7 @@ pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
         version: FORMAT,
         fence_epoch: fence.fence_epoch,
         fence_machine_id: fence.fence_holder(),
+        fence_proof: fence.fence_proof.clone(),
         seq: claimed.seq.max(latest.seq),
         emptied_at: claimed.emptied_at.max(latest.emptied_at).filter(|_| snapshot.is_none()),
         snapshot: snapshot.clone(),
@@ -205,9 +238,9 @@ pub(crate) mod tests {
 
     #[test]
     fn fence_on_nothing_is_a_tombstone_that_refuses_the_predecessor() {
-        let first = fence(None, Epoch(1), machine(1)).unwrap().unwrap();
+        let first = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(first.snapshot, None);
-        let second = fence(Some(&first), Epoch(2), machine(2)).unwrap().unwrap();
+        let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let refused = advance(Some(&second), &snapshot_of(1, Epoch(1), machine(1))).unwrap_err();
         assert_eq!(refused, Fenced { fence: Epoch(2), holder: None, mine: Epoch(1) });
     }
@@ -216,20 +249,37 @@ pub(crate) mod tests {
     fn advance_after_a_lost_reply_is_known_as_done() {
         let mine = snapshot_of(1, Epoch(1), machine(1));
         let written = advance(None, &mine).unwrap().unwrap();
-        let fenced = fence(Some(&written), Epoch(2), machine(2)).unwrap().unwrap();
+        let fenced = fence(Some(&written), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         assert_eq!(advance(Some(&fenced), &mine), Ok(None), "its answer may have been lost");
         assert!(advance(Some(&fenced), &snapshot_of(2, Epoch(1), machine(1))).is_err());
     }
 
     #[test]
     fn equal_epoch_of_another_machine_is_fenced() {
-        let fenced = fence(None, Epoch(2), machine(1)).unwrap().unwrap();
+        let fenced = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
         let refusal = Fenced { fence: Epoch(2), holder: Some(machine(1)), mine: Epoch(2) };
-        assert_eq!(fence(Some(&fenced), Epoch(2), machine(2)), Err(refusal));
+        assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(2))), Err(refusal));
         assert_eq!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(2))), Err(refusal));
         assert!(refusal.to_string().contains(&machine(1).to_string()), "{refusal}");
-        assert_eq!(fence(Some(&fenced), Epoch(2), machine(1)), Ok(None));
+        assert_eq!(fence(Some(&fenced), &Fence::unsigned(Epoch(2), machine(1))), Ok(None));
         assert!(advance(Some(&fenced), &snapshot_of(1, Epoch(2), machine(1))).unwrap().is_some());
+    }
+
+    #[test]
+    fn proof_of_the_fence_stays_with_its_machine_and_epoch() {
+        let signed = |epoch, by, proof: &str| Fence { epoch, machine: by, proof: Some(proof.to_owned()) };
+        let first = fence(None, &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
+        assert_eq!(fence(Some(&first), &signed(Epoch(1), machine(1), "a")), Ok(None));
+        let backed_up = advance(Some(&first), &snapshot_of(1, Epoch(1), machine(1))).unwrap().unwrap();
+        assert_eq!(backed_up.fence_proof.as_deref(), Some("a"));
+        let raised = advance(Some(&backed_up), &snapshot_of(2, Epoch(9), machine(1))).unwrap().unwrap();
+        assert_eq!(raised.fence_proof, None, "a host cannot sign");
+        let second = fence(Some(&raised), &signed(Epoch(10), machine(2), "b")).unwrap().unwrap();
+        assert_eq!(second.fence_proof.as_deref(), Some("b"));
+
+        let unsigned = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
+        let signed = fence(Some(&unsigned), &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
+        assert_eq!((signed.fence_proof.as_deref(), signed.seq), (Some("a"), 2));
     }
 
     #[test]
@@ -238,7 +288,7 @@ pub(crate) mod tests {
         let old: Pointer = serde_json::from_str(text).unwrap();
         assert_eq!(old.fence_machine_id, None);
         assert_eq!(serde_json::to_string(&old).unwrap(), text, "what is not known is not written");
-        let adopted = fence(Some(&old), Epoch(3), machine(1)).unwrap().unwrap();
+        let adopted = fence(Some(&old), &Fence::unsigned(Epoch(3), machine(1))).unwrap().unwrap();
         assert_eq!((adopted.fence_machine_id, adopted.seq), (Some(machine(1)), 8));
 
         let named = Pointer { snapshot: Some(snapshot_of(1, Epoch(3), machine(1))), ..old };
@@ -248,8 +298,8 @@ pub(crate) mod tests {
 
     #[test]
     fn merge_keeps_the_higher_fence_and_the_later_snapshot() {
-        let base = fence(None, Epoch(1), machine(1)).unwrap().unwrap();
-        let claimed = fence(Some(&base), Epoch(2), machine(2)).unwrap().unwrap();
+        let base = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
+        let claimed = fence(Some(&base), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
         let latest = advance(Some(&base), &snapshot_of(9, Epoch(1), machine(1))).unwrap().unwrap();
         for merged in [merge(&claimed, &latest), merge(&latest, &claimed)] {
             assert_eq!((merged.fence_epoch, merged.fence_machine_id), (Epoch(2), Some(machine(2))));
@@ -269,7 +319,7 @@ pub(crate) mod tests {
             for (is_fence, epoch, by, n) in steps {
                 let (epoch, by) = (Epoch(epoch), machine(by));
                 let next = match is_fence {
-                    true => fence(now.as_ref(), epoch, by),
+                    true => fence(now.as_ref(), &Fence::unsigned(epoch, by)),
                     false => advance(now.as_ref(), &snapshot_of(n, epoch, by)),
                 };
                 let Ok(Some(next)) = next else { continue };

@@ -15,10 +15,9 @@ use object_store::ObjectMeta;
 
 use super::bucket::{Bucket, Condition, StoreError, Version};
 use super::key::{self, SlotPrefix};
-use super::pointer::{self, Fenced, Pointer};
+use super::pointer::{self, Fence, Fenced, Pointer};
 use super::snapshot::Recorded;
-use crate::machine::epoch::{Epoch, MAX_EPOCH};
-use crate::machine::id::MachineId;
+use crate::machine::epoch::MAX_EPOCH;
 
 /// How often a write is tried when others write at the same time.
 const ATTEMPTS: u32 = 16;
@@ -151,17 +150,12 @@ fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreE
     Err(StoreError::Corrupt { key: key.to_string(), why })
 }
 
-/// Puts the fence at `epoch` for `machine`. Done already is success.
+/// Puts the fence. Done already is success.
 ///
 /// # Errors
 /// [`PointerError`].
-pub async fn fence(
-    bucket: &Bucket,
-    slot: &SlotPrefix,
-    epoch: Epoch,
-    machine: MachineId,
-) -> Result<(), PointerError> {
-    write(bucket, slot, |now| pointer::fence(now, epoch, machine)).await
+pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<(), PointerError> {
+    write(bucket, slot, |now| pointer::fence(now, fence)).await
 }
 
 /// Makes the pointer name a snapshot, in the name of the machine that took it.

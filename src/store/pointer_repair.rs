@@ -296,10 +296,17 @@ impl Known<'_> {
             let named = snapshot.as_ref().filter(|named| named.epoch == fence_epoch);
             named.map(|named| named.machine_id)
         };
+        let fence_machine_id = by_platform.or_else(by_pointer).or_else(by_snapshot);
+        let fence_proof = pointers()
+            .filter(|pointer| {
+                pointer.fence_epoch == fence_epoch && pointer.fence_holder() == fence_machine_id
+            })
+            .find_map(|pointer| pointer.fence_proof.clone());
         Some(Pointer {
             version: FORMAT,
             fence_epoch,
-            fence_machine_id: by_platform.or_else(by_pointer).or_else(by_snapshot),
+            fence_machine_id,
+            fence_proof,
             seq: self.seq(fence_epoch) + 1,
             emptied_at,
             snapshot,

@@ -11,7 +11,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::Bucket;
 use svc::store::key::{SlotPrefix, SnapshotKey, snapshot_key};
-use svc::store::pointer::{self, Pointer, SnapshotRef};
+use svc::store::pointer::{self, Fence, Pointer, SnapshotRef};
 use svc::store::pointer_io;
 use svc::store::snapshot::{
     self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, TableCount, Unusable,
@@ -107,6 +107,7 @@ fn pointers() -> impl Strategy<Value = Vec<u8>> {
             version: 1,
             fence_epoch: Epoch(fence),
             fence_machine_id: None,
+            fence_proof: None,
             seq,
             snapshot,
             emptied_at: None,
@@ -146,7 +147,7 @@ fn holds_for_writers(read: &Pointer) -> Result<(), String> {
         return Err(format!("{again:?} came back as {read:?}"));
     }
     let next = [
-        pointer::fence(Some(read), Epoch(u32::MAX), whole().machine_id),
+        pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), whole().machine_id)),
         pointer::advance(
             Some(read),
             &SnapshotRef { key: "another".to_owned(), epoch: Epoch(u32::MAX), ..whole().named() },

@@ -272,32 +272,6 @@ async fn recovery_of_a_lost_pointer_changes_nothing() {
     again.assert_problem(409, "snapshot_unusable");
 }
 
-/// As after the platform's database was restored from a copy that is older than the registration.
-#[tokio::test(flavor = "multi_thread")]
-async fn host_that_serves_is_kept_though_its_registration_was_forgotten() {
-    let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]);
-    let guest = stack.running(&process, "user_1").await;
-    let client = stack.database.connect().await.unwrap();
-    let forget = "UPDATE user_machines SET status = 'provisioning', registered_at = NULL, proven_at = NULL, \
-                  registration_body_hash = NULL";
-    client.execute(forget, &[]).await.unwrap();
-    let mut beat = beat_of(&guest);
-    beat["registered"] = json!(true);
-    stack.beat(&process, &guest, &beat).await;
-    client
-        .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
-        .await
-        .unwrap();
-    let answer = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    let operation = id(&answer.body, "operationId");
-    stack.ended(&process, &operation).await;
-    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert!(power(&stack, &guest.machine).is_some(), "{}", stack.log());
-    let waits = stack.get(&process, "/vps/fleet").await.body.to_string();
-    assert!(waits.contains("unsaved_changes"), "{waits}");
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn discard_waits_for_the_last_backup_of_a_deletion() {
     let stack = Stack::start().await;

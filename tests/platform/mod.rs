@@ -35,6 +35,7 @@ mod registration;
 mod releases;
 mod resize;
 mod resize_failures;
+mod restored_database;
 mod retention;
 mod several;
 mod snapshots;

@@ -38,7 +38,7 @@ impl Stack {
 
     /// One that this machine took then, under the fence as it stands.
     pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) {
-        let fence = self.pointer(user)["fenceEpoch"].clone();
+        let fence = self.pointer(user);
         let object = self.snapshot_at(user, at);
         let mut side: Value = serde_json::from_slice(
             &self.store.read(BUCKET, &format!("{object}.json")).expect("a side record"),
@@ -48,7 +48,9 @@ impl Stack {
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
         let mut pointer = self.pointer(user);
         pointer["snapshot"]["machineId"] = json!(machine);
-        pointer["fenceEpoch"] = fence;
+        for name in ["fenceEpoch", "fenceMachineId", "fenceProof"] {
+            pointer[name] = fence[name].clone();
+        }
         self.write_pointer(user, &pointer);
     }
 

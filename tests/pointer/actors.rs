@@ -11,7 +11,7 @@ use svc::machine::name::Slot;
 use svc::store::Bucket;
 use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
-use svc::store::pointer::{FORMAT, Pointer};
+use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
 use svc::store::snapshot::{self, Recorded, SideRecord, Unusable};
 use tokio::sync::watch;
@@ -83,7 +83,7 @@ pub async fn platform(bucket: Bucket, outside: Arc<Outside>, epoch: u32, careles
     for _ in 0..PATIENCE {
         let end = match careless {
             Some(Careless::Lowering | Careless::Tombstone) => careless_fence(&bucket, epoch, careless).await,
-            _ => pointer_io::fence(&bucket, &slot(), Epoch(epoch), machine(epoch)).await,
+            _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
         };
         match end {
             Ok(()) => {
@@ -183,6 +183,7 @@ async fn careless_fence(bucket: &Bucket, epoch: u32, careless: Option<Careless>)
         version: FORMAT,
         fence_epoch,
         fence_machine_id: Some(machine(epoch)),
+        fence_proof: None,
         seq: old.map_or(0, |old| old.seq) + 1,
         snapshot,
         emptied_at: None,
@@ -208,6 +209,7 @@ async fn careless_advance(
         version: FORMAT,
         fence_epoch: old.map_or(side.epoch, |old| old.fence_epoch.max(side.epoch)),
         fence_machine_id: Some(side.machine_id),
+        fence_proof: None,
         seq: old.map_or(0, |old| old.seq) + 1,
         snapshot: Some(side.named()),
         emptied_at: None,

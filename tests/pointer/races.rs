@@ -11,7 +11,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::name::Slot;
 use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
-use svc::store::pointer::Pointer;
+use svc::store::pointer::{Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError};
 use svc::store::snapshot::Recorded;
 use svc::store::{Bucket, parallel_probe, snapshot};
@@ -53,7 +53,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
     // Starts that lie apart by about what a call takes: else the same one would always be the first.
     let mut pause = || Duration::from_millis(draw.pick(40) as u64);
 
-    pointer_io::fence(bucket, slot, Epoch(1), machine(1)).await?;
+    pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
     for at in 0..3 {
         let recorded = backed_up(bucket, slot, 1, at).await?;
@@ -67,7 +67,7 @@ async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u
     let (of_platform, on, pause) = (bucket.clone(), slot.clone(), pause());
     writers.spawn(async move {
         tokio::time::sleep(pause).await;
-        pointer_io::fence(&of_platform, &on, Epoch(2), machine(2)).await?;
+        pointer_io::fence(&of_platform, &on, &Fence::unsigned(Epoch(2), machine(2))).await?;
         pointer_io::advance(&of_platform, &on, &recorded).await
     });
     // The fence at 1, and at 2: the platform's task stands for two writes, each other one for one.

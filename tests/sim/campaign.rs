@@ -169,7 +169,7 @@ impl Fleet {
                         "heartbeat",
                         path,
                         &host.upgrade,
-                        host.heartbeat_body(self.ledger.is_registered(&host.machine)),
+                        host.heartbeat_body(self.ledger.registration(&host.machine)),
                     )
                 };
                 let body = Some(body);

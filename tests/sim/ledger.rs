@@ -35,7 +35,7 @@ struct Book {
     /// Epochs that heartbeats handed out.
     raised: BTreeMap<String, u32>,
     /// Machines whose hosts know that they are registered; they do not forget it.
-    registered: BTreeSet<String>,
+    registered: BTreeMap<String, Value>,
     was_restored: bool,
 }
 
@@ -109,7 +109,7 @@ impl Ledger {
     pub fn registered(&self, body: &Value) {
         let mut book = self.book();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
-        book.registered.insert(machine.clone());
+        book.registered.entry(machine.clone()).or_insert_with(|| body.clone());
         if book.accepted.entry(machine).or_insert_with(|| body.clone()) != body {
             book.seen.insert(Violation::RegisteredTwice);
         }
@@ -117,7 +117,12 @@ impl Ledger {
 
     /// Whether a host has seen its registration accepted.
     pub fn is_registered(&self, machine: &str) -> bool {
-        self.book().registered.contains(machine)
+        self.book().registered.contains_key(machine)
+    }
+
+    /// The registration of a host that has seen it accepted.
+    pub fn registration(&self, machine: &str) -> Option<Value> {
+        self.book().registered.get(machine).cloned()
     }
 
     pub fn registers(&self, machine: &str) {

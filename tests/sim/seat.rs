@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use kit::pg::copy::{Copy, insist};
 use kit::pg::{TestDatabase, test_database_from};
 use svc::platform::config::PlatformConfig;
 use svc::platform::db::Db;
 use svc::platform::keys::{self, Seal, SigningSet};
 use tokio::sync::{OnceCell, watch};
 use tokio_postgres::Client;
-use tokio_postgres::error::SqlState;
 use uuid::Uuid;
 
 use super::process;
@@ -22,7 +22,7 @@ pub struct Seat {
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     pub installation: Uuid,
-    empty: String,
+    copy: Copy,
     times: Times,
 }
 
@@ -44,16 +44,12 @@ impl Seat {
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await?,
         ));
-        // Rows of a few runs go sooner than files do; and what the test does here concerns no trigger.
-        client.batch_execute("SET session_replication_role = replica").await?;
-        let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
-                     WHERE schemaname = 'public' AND tablename \
-                     NOT IN ('signing_keys', 'installation', 'refinery_schema_history')";
-        let empty = client.query_one(empty, &[]).await?.get(0);
+        // Rows of a few runs go sooner than files do.
+        let copy = Copy::of(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
         let times = Times::of(&client).await?;
-        Ok(Self { database, client, db, keys, installation, empty, times })
+        Ok(Self { database, client, db, keys, installation, copy, times })
     }
 
     pub fn url(&self) -> String {
@@ -62,24 +58,17 @@ impl Seat {
 
     /// As new, but for the keys.
     pub async fn clear(&self) -> Result<()> {
-        self.client.batch_execute("DROP SCHEMA IF EXISTS saved CASCADE").await?;
-        insist(&self.client, &self.empty).await
+        self.copy.drop(&self.client).await?;
+        self.copy.empty(&self.client).await
     }
 
-    /// Copies every table and sequence, as a dump of the database would.
     pub async fn save(&self) -> Result<()> {
-        insist(&self.client, SAVE).await
+        self.copy.save(&self.client).await
     }
 
     /// Brings the copy back; `false` without one.
     pub async fn restore(&self) -> Result<bool> {
-        let found = self.client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
-        if found.is_none() {
-            return Ok(false);
-        }
-        insist(&self.client, &self.empty).await?;
-        insist(&self.client, RESTORE).await?;
-        Ok(true)
+        self.copy.restore(&self.client).await
     }
 
     pub async fn pass_time(&self, seconds: u32, leases: bool) -> Result<()> {
@@ -98,36 +87,6 @@ impl Seat {
 async fn cheap_password(client: &Client, password: &str) -> Result<()> {
     let sql = format!("SET scram_iterations = 1; ALTER ROLE postgres PASSWORD '{password}'");
     Ok(client.batch_execute(&sql).await?)
-}
-
-/// The tables that [`Seat::clear`] empties, and the sequences, all as of one instant.
-const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
-    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
-        AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
-        EXECUTE format('CREATE TABLE saved.%I AS TABLE public.%I', name, name);
-    END LOOP;
-    CREATE TABLE saved.sequences AS SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'public';
-    END $$; COMMIT";
-
-const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
-    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'saved' AND tablename <> 'sequences' LOOP
-        SELECT string_agg(quote_ident(column_name), ', ') INTO columns FROM information_schema.columns
-            WHERE table_schema = 'public' AND table_name = name AND is_generated = 'NEVER';
-        EXECUTE format('INSERT INTO public.%I (%s) OVERRIDING SYSTEM VALUE SELECT %s FROM saved.%I',
-            name, columns, columns, name);
-    END LOOP;
-    PERFORM setval(quote_ident(sequencename), coalesce(last_value, 1)) FROM saved.sequences;
-    END $$";
-
-/// What the platform is doing, or has left, may be in the way for a moment.
-async fn insist(client: &Client, sql: &str) -> Result<()> {
-    for _ in 0..20 {
-        match client.batch_execute(sql).await {
-            Err(error) if error.code() == Some(&SqlState::T_R_DEADLOCK_DETECTED) => {}
-            ended => return Ok(ended?),
-        }
-    }
-    anyhow::bail!("the database's locks are never free for: {sql}")
 }
 
 /// Moves all times that anything is decided by into the past, so that nobody has to wait for them.

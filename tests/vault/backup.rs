@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
 use nix::sys::signal::Signal;
+use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 use svc::store::snapshot;
 
@@ -165,8 +166,12 @@ async fn a_replaced_machine_moves_nothing() -> Result<()> {
     // The fence comes while the dump is on its way.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.side_record=sleep(2000)")])?;
     until("a second side record", || snapshots(&store).len() == 4).await?;
-    pointer_io::fence(&bucket, &slot(), svc::machine::epoch::Epoch(2), svc::machine::id::MachineId::new())
-        .await?;
+    pointer_io::fence(
+        &bucket,
+        &slot(),
+        &Fence::unsigned(svc::machine::epoch::Epoch(2), svc::machine::id::MachineId::new()),
+    )
+    .await?;
     let fenced = machine::pointer(&store).await?;
     let ended = running.end()?.expect(77);
     assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);

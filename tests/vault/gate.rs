@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
 use nix::sys::signal::Signal;
 use svc::machine::epoch::Epoch;
+use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
 use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, until, with_wrapped};
@@ -232,8 +233,12 @@ async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Resu
     assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
     is_untouched(&new, "absent").await?;
 
-    pointer_io::fence(&machine::bucket(&store)?, &slot(), Epoch(2), svc::machine::id::MachineId::new())
-        .await?;
+    pointer_io::fence(
+        &machine::bucket(&store)?,
+        &slot(),
+        &Fence::unsigned(Epoch(2), svc::machine::id::MachineId::new()),
+    )
+    .await?;
     restore(&new, &[])?.expect(70);
     is_untouched(&new, "tombstone").await?;
 

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use kit::child;
+use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 use svc::store::snapshot::SideRecord;
 
@@ -92,7 +93,7 @@ async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
     assert_eq!(record["sha256"], snapshot.sha256.as_str());
 
     let new = Machine::new(&store, 2).await?;
-    pointer_io::fence(&machine::bucket(&store)?, &slot(), new.epoch, new.id).await?;
+    pointer_io::fence(&machine::bucket(&store)?, &slot(), &Fence::unsigned(new.epoch, new.id)).await?;
     new.client().await?.batch_execute("CREATE TABLE of_the_empty_start (id int)").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());

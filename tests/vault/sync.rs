@@ -194,8 +194,10 @@ async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
     svc::store::pointer_io::fence(
         &bucket,
         &machine::slot(),
-        svc::machine::epoch::Epoch(4),
-        svc::machine::id::MachineId::new(),
+        &svc::store::pointer::Fence::unsigned(
+            svc::machine::epoch::Epoch(4),
+            svc::machine::id::MachineId::new(),
+        ),
     )
     .await?;
     machine.run(&["svc-db-backup"])?.expect(77);

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use http::StatusCode;
 use secrecy::ExposeSecret;
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use super::Settings;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
@@ -33,9 +34,10 @@ struct Beat {
     updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
-    /// That the platform has accepted its registration once. Left out before, and for a platform that refuses the field.
+    /// As the platform accepted it once: a database that was restored from an older copy may not know it. Left out before,
+    /// and for a platform that refuses the field.
     #[serde(skip_serializing_if = "Option::is_none")]
-    registered: Option<bool>,
+    registration: Option<Box<RawValue>>,
     /// Left out where there is nothing to say, and for a platform that refuses the field.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     attention: Vec<Attention>,
@@ -93,15 +95,15 @@ impl<'a> Heart<'a> {
             updating: settings.layout.update_journal().exists(),
             disk: vitals::disk(settings),
             proof_kids: vitals::proof_kids(settings),
-            registered: registered::is_done(&settings.layout, settings.identity.machine).then_some(true),
+            registration: registered::accepted(&settings.layout, settings.identity.machine),
             attention,
         };
         let (mut status, mut body) = self.send(&beat).await?;
-        let says_more = beat.registered.is_some() || !beat.attention.is_empty();
+        let says_more = beat.registration.is_some() || !beat.attention.is_empty();
         if status == StatusCode::BAD_REQUEST && says_more {
             // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
             beat.attention.clear();
-            beat.registered = None;
+            beat.registration = None;
             (status, body) = self.send(&beat).await?;
         }
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {

@@ -15,6 +15,7 @@ use super::endpoint::{
     last_backup_told, last_update_told, told,
 };
 use super::heal;
+use super::register::{self, Registered};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
@@ -29,6 +30,7 @@ use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::machine_server;
 use crate::platform::db::{self};
+use crate::platform::operations::later_holder;
 use crate::untrusted_text;
 use axum::routing::post;
 use http::Method;
@@ -49,8 +51,8 @@ struct Beat {
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
     proof_kids: Vec<String>,
-    /// By the host's own word.
-    is_registered: bool,
+    /// As it registered once.
+    registration: Option<Registered>,
 }
 
 pub async fn handle(
@@ -70,8 +72,9 @@ pub async fn handle(
         let session = platform.host_db.session().await?;
         db::machines::stopped_for(&session, &machine).await?
     };
-    let superseded = !machine.is_active() && stopped_for.is_none();
-    let (epoch, is_registered) = (beat.epoch, beat.is_registered);
+    let serves_after_all = serves_after_all(&platform, &machine, &beat).await?;
+    let superseded = !machine.is_active() && stopped_for.is_none() && !serves_after_all;
+    let epoch = beat.epoch;
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
     if !superseded {
         let session = platform.host_db.session().await?;
@@ -94,9 +97,6 @@ pub async fn handle(
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;
         }
-    }
-    if is_registered && machine.registered_at.is_none() {
-        machine_changes::serves_unregistered(&platform.db.session().await?, id).await?;
     }
     if is_well {
         heal::heal(&platform, &machine, epoch).await;
@@ -122,6 +122,35 @@ pub async fn handle(
     Ok(Json(answer).into_response())
 }
 
+/// Notes what the host knows and this database, restored from an older copy, does not: that it has registered, or got its
+/// slot back since. Answers whether it holds its slot although the database says otherwise.
+async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat) -> Result<bool, Problem> {
+    if let Some(registration) = beat.registration.as_ref().filter(|_| machine.registered_at.is_none()) {
+        // Whatever becomes of the machine now, what it holds must not go with it.
+        machine_changes::serves_after_all(&platform.host_db.session().await?, machine.id).await?;
+        match register::again(platform, machine, registration).await {
+            Ok(()) => {
+                tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older")
+            }
+            Err(problem) => {
+                tracing::warn!(machine = %machine.id, problem = %problem, "a machine serves and is not registered");
+            }
+        }
+    }
+    if machine.is_active() || beat.epoch <= machine.epoch {
+        return Ok(false);
+    }
+    let session = platform.host_db.session().await?;
+    let found = later_holder::find(platform, &session, &machine.user, &machine.slot).await;
+    // A store that cannot be read now is asked with the next heartbeat.
+    let Some(holder) = found.ok().flatten().filter(|holder| holder.machine == machine.id) else {
+        return Ok(false);
+    };
+    later_holder::warn(platform, machine, holder).await;
+    machine_changes::serves_after_all(&session, machine.id).await?;
+    Ok(true)
+}
+
 /// A host that is asked for its last backup may write it before it is sent away.
 pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
@@ -142,7 +171,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let updating = fields.boolean("updating").unwrap_or(false);
     let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
-    let is_registered = fields.boolean("registered").unwrap_or(false);
+    let registration = registration(&mut fields);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
         health["disk"] = disk?;
@@ -159,10 +188,17 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             backup_taken_at,
             epoch,
             proof_kids,
-            is_registered,
+            registration,
         })
     })();
     fields.finish(built)
+}
+
+fn registration(fields: &mut Fields) -> Option<Registered> {
+    let mut inner = fields.optional_nested("registration")?;
+    let registration = Registered::read(&mut inner);
+    fields.close(inner);
+    registration
 }
 
 fn health(fields: &mut Fields) -> Option<Value> {
@@ -296,7 +332,7 @@ fn said() -> Value {
             ("updating", boolean()),
             ("attention", attention::shape()),
             ("proofKids", kids),
-            ("registered", boolean()),
+            ("registration", Registered::shape()),
         ],
     ))
 }

@@ -93,7 +93,7 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     let existing = admissible(platform, &session, asked).await?;
     // Looked up before the transaction, so that no row is held while the store is asked.
     let prepared = if existing.as_ref().is_none_or(has_failed) {
-        Some(prepare(platform, &session, asked).await?)
+        Some(prepare(platform, &session, asked, existing.as_ref()).await?)
     } else {
         None
     };
@@ -143,6 +143,7 @@ async fn prepare(
     platform: &Platform,
     client: &impl GenericClient,
     asked: &Asked,
+    existing: Option<&MachineRow>,
 ) -> Result<Prepared, Problem> {
     asked.locations.check(platform).await?;
     let image_version = match &asked.image_version {
@@ -151,6 +152,8 @@ async fn prepare(
     };
     let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
     let restore = restore_mode(platform, client, asked).await?;
+    let (whose, accepts_loss) = ((&asked.user, &asked.slot), asked.options.accept_loss);
+    restorable::is_held_as_known(platform, client, whose, existing, accepts_loss).await?;
     let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
     Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
 }

@@ -124,6 +124,9 @@ async fn prepare(
         None => provision::release(platform, client, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
+    let accepts_loss = asked.options.accept_loss;
+    let whose = (&asked.user, &asked.slot);
+    restorable::is_held_as_known(platform, client, whose, Some(machine), accepts_loss).await?;
     let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
     Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })
@@ -311,6 +314,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         })],
         problems: &[
             Code::MachineNotFound,
+            Code::InvalidState,
             Code::SnapshotUnusable,
             Code::DiskTooSmall,
             Code::SubscriptionRequired,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use deadpool_postgres::Transaction;
+use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -17,6 +17,7 @@ use subtle::ConstantTimeEq;
 use super::call::{Call, registration_rejected};
 use super::endpoint::{Endpoint, REGISTRATION, image_version, sha256, told};
 use super::mutation::{self, Changed};
+use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::tls::SpkiPin;
@@ -28,13 +29,20 @@ use crate::platform::db::machine_changes::{self, Registration};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::operations::later_holder::{self, LookError};
 use crate::platform::tokens;
 use crate::store::bundle::parse_digest;
 use axum::routing::post;
 use http::Method;
 
+/// A registration, as a host sends it.
+pub struct Registered {
+    body: Body,
+    pin: SpkiPin,
+}
+
 #[derive(Serialize)]
-struct Asked {
+struct Body {
     machine: MachineId,
     image_version: ImageVersion,
     bundle_sha256: String,
@@ -46,14 +54,20 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let call = Call::read(request).await?;
     let (claimed, token) = call.registration()?;
     let mut session = platform.host_db.session().await?;
+    let machine = db::machines::get(&session, claimed).await?.ok_or_else(registration_rejected)?;
+    admits(token, &machine)?;
+    // Before the transaction, so that no row is held while the store is asked.
+    holds_slot(&platform, &session, &machine).await?;
     // Whose token it is comes before what the body says; held, so that uses take turns.
     let tx = db::begin(&mut session).await?;
     let machine = authentic(&tx, claimed, token).await?;
-    let (asked, pin) = asked(&call)?;
-    if asked.machine != machine.id {
+    let mut body = call.host_fields()?;
+    let said = Registered::read(&mut body);
+    let said = body.finish(said)?;
+    if said.body.machine != machine.id {
         return Err(registration_rejected());
     }
-    let answer = register(&platform, &tx, &machine, &asked, pin).await?;
+    let answer = register(&platform, &tx, &machine, &said).await?;
     db::commit(tx).await?;
     Ok(Json(answer).into_response())
 }
@@ -61,51 +75,112 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
 /// The machine whose token this is, if it can still be used at all.
 pub async fn authentic(tx: &Transaction<'_>, claimed: MachineId, token: &str) -> Result<MachineRow, Problem> {
     let machine = db::machines::locked(tx, claimed).await?.ok_or_else(registration_rejected)?;
+    admits(token, &machine)?;
+    Ok(machine)
+}
+
+fn admits(token: &str, machine: &MachineRow) -> Result<(), Problem> {
     if !tokens::fits(token, &machine.registration_token_hash) || !machine.is_active() {
         return Err(registration_rejected());
     }
     if machine.registration_expires_at.is_some_and(|end| end <= Timestamp::now()) {
         return Err(registration_rejected());
     }
-    Ok(machine)
+    Ok(())
 }
 
-fn asked(call: &Call) -> Result<(Asked, SpkiPin), Problem> {
-    let mut fields = call.host_fields()?;
-    let machine = fields.required("machineId");
-    let image_version = fields.required("imageVersion");
-    let digest: Option<String> = fields.required("bundleSha256");
-    let bundle_sha256 = digest.and_then(|text| {
-        let parsed = parse_digest(&text).filter(|_| text.len() == 64);
-        if parsed.is_none() {
-            fields.wrong("bundleSha256", "must be 64 hexadecimal digits");
-        }
-        parsed
-    });
-    let pin: Option<SpkiPin> = fields.required("tlsSpkiSha256");
-    let boot_ms = fields.optional_number("bootMs");
-    let whole = (|| {
-        let asked = Asked {
+/// Refuses a machine that the store has fenced out: it could never make a backup.
+async fn holds_slot(
+    platform: &Platform,
+    client: &impl GenericClient,
+    machine: &MachineRow,
+) -> Result<(), Problem> {
+    if machine.registered_at.is_some() {
+        return Ok(());
+    }
+    let found = match later_holder::find(platform, client, &machine.user, &machine.slot).await {
+        Ok(found) => found,
+        Err(LookError::Db(error)) => return Err(error.into()),
+        Err(LookError::Store(error)) => return Err(error.into()),
+    };
+    let Some(holder) = found.filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
+    else {
+        return Ok(());
+    };
+    later_holder::warn(platform, machine, holder).await;
+    let detail = format!(
+        "The slot is fenced at epoch {} by machine {}; this machine's epoch {} is not above it.",
+        holder.epoch, holder.machine, machine.epoch
+    );
+    Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
+}
+
+/// Registers a machine by its heartbeat: it did once, and this database, restored from an older copy, does not know it.
+///
+/// # Errors
+/// As of a registration.
+pub async fn again(platform: &Platform, machine: &MachineRow, said: &Registered) -> Result<(), Problem> {
+    if said.body.machine != machine.id {
+        return Err(registration_rejected());
+    }
+    let mut session = platform.host_db.session().await?;
+    holds_slot(platform, &session, machine).await?;
+    let tx = db::begin(&mut session).await?;
+    let machine = db::machines::locked(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
+    register(platform, &tx, &machine, said).await?;
+    Ok(db::commit(tx).await?)
+}
+
+impl Registered {
+    /// What a host says of itself when it registers; the key by which it is reached is parsed twice, since the text is what a
+    /// repetition is compared with.
+    pub fn read(fields: &mut Fields) -> Option<Self> {
+        let machine = fields.required("machineId");
+        let image_version = fields.required("imageVersion");
+        let digest: Option<String> = fields.required("bundleSha256");
+        let bundle_sha256 = digest.and_then(|text| {
+            let parsed = parse_digest(&text).filter(|_| text.len() == 64);
+            if parsed.is_none() {
+                fields.wrong("bundleSha256", "must be 64 hexadecimal digits");
+            }
+            parsed
+        });
+        let pin: Option<SpkiPin> = fields.required("tlsSpkiSha256");
+        let boot_ms = fields.optional_number("bootMs");
+        let pin = pin?;
+        let body = Body {
             machine: machine?,
             image_version: image_version?,
             bundle_sha256: bundle_sha256?,
-            tls_spki_sha256: pin?.to_string(),
+            tls_spki_sha256: pin.to_string(),
             boot_ms,
         };
-        Some((asked, pin?))
-    })();
-    fields.finish(whole)
+        Some(Self { body, pin })
+    }
+
+    /// Its fields: required ones, and those that may be missing.
+    pub fn shape() -> Value {
+        extensible(fields(
+            &[
+                ("machineId", uuid()),
+                ("imageVersion", image_version()),
+                ("bundleSha256", sha256()),
+                ("tlsSpkiSha256", sha256()),
+            ],
+            &[("bootMs", count())],
+        ))
+    }
 }
 
 async fn register(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-    asked: &Asked,
-    pin: SpkiPin,
+    said: &Registered,
 ) -> Result<Value, Problem> {
+    let Registered { body, pin } = said;
     let answer = json!({"status": "running", "epoch": machine.epoch});
-    let canonical = serde_json::to_vec(asked).map_err(|error| Problem::internal(&error))?;
+    let canonical = serde_json::to_vec(body).map_err(|error| Problem::internal(&error))?;
     let body_hash = Sha256::digest(&canonical).to_vec();
     if let Some(first) = &machine.registration_body_hash {
         let same: bool = first.ct_eq(&body_hash).into();
@@ -126,20 +201,20 @@ async fn register(
         Err(error @ LifecycleError::Missing(_)) => return Err(Problem::internal(&error)),
     }
     let registration = Registration {
-        image_version: &asked.image_version,
-        bundle_sha256: &asked.bundle_sha256,
-        tls_pin: pin,
+        image_version: &body.image_version,
+        bundle_sha256: &body.bundle_sha256,
+        tls_pin: *pin,
         body_hash: &body_hash,
     };
     machine_changes::registered(tx, machine.id, &registration).await?;
-    db::slots::set_release(tx, &machine.user, &machine.slot, &asked.image_version).await?;
+    db::slots::set_release(tx, &machine.user, &machine.slot, &body.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
     let id = machine.id.to_string();
     let actor = format!("machine:{id}");
-    let after = serde_json::to_value(asked).ok();
+    let after = serde_json::to_value(body).ok();
     let changed = Changed { action: "register", target: &id, before: None, after: after.as_ref() };
     mutation::audit(tx, &actor, &changed).await?;
-    tracing::info!(machine = %machine.id, boot_ms = asked.boot_ms, "registered");
+    tracing::info!(machine = %machine.id, boot_ms = body.boot_ms, "registered");
     Ok(answer)
 }
 
@@ -152,17 +227,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "The one call of a new host that makes its machine routable.",
         credentials: &[REGISTRATION],
         parameters: &[],
-        body: Some(|| {
-            extensible(fields(
-                &[
-                    ("machineId", uuid()),
-                    ("imageVersion", image_version()),
-                    ("bundleSha256", sha256()),
-                    ("tlsSpkiSha256", sha256()),
-                ],
-                &[("bootMs", count())],
-            ))
-        }),
+        body: Some(Registered::shape),
         answers: &[told(200, "It is running.", || {
             object(&[("status", one_of(&["running"])), ("epoch", count())], &[])
         })],
@@ -170,6 +235,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::RegistrationRejected,
             Code::InvalidState,
             Code::Unavailable,
+            Code::StoreUnavailable,
             Code::DatabaseUnavailable,
         ],
     },

@@ -2,6 +2,7 @@
 //! checked here, while the old one still serves.
 
 use deadpool_postgres::GenericClient;
+use serde_json::json;
 
 use super::fault;
 use crate::clock::rfc3339_ms;
@@ -10,6 +11,8 @@ use crate::machine::epoch::Epoch;
 use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::operations::later_holder::{self, LaterHolder, LookError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{Bucket, StoreError, epochs, pointer_io};
@@ -73,6 +76,43 @@ pub async fn epoch_floor(
         Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Refuses a slot that the store says is held by a machine which this database does not know, unless an operator accepts what
+/// that costs: the database was restored from an older copy, and that machine may serve. The slot's own machine under a later
+/// epoch is none of these.
+///
+/// # Errors
+/// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
+pub async fn is_held_as_known(
+    platform: &Platform,
+    client: &impl GenericClient,
+    (user, slot): (&IdpUserId, &Slot),
+    current: Option<&MachineRow>,
+    accept_loss: bool,
+) -> Result<(), Problem> {
+    let found = match later_holder::find(platform, client, user, slot).await {
+        Ok(found) => found,
+        Err(LookError::Db(error)) => return Err(error.into()),
+        Err(LookError::Store(StoreError::Corrupt { key, why })) => {
+            return Err(fault::unusable(Unusable::Damaged { key, why }));
+        }
+        Err(LookError::Store(error)) => return Err(error.into()),
+    };
+    let is_other =
+        |holder: &LaterHolder| current.is_none_or(|current| current.id != holder.machine) && !accept_loss;
+    let Some(holder) = found.filter(is_other) else { return Ok(()) };
+    let detail = format!(
+        "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
+         from an older copy. What that machine wrote since the newest snapshot is on its server alone. With acceptLoss the \
+         slot starts from the snapshot; that server stays.",
+        holder.machine, holder.epoch
+    );
+    let problem = Problem::new(Code::InvalidState, detail).with("allowed", json!([]));
+    Err(match current {
+        Some(current) => problem.with("machineStatus", json!(current.status)),
+        None => problem,
+    })
 }
 
 /// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent, unless an

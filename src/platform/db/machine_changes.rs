@@ -341,14 +341,14 @@ pub async fn registered(
         .map(drop)
 }
 
-/// A host has registered, and this database does not know of it: it served before the database was restored from an older copy.
-/// What it holds must not go with the machine.
+/// Notes that a machine that left its slot serves in truth: its server holds what no snapshot does.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn serves_unregistered(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn serves_after_all(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, now()) \
-               WHERE machine_id = $1 AND registered_at IS NULL AND server_deleted_at IS NULL";
+               WHERE machine_id = $1 AND server_deleted_at IS NULL \
+               AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 

@@ -5,9 +5,9 @@
 
 use std::time::Duration;
 
-use super::create;
 use super::held::Held;
 use super::step::{Answer, StepError};
+use super::{create, later_holder};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::ServerId;
@@ -17,6 +17,15 @@ const POLL: Duration = Duration::from_millis(500);
 /// The server of this machine.
 pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
+    if machine.discard_ordered_at.is_none() {
+        let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
+        if serves.map_err(|error| StepError::transient("the fence of the slot is not known", error))? {
+            held.serves_after_all(machine.id).await?;
+            let note = "the store says that it got its slot back or has served, which this database does not know: its server \
+                        is kept until an operator discards it";
+            return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
+        }
+    }
     Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
 }
 

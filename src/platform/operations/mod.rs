@@ -9,6 +9,7 @@ pub mod create;
 pub mod delete;
 pub mod held;
 pub mod last_backup;
+pub mod later_holder;
 pub mod options;
 pub mod power;
 pub mod predecessor;

@@ -8,7 +8,9 @@ use jiff::Timestamp;
 use serde_json::{Map, Value};
 
 use super::held::Held;
-use super::{OperationKind, Step, create, delete, last_backup, power, predecessor, reinstate, resize};
+use super::{
+    OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
+};
 use crate::failpoint::Injected;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -17,6 +19,7 @@ use crate::platform::keys::KeyError;
 use crate::provider::{ErrorKind, ProviderError};
 use crate::store::StoreError;
 use crate::store::key::SlotPrefix;
+use crate::store::pointer::Fence;
 use crate::store::pointer_io::{self, PointerError};
 
 /// How a step ended without an error.
@@ -159,6 +162,9 @@ impl From<ProviderError> for StepError {
 /// # Errors
 /// [`StepError`].
 pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
+    if let Some(answer) = later_holder::answer(held, step).await? {
+        return Ok(answer);
+    }
     match step {
         Step::LastBackup => last_backup::last_backup(held).await,
         Step::Fence => fence(held).await,
@@ -184,9 +190,12 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
 async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    match pointer_io::fence(&held.platform.bucket, &slot, machine.epoch, machine.id).await {
+    let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
+    let fence = Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) };
+    match pointer_io::fence(&held.platform.bucket, &slot, &fence).await {
         Ok(()) => Ok(Answer::done()),
-        // The database is older than the store: this machine's epoch goes above what the store knows.
+        // A host raised the fence, or an operator reinstates a machine in a database that is older than the store: this
+        // machine's epoch goes above what the store knows.
         Err(PointerError::Fenced(fenced))
             if (machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate)
                 && fenced.fence <= machine.epoch.believable() =>

@@ -7,6 +7,7 @@ use kit::s3::S3Server;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use svc::machine::epoch::Epoch;
+use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
 use super::super::gate::{dump_key, is_restored, is_untouched, old_and_new, reset};
@@ -256,7 +257,8 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
 async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
-    pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), Epoch(2), new.id).await?;
+    pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
+        .await?;
     old.run(&["svc-db-backup"])?.expect(77);
     objects.heal();
     new.run(&["svc-restore"])?.expect(0);

@@ -27,6 +27,7 @@
 
 mod admin;
 mod binaries;
+pub mod copy;
 mod databases;
 mod server;
 

@@ -1,0 +1,93 @@
+//! A copy of the platform's tables inside their own database, as a dump of it and its restore would give. The keys and the
+//! installation stay as they are.
+
+use anyhow::Result;
+use tokio_postgres::Client;
+use tokio_postgres::error::SqlState;
+
+pub struct Copy {
+    empty: String,
+}
+
+impl Copy {
+    /// Of the database of this connection, on which no trigger fires from now on.
+    ///
+    /// # Errors
+    /// Of the database.
+    pub async fn of(client: &Client) -> Result<Self> {
+        client.batch_execute("SET session_replication_role = replica").await?;
+        let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
+                     WHERE schemaname = 'public' AND tablename \
+                     NOT IN ('signing_keys', 'installation', 'refinery_schema_history')";
+        Ok(Self { empty: client.query_one(empty, &[]).await?.get(0) })
+    }
+
+    /// Empties the tables.
+    ///
+    /// # Errors
+    /// Of the database.
+    pub async fn empty(&self, client: &Client) -> Result<()> {
+        insist(client, &self.empty).await
+    }
+
+    /// Copies every table and sequence, in place of an earlier copy.
+    ///
+    /// # Errors
+    /// Of the database.
+    pub async fn save(&self, client: &Client) -> Result<()> {
+        insist(client, SAVE).await
+    }
+
+    /// Brings the copy back; `false` without one.
+    ///
+    /// # Errors
+    /// Of the database.
+    pub async fn restore(&self, client: &Client) -> Result<bool> {
+        let found = client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
+        if found.is_none() {
+            return Ok(false);
+        }
+        self.empty(client).await?;
+        insist(client, RESTORE).await?;
+        Ok(true)
+    }
+
+    /// # Errors
+    /// Of the database.
+    pub async fn drop(&self, client: &Client) -> Result<()> {
+        Ok(client.batch_execute("DROP SCHEMA IF EXISTS saved CASCADE").await?)
+    }
+}
+
+/// All as of one instant.
+const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
+    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
+        AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
+        EXECUTE format('CREATE TABLE saved.%I AS TABLE public.%I', name, name);
+    END LOOP;
+    CREATE TABLE saved.sequences AS SELECT sequencename, last_value FROM pg_sequences WHERE schemaname = 'public';
+    END $$; COMMIT";
+
+const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
+    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'saved' AND tablename <> 'sequences' LOOP
+        SELECT string_agg(quote_ident(column_name), ', ') INTO columns FROM information_schema.columns
+            WHERE table_schema = 'public' AND table_name = name AND is_generated = 'NEVER';
+        EXECUTE format('INSERT INTO public.%I (%s) OVERRIDING SYSTEM VALUE SELECT %s FROM saved.%I',
+            name, columns, columns, name);
+    END LOOP;
+    PERFORM setval(quote_ident(sequencename), coalesce(last_value, 1)) FROM saved.sequences;
+    END $$";
+
+/// Runs SQL, again where what the platform is doing, or has left, is in the way for a moment.
+///
+/// # Errors
+/// Of the database.
+pub async fn insist(client: &Client, sql: &str) -> Result<()> {
+    for _ in 0..20 {
+        match client.batch_execute(sql).await {
+            Err(error) if error.code() == Some(&SqlState::T_R_DEADLOCK_DETECTED) => {}
+            ended => return Ok(ended?),
+        }
+    }
+    anyhow::bail!("the database's locks are never free for: {sql}")
+}

@@ -1,0 +1,284 @@
+//! The platform's database is restored from an older copy: what it remembers as under way has been decided otherwise since,
+//! and the store knows.
+
+use kit::pg::copy::Copy;
+use kit::provider::Power;
+use reqwest::Method;
+use serde_json::{Value, json};
+use tokio_postgres::Client;
+
+use super::internal_host::{Host, host};
+use super::stack::{Guest, Process, Stack, beat_of, registration};
+
+const BACKUP: &str = "/_svc/internal/backup";
+
+/// A stack whose database can be put back.
+struct Restorable {
+    stack: Stack,
+    process: Option<Process>,
+    client: Client,
+    copy: Copy,
+    settings: Vec<(&'static str, &'static str)>,
+}
+
+impl Restorable {
+    async fn start(settings: &[(&'static str, &'static str)]) -> Self {
+        let stack = Stack::start().await;
+        let client = stack.database.connect().await.unwrap();
+        let copy = Copy::of(&client).await.unwrap();
+        let process = Some(stack.platform_with(settings));
+        Self { stack, process, client, copy, settings: settings.to_vec() }
+    }
+
+    fn process(&self) -> &Process {
+        self.process.as_ref().unwrap()
+    }
+
+    async fn save(&self) {
+        self.copy.save(&self.client).await.unwrap();
+    }
+
+    /// Puts the copy back under a platform that starts anew, with other settings where there are any.
+    async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
+        if let Some(mut process) = self.process.take() {
+            process.kill();
+            process.killed().await;
+        }
+        assert!(self.copy.restore(&self.client).await.unwrap());
+        let settings = [self.settings.clone(), settings.to_vec()].concat();
+        self.process = Some(self.stack.platform_with(&settings));
+    }
+
+    async fn record(&self, machine: &str) -> Value {
+        self.stack.get(self.process(), &format!("/vps/{machine}")).await.body
+    }
+
+    fn power(&self, machine: &str) -> Option<Power> {
+        self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+    }
+
+    async fn becomes(&self, machine: &str, status: &str) -> Value {
+        let is = || async {
+            let found = self.record(machine).await;
+            (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
+                .then_some(found)
+        };
+        self.stack.eventually(status, is).await
+    }
+
+    async fn asked_for_backup(&self, host: &Host) {
+        let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
+        self.stack.eventually("the last backup is requested", asked).await;
+    }
+
+    async fn fenced_at(&self, epoch: u64) {
+        let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
+        self.stack.eventually("the fence", fenced).await;
+    }
+
+    async fn beat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
+        let mut beat = beat_of(guest);
+        beat["epoch"] = json!(epoch);
+        if !more.is_null() {
+            beat["registration"] = more;
+        }
+        self.stack.beat(self.process(), guest, &beat).await.body
+    }
+
+    async fn shown_in_fleet(&self, what: &str) {
+        let shown = || async {
+            let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
+            fleet.contains(what).then_some(())
+        };
+        self.stack.eventually(what, shown).await;
+    }
+}
+
+fn id(answer: &Value, name: &str) -> String {
+    answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
+}
+
+fn now() -> String {
+    svc::clock::rfc3339_ms(jiff::Timestamp::now())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
+    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = host(&it.stack, it.process()).await;
+    let machine = old.guest.machine.clone();
+    it.stack.snapshot("user_1");
+    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    it.asked_for_backup(&old).await;
+    it.save().await;
+    let path = format!("/vps/operations/{}/abandon", id(&recovery, "operationId"));
+    let abandoned = it
+        .stack
+        .send(it.stack.request(it.process(), Method::POST, &path).bearer_auth(super::stack::SECRET))
+        .await;
+    assert_eq!(abandoned.status, 200, "{abandoned:?}");
+    it.fenced_at(3).await;
+    it.becomes(&machine, "running").await;
+    it.beat(&old.guest, 3, Value::Null).await;
+
+    it.restore(&[]).await;
+    // The copy's last backup would be taken at once.
+    it.stack.snapshot_by("user_1", &machine, &now());
+    let back = it.becomes(&machine, "running").await;
+    assert_eq!(back["epoch"], 3, "{back}");
+    let failed = it.record(&id(&recovery, "machineId")).await;
+    assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
+    assert!(failed["failure"]["message"].as_str().unwrap().contains("older than the store"), "{failed}");
+    assert_eq!(it.power(&machine), Some(Power::Running));
+    for path in ["/shutdown", "/poweroff"] {
+        assert_eq!(it.stack.provider.call_count("POST", path), 0, "{path}");
+    }
+    it.stack.assert_only_server(&machine);
+    it.shown_in_fleet("database_behind_store").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn registration_of_a_recovery_that_failed_since_is_refused() {
+    let mut it = Restorable::start(&[]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    let new = it.stack.guest(it.process(), &id(&recovery, "machineId")).await;
+    it.save().await;
+    let path = format!("/vps/{}/boot-failure", new.machine);
+    let report = it.stack.request(it.process(), Method::POST, &path).bearer_auth(&new.registration_token);
+    let report = it.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
+    assert_eq!(report.status, 202, "{report:?}");
+    it.fenced_at(3).await;
+    it.restore(&[]).await;
+    let refused = it.stack.register(it.process(), &new).await;
+    assert!(matches!(refused.status, 401 | 409), "{refused:?}");
+    it.becomes(&old.machine, "failed").await;
+    assert_eq!(it.record(&old.machine).await["failure"]["cause"], "reinstating");
+    it.fenced_at(3).await;
+    let runs = || async {
+        it.beat(&old, 3, Value::Null).await;
+        (it.stack.status(it.process(), &old.machine).await == "running").then_some(())
+    };
+    it.stack.eventually("the old machine runs", runs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_that_was_undone_since_asks() {
+    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = host(&it.stack, it.process()).await;
+    let machine = old.guest.machine.clone();
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}")).await.body;
+    it.asked_for_backup(&old).await;
+    it.save().await;
+    let undone = it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
+    assert_eq!(undone.status, 202, "{undone:?}");
+    it.fenced_at(2).await;
+
+    it.restore(&[]).await;
+    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    let asks = || async {
+        let found = it.stack.get(it.process(), &operation).await.body;
+        (!found["question"].is_null()).then_some(found)
+    };
+    let asks = it.stack.eventually("the deletion asks", asks).await;
+    assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
+    assert_eq!(it.power(&machine), Some(Power::Running));
+    // A host that holds its slot by the store's word is not sent away.
+    assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
+    let path = format!("{operation}/abandon");
+    it.stack
+        .send(it.stack.request(it.process(), Method::POST, &path).bearer_auth(super::stack::SECRET))
+        .await;
+    let runs = || async {
+        it.beat(&old.guest, 2, Value::Null).await;
+        (it.stack.status(it.process(), &machine).await == "running").then_some(())
+    };
+    it.stack.eventually("it runs again", runs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_of_a_deletion_that_was_undone_since_stays() {
+    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
+    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
+    // As its last backup would have left it.
+    it.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
+    it.save().await;
+    let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(undone.status, 202, "{undone:?}");
+    it.fenced_at(2).await;
+
+    it.restore(&[("DELETE_GRACE_SECONDS", "0")]).await;
+    it.shown_in_fleet("database_behind_store").await;
+    it.shown_in_fleet("unsaved_changes").await;
+    assert!(it.power(&old.machine).is_some());
+    assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
+    let discarded = it
+        .stack
+        .post(it.process(), &format!("/vps/{}/discard", old.machine), &json!({"acceptLoss": true}))
+        .await;
+    assert_eq!(discarded.status, 202, "{discarded:?}");
+    it.stack.assert_no_server();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forgotten_registration_is_repeated_by_the_heartbeat() {
+    let mut it = Restorable::start(&[]).await;
+    let made = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    it.save().await;
+    assert_eq!(it.stack.register(it.process(), &guest).await.status, 200);
+    it.restore(&[]).await;
+    assert_eq!(it.stack.status(it.process(), &guest.machine).await, "provisioning");
+    it.beat(&guest, 1, registration(&guest.machine, 1)).await;
+    let runs = it.record(&guest.machine).await;
+    assert_eq!(runs["status"], "running", "{runs}");
+    let operation = it.stack.ended(it.process(), &id(&made, "operationId")).await;
+    assert_eq!(operation["state"], "succeeded", "{operation}");
+}
+
+/// Where it cannot be registered any more, what it holds is not deleted with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn host_that_serves_is_kept_though_its_machine_has_failed() {
+    let mut it = Restorable::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
+    let made = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    it.client
+        .execute("UPDATE user_machines SET status = 'failed', failure_cause = 'operator'", &[])
+        .await
+        .unwrap();
+    it.save().await;
+    it.restore(&[]).await;
+    it.beat(&guest, 1, registration(&guest.machine, 1)).await;
+    let answer = it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
+    it.stack.ended(it.process(), &id(&answer.body, "operationId")).await;
+    tokio::time::sleep(std::time::Duration::from_secs(4)).await;
+    assert!(it.power(&guest.machine).is_some(), "{}", it.stack.log());
+    it.shown_in_fleet("unsaved_changes").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_that_a_forgotten_machine_holds_is_taken_with_an_accepted_loss_alone() {
+    let mut it = Restorable::start(&[]).await;
+    it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    it.save().await;
+    let body = json!({"idpUserId": "user_1"});
+    let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
+    let forgotten = id(&recovery, "machineId");
+    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    it.restore(&[]).await;
+    let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&forgotten), "{refused:?}");
+    let taken = it
+        .stack
+        .post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1", "acceptLoss": true}))
+        .await;
+    assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
+    assert!(it.power(&forgotten).is_some());
+    it.fenced_at(3).await;
+}
