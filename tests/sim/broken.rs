@@ -45,6 +45,6 @@ noticed! {
     a_change_without_its_audit_row: Broken::AUDIT_IS_LOST => AuditIncomplete;
     another_answer_to_the_same_key: Broken::KEYS_ARE_FORGOTTEN => ReplayDiffers, then AuditIncomplete;
     a_replaced_host_that_is_not_told: Broken::OLD_TOKENS_END => HostNotTold;
-    rows_that_are_lost: Broken::UNSAVED_IS_FORGOTTEN => LostRows, then OperationNeverEnds;
+    rows_that_are_lost: Broken::UNSAVED_IS_FORGOTTEN => LostRows, then OperationNeverEnds Orphan;
     an_answer_that_knows_nothing: Broken::RAISES => InternalError;
 }

@@ -46,8 +46,8 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         hold(!waits || look.is_under_way(&machine.machine_id), Violation::Stuck);
-        let ended = known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine);
-        hold(memory.has_stayed(machine) && !(ended && machine.is_active()), Violation::CameBack);
+        let ended = known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, look);
+        hold(memory.has_stayed(machine, look) && !(ended && machine.is_active()), Violation::CameBack);
     }
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
     hold(memory.epochs_grow(look), Violation::EpochDidNotGrow);
@@ -57,7 +57,7 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
 }
 
 impl Memory {
-    fn has_stayed(&mut self, machine: &MachineSeen) -> bool {
+    fn has_stayed(&mut self, machine: &MachineSeen, look: &Look) -> bool {
         let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
         // Out of an end leads a reinstatement alone, and only under a higher epoch; a deletion ends a replaced one, too.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
@@ -66,7 +66,7 @@ impl Memory {
                 return true;
             }
             // It may have ended again since.
-            let comes_back = self.is_reinstated(machine);
+            let comes_back = self.is_reinstated(machine, look);
             self.ended.remove(&machine.machine_id);
             return comes_back;
         }
@@ -76,9 +76,14 @@ impl Memory {
         true
     }
 
-    /// Whether its slot was given back to it, as its epoch says.
-    fn is_reinstated(&self, machine: &MachineSeen) -> bool {
+    /// Whether its slot was given back to it, as its epoch says: higher than when it was seen first, or than that of a machine
+    /// that was made after it.
+    fn is_reinstated(&self, machine: &MachineSeen, look: &Look) -> bool {
+        let made_after = |other: &&MachineSeen| {
+            other.prefix() == machine.prefix() && other.machine_id > machine.machine_id
+        };
         self.epochs.get(&machine.machine_id).is_some_and(|(first, _)| machine.epoch > *first)
+            || look.machines.iter().filter(made_after).any(|other| other.epoch < machine.epoch)
     }
 
     fn epochs_grow(&mut self, look: &Look) -> bool {
