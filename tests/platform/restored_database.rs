@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Client;
 
 use super::internal_host::{Host, host};
-use super::stack::{Guest, Process, Stack, beat_of, registration};
+use super::stack::{Guest, Process, SECRET, Stack, beat_of, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
@@ -66,6 +66,12 @@ impl Restorable {
         self.stack.eventually(status, is).await
     }
 
+    async fn abandon(&self, operation: &str) {
+        let request = self.stack.request(self.process(), Method::POST, &format!("{operation}/abandon"));
+        let abandoned = self.stack.send(request.bearer_auth(SECRET)).await;
+        assert_eq!(abandoned.status, 200, "{abandoned:?}");
+    }
+
     async fn asked_for_backup(&self, host: &Host) {
         let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the last backup is requested", asked).await;
@@ -111,12 +117,7 @@ async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     it.asked_for_backup(&old).await;
     it.save().await;
-    let path = format!("/vps/operations/{}/abandon", id(&recovery, "operationId"));
-    let abandoned = it
-        .stack
-        .send(it.stack.request(it.process(), Method::POST, &path).bearer_auth(super::stack::SECRET))
-        .await;
-    assert_eq!(abandoned.status, 200, "{abandoned:?}");
+    it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
     it.fenced_at(3).await;
     it.becomes(&machine, "running").await;
     it.beat(&old.guest, 3, Value::Null).await;
@@ -186,10 +187,7 @@ async fn deletion_that_was_undone_since_asks() {
     assert_eq!(it.power(&machine), Some(Power::Running));
     // A host that holds its slot by the store's word is not sent away.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
-    let path = format!("{operation}/abandon");
-    it.stack
-        .send(it.stack.request(it.process(), Method::POST, &path).bearer_auth(super::stack::SECRET))
-        .await;
+    it.abandon(&operation).await;
     let runs = || async {
         it.beat(&old.guest, 2, Value::Null).await;
         (it.stack.status(it.process(), &machine).await == "running").then_some(())
@@ -222,6 +220,24 @@ async fn server_of_a_deletion_that_was_undone_since_stays() {
         .await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
     it.stack.assert_no_server();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slots_machine_takes_the_later_epoch_that_the_platform_signed() {
+    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = host(&it.stack, it.process()).await;
+    it.stack.snapshot("user_1");
+    it.save().await;
+    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    it.asked_for_backup(&old).await;
+    it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
+    it.fenced_at(3).await;
+
+    it.restore(&[]).await;
+    // A host that makes its epoch up is not believed.
+    assert_eq!(it.beat(&old.guest, 7, Value::Null).await["epoch"], 1);
+    it.beat(&old.guest, 3, Value::Null).await;
+    assert_eq!(it.record(&old.guest.machine).await["epoch"], 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -123,32 +123,42 @@ pub async fn handle(
 }
 
 /// Notes what the host knows and this database, restored from an older copy, does not: that it has registered, or got its
-/// slot back since. Answers whether it holds its slot although the database says otherwise.
+/// slot back since, under a later epoch. Answers whether it holds its slot although the database says otherwise.
 async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat) -> Result<bool, Problem> {
     if let Some(registration) = beat.registration.as_ref().filter(|_| machine.registered_at.is_none()) {
-        // Whatever becomes of the machine now, what it holds must not go with it.
-        machine_changes::serves_after_all(&platform.host_db.session().await?, machine.id).await?;
         match register::again(platform, machine, registration).await {
             Ok(()) => {
                 tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older")
             }
             Err(problem) => {
-                tracing::warn!(machine = %machine.id, problem = %problem, "a machine serves and is not registered");
+                tracing::warn!(machine = %machine.id, %problem, "a machine serves and is not registered");
+                // Whatever becomes of the machine now, what it holds must not go with it.
+                let session = platform.host_db.session().await?;
+                machine_changes::serves_after_all(&session, machine.id).await?;
             }
         }
     }
-    if machine.is_active() || beat.epoch <= machine.epoch {
+    if beat.epoch <= machine.epoch {
         return Ok(false);
     }
-    let session = platform.host_db.session().await?;
+    let mut session = platform.host_db.session().await?;
     let found = later_holder::find(platform, &session, &machine.user, &machine.slot).await;
     // A store that cannot be read now is asked with the next heartbeat.
     let Some(holder) = found.ok().flatten().filter(|holder| holder.machine == machine.id) else {
         return Ok(false);
     };
     later_holder::warn(platform, machine, holder).await;
-    machine_changes::serves_after_all(&session, machine.id).await?;
-    Ok(true)
+    if !machine.is_active() {
+        machine_changes::serves_after_all(&session, machine.id).await?;
+        return Ok(true);
+    }
+    let tx = db::begin(&mut session).await?;
+    let still = db::machines::locked(&tx, machine.id).await?;
+    if still.is_some_and(|still| still.is_active() && still.epoch < holder.epoch) {
+        machine_changes::raise_epoch(&tx, machine.id, holder.epoch).await?;
+    }
+    db::commit(tx).await?;
+    Ok(false)
 }
 
 /// A host that is asked for its last backup may write it before it is sent away.
