@@ -72,6 +72,16 @@ impl Restorable {
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
+    /// Waits until a deletion asks because the database is behind the store.
+    async fn asks(&self, operation: &str) {
+        let asks = || async {
+            let found = self.stack.get(self.process(), operation).await.body;
+            (!found["question"].is_null()).then_some(found)
+        };
+        let asks = self.stack.eventually("the deletion asks", asks).await;
+        assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
+    }
+
     async fn asked_for_backup(&self, host: &Host) {
         let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the last backup is requested", asked).await;
@@ -178,12 +188,7 @@ async fn deletion_that_was_undone_since_asks() {
 
     it.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    let asks = || async {
-        let found = it.stack.get(it.process(), &operation).await.body;
-        (!found["question"].is_null()).then_some(found)
-    };
-    let asks = it.stack.eventually("the deletion asks", asks).await;
-    assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
+    it.asks(&operation).await;
     assert_eq!(it.power(&machine), Some(Power::Running));
     // A host that holds its slot by the store's word is not sent away.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
@@ -193,6 +198,32 @@ async fn deletion_that_was_undone_since_asks() {
         (it.stack.status(it.process(), &machine).await == "running").then_some(())
     };
     it.stack.eventually("it runs again", runs).await;
+}
+
+/// What an operator accepted before the copy was made was accepted of another state.
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_that_was_undone_since_goes_on_when_told_again() {
+    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
+    let old = host(&it.stack, it.process()).await;
+    let machine = old.guest.machine.clone();
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}?acceptLoss=true")).await.body;
+    it.asked_for_backup(&old).await;
+    it.save().await;
+    it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
+    it.fenced_at(2).await;
+
+    it.restore(&[]).await;
+    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    it.asks(&operation).await;
+    let told =
+        it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
+    assert_eq!(told.status, 200, "{told:?}");
+    let off = || async {
+        it.stack.snapshot_by("user_1", &machine, &now());
+        (it.power(&machine) == Some(Power::Off)).then_some(())
+    };
+    it.stack.eventually("its server is off", off).await;
+    assert_eq!(it.record(&machine).await["epoch"], 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]

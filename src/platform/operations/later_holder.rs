@@ -23,6 +23,8 @@ use crate::store::pointer_io::{self, PointerError};
 
 /// The code of a question, and of an operation that ended, because the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
+/// That an operator was asked, among an operation's facts.
+const ASKED: &str = "askedBehindStore";
 
 /// The machine that the platform gave the slot to, under an epoch that the database does not know.
 #[derive(Debug, Clone, Copy)]
@@ -72,13 +74,53 @@ async fn of_pointer(
     Ok((!is_known).then_some(LaterHolder { machine, epoch }))
 }
 
-/// What becomes of an operation that is of the past; `None`: it is not. Looked at before each step that stops, switches
-/// off, creates or deletes.
-///
-/// # Errors
-/// [`StepError`].
-pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
-    let looks = match held.kind {
+/// What a later holder means for an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Meaning {
+    /// The operation goes on.
+    Nothing,
+    /// Its machine is the holder: it goes on, and the database learns the epoch.
+    RaiseEpoch,
+    /// The deletion was undone since: an operator decides.
+    AskWhetherToDelete,
+    /// The slot went back to the machine before this one, or on to another: this one is not to be made any more.
+    FailMachine,
+    /// Another machine holds the slot: this one does not get it back.
+    EndOperation,
+}
+
+/// The machine that an operation is about.
+#[derive(Debug, Clone, Copy)]
+struct Subject {
+    machine: MachineId,
+    epoch: Epoch,
+    is_registered: bool,
+    /// An operator was asked and said so. A loss that was accepted at the request was accepted in the past.
+    is_told_to_delete: bool,
+}
+
+fn meaning(kind: OperationKind, of: Subject, holder: LaterHolder) -> Meaning {
+    let is_own = holder.machine == of.machine;
+    match kind {
+        OperationKind::Delete if is_own && !of.is_told_to_delete => Meaning::AskWhetherToDelete,
+        OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
+            Meaning::RaiseEpoch
+        }
+        // A fence below its own was known when it was requested.
+        OperationKind::Provision | OperationKind::Recover
+            if !of.is_registered && holder.epoch >= of.epoch =>
+        {
+            Meaning::FailMachine
+        }
+        OperationKind::Reinstate if !is_own => Meaning::EndOperation,
+        _ => Meaning::Nothing,
+    }
+}
+
+/// Whether the step of an operation may stop, switch off, create, fence or delete what a later holder needs. The deletion of
+/// a kept server looks for itself ([`serves_unknown_to_database`]).
+fn looks(kind: OperationKind, step: Step) -> bool {
+    match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
         OperationKind::RemoveServer
@@ -86,8 +128,15 @@ pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepE
         | OperationKind::PowerOn
         | OperationKind::PowerOff
         | OperationKind::Reboot => false,
-    };
-    if !looks {
+    }
+}
+
+/// What becomes of an operation that is of the past; `None`: it goes on.
+///
+/// # Errors
+/// [`StepError`].
+pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
+    if !looks(held.kind, step) {
         return Ok(None);
     }
     let machine = held.machine().await?;
@@ -100,49 +149,42 @@ pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepE
     };
     drop(session);
     let Some(holder) = found else { return Ok(None) };
-    decide(held, &machine, holder).await
-}
-
-async fn decide(
-    held: &Held<'_>,
-    machine: &MachineRow,
-    holder: LaterHolder,
-) -> Result<Option<Answer>, StepError> {
-    let is_own = holder.machine == machine.id;
-    match held.kind {
-        OperationKind::Delete if is_own => {
-            if held.operation.options.accept_loss {
-                return Ok(None);
-            }
-            warn(held.platform, machine, holder).await;
+    let subject = Subject {
+        machine: machine.id,
+        epoch: machine.epoch,
+        is_registered: machine.registered_at.is_some(),
+        is_told_to_delete: held.facts().contains_key(ASKED) && held.operation.options.accept_loss,
+    };
+    let meaning = meaning(held.kind, subject, holder);
+    if !matches!(meaning, Meaning::Nothing | Meaning::RaiseEpoch) {
+        warn(held.platform, &machine, holder).await;
+    }
+    match meaning {
+        Meaning::Nothing => Ok(None),
+        Meaning::RaiseEpoch => {
+            held.raise_epoch(holder.epoch).await?;
+            Ok(None)
+        }
+        Meaning::AskWhetherToDelete => {
             let detail = format!(
                 "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
                  deleted. Abandon brings it back here as well; continue with acceptLoss deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts: held.facts() })))
+            let mut facts = held.facts();
+            facts.insert(ASKED.to_owned(), json!(true));
+            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts })))
         }
-        OperationKind::Provision | OperationKind::Recover if is_own => {
-            held.raise_epoch(holder.epoch).await?;
-            Ok(None)
-        }
-        // The slot went back to the machine before this one, or on to another: this one is not to be made any more.
-        OperationKind::Provision | OperationKind::Recover if holder.epoch >= machine.epoch => {
-            if machine.registered_at.is_some() {
-                return Ok(None);
-            }
-            warn(held.platform, machine, holder).await;
+        Meaning::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
             let what = "the store knows of a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }
-        OperationKind::Reinstate if !is_own => {
-            warn(held.platform, machine, holder).await;
+        Meaning::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
                         recover with acceptLoss replaces both";
             Ok(Some(Answer::Fail { code: BEHIND_STORE, note }))
         }
-        _ => Ok(None),
     }
 }
 
@@ -176,4 +218,53 @@ pub async fn warn(platform: &Platform, machine: &MachineRow, holder: LaterHolder
         "epoch": holder.epoch,
     });
     alarms::inform(platform, Alarm::DatabaseBehindStore, &detail).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_holder_stops_what_is_of_the_past() {
+        let (own, other) = (MachineId::new(), MachineId::new());
+        let subject = |is_registered, is_told_to_delete| Subject {
+            machine: own,
+            epoch: Epoch(5),
+            is_registered,
+            is_told_to_delete,
+        };
+        let holder = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
+        let booting = subject(false, false);
+        for kind in [OperationKind::Provision, OperationKind::Recover] {
+            assert_eq!(meaning(kind, booting, holder(own, 6)), Meaning::RaiseEpoch);
+            assert_eq!(meaning(kind, booting, holder(other, 6)), Meaning::FailMachine);
+            assert_eq!(meaning(kind, booting, holder(other, 5)), Meaning::FailMachine);
+            assert_eq!(
+                meaning(kind, booting, holder(other, 4)),
+                Meaning::Nothing,
+                "known when it was requested"
+            );
+            assert_eq!(meaning(kind, subject(true, false), holder(other, 6)), Meaning::Nothing, "it serves");
+            let accepted = subject(false, true);
+            assert_eq!(
+                meaning(kind, accepted, holder(other, 6)),
+                Meaning::FailMachine,
+                "accepted in the past"
+            );
+        }
+        let deleted = subject(true, false);
+        assert_eq!(meaning(OperationKind::Delete, deleted, holder(own, 6)), Meaning::AskWhetherToDelete);
+        let told = subject(true, true);
+        assert_eq!(meaning(OperationKind::Delete, told, holder(own, 6)), Meaning::RaiseEpoch);
+        assert_eq!(meaning(OperationKind::Delete, deleted, holder(other, 6)), Meaning::Nothing);
+        assert_eq!(meaning(OperationKind::Reinstate, deleted, holder(other, 4)), Meaning::EndOperation);
+        assert_eq!(meaning(OperationKind::Reinstate, deleted, holder(own, 6)), Meaning::Nothing);
+    }
+
+    #[test]
+    fn every_step_that_takes_out_of_service_looks() {
+        for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
+            assert!(kind.steps().iter().all(|step| looks(kind, *step)));
+        }
+    }
 }
