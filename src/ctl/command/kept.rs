@@ -17,7 +17,9 @@ use crate::ctl::show::machine::{self as shown, Machine, Machines};
 use crate::machine::name::Handle;
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
-    let id = kept_id(api, &args.machine, |server| server.reason == "deleted").await?;
+    let id =
+        kept_id(api, &args.machine, |server| server.reason == "deleted" && server.missing_since.is_none())
+            .await?;
     let answer = api.send(Method::POST, &["vps", &id, "undelete"], None).await?;
     finish(api, answer, args.wait, out).await
 }
@@ -58,8 +60,9 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
         Target::Id(id) => return Ok(id.to_string()),
         Target::Handle(handle) => handle,
     };
-    let kept = kept_of(api, handle).await?;
-    let found: Vec<_> = kept.into_iter().filter(is_meant).map(|server| server.machine_id).collect();
+    let (kept, view) = (kept_of(api, handle).await?, View::of_stdout());
+    let kept = kept.into_iter().filter(|server| !server.is_being_deleted(&view));
+    let found: Vec<_> = kept.filter(is_meant).map(|server| server.machine_id).collect();
     match found.as_slice() {
         [one] => Ok(one.clone()),
         [] => {
