@@ -152,4 +152,17 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     assert_eq!(answer.status, 202, "{answer:?}");
     let gone = || async { stack.provider.server_by_name(&server(&old)).is_none().then_some(()) };
     stack.eventually("it is deleted", gone).await;
+
+    // Nothing is left to discard; and a machine in its slot is no kept one.
+    let over = || async {
+        let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+        (answer.status == 409).then_some(answer)
+    };
+    let over = stack.eventually("its server is deleted", over).await;
+    assert_eq!(over.body["machineStatus"], "server_deleted", "{over:?}");
+    assert!(over.body["detail"].as_str().unwrap().contains("deleted already"), "{over:?}");
+    let path = format!("/vps/{}/discard", new.machine);
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("`svcctl delete "), "{refused:?}");
 }

@@ -44,14 +44,18 @@ pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure>
     out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
 }
 
-/// What the server of a machine holds beyond snapshots.
+/// What the server of a machine holds beyond snapshots, and whether the provider still has it.
 fn stake(machine: &Machine) -> String {
     let view = View::of_stdout();
-    let whose = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    match machine.unsaved(&view) {
-        Some(held) => format!("{whose}, and its server holds {held}."),
-        None => format!("{whose}."),
+    let mut said = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    if let Some(held) = machine.unsaved(&view) {
+        said.push_str(&format!(", and its server holds {held}"));
     }
+    let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
+    if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
+        said.push_str(". The provider does not have that server any more: nothing is left to delete there");
+    }
+    said + "."
 }
 
 /// The machine that a person means: by handle, the only one whose server is kept.

@@ -160,6 +160,8 @@ impl Copies {
             || "it has no snapshot".to_owned(),
             |at| format!("its newest snapshot is of {}", when(view.now, at)),
         );
+        let problem = self.snapshot_problem.as_ref();
+        let newest = newest + &problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
         match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
             Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
             None => newest,

@@ -115,7 +115,7 @@ async fn unlisted(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
     let session = platform.db.session().await?;
     for machine in missing {
         db::servers::missing(&session, machine).await?;
-        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a kept server");
+        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a server that may hold data");
     }
     Ok(())
 }
