@@ -354,15 +354,32 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));
     assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
-    for args in [
+    let prompting = [
         &["recover", "user_1"][..],
         &["resize", "ada", "cpx32"],
         &["fail", "ada", "--reason", "it burns"],
+        &["delete", "ada"],
         &["discard", "ada"],
-    ] {
+        &["power", "off", "ada"],
+        &["power", "reboot", "ada"],
+        &["backup", "accept", "ada"],
+        &["pointer", "rebuild", "user_1"],
+        &["alarm", "release", "servers_missing"],
+        &["deploy", "start", "v2"],
+    ];
+    for args in prompting {
         let output = platform.svcctl(args).await;
         assert_eq!(output.status.code(), Some(64), "{args:?}");
-        assert!(stderr(&output).contains("--yes"), "{}", stderr(&output));
+        assert!(stderr(&output).contains("add --yes"), "{args:?}: {}", stderr(&output));
+    }
+    let help = include_str!("../src/ctl/args/snapshots/svc__ctl__args__tests__help.snap");
+    for section in help.split("$ svcctl ").skip(1) {
+        let name = section.split(" --help").next().unwrap_or_default();
+        let words: Vec<&str> = name.split(' ').collect();
+        let prompts = prompting.iter().any(|args| args.starts_with(&words));
+        let has_option = section.contains("      --yes");
+        let is_group = section.contains("\nCommands:\n");
+        assert!(is_group || prompts == has_option, "{name}: --yes without a question, or none with one");
     }
     assert!(platform.seen().is_empty(), "nothing was even looked at");
 }

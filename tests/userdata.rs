@@ -164,6 +164,7 @@ impl Parts {
             preview_expires_at: None,
             powered_off_at: None,
             attention: serde_json::json!([]),
+            server_missing_since: None,
             fallback_locations: Vec::new(),
             boot_stages: Value::Null,
             created_at: Timestamp::UNIX_EPOCH,

@@ -88,7 +88,10 @@ impl Refusal {
         let code = self.code.as_deref()?;
         let body = self.body.as_deref();
         match code {
+            // The detail names the command.
+            "invalid_state" if self.detail.contains("`svcctl ") => None,
             "invalid_state" => body.and_then(state_advice).or_else(|| advice(code)),
+            "snapshot_unusable" if self.detail.contains("svcctl backup now") => Some(BACKUP_FIRST),
             "snapshot_unusable" if self.detail.contains("pointer") || self.detail.contains("/latest ") => {
                 Some(UNUSABLE_POINTER)
             }
@@ -99,14 +102,24 @@ impl Refusal {
     }
 }
 
+/// The live server alone holds the data: `--allow-empty` would leave it behind.
+const BACKUP_FIRST: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
+
 /// A pointer that is lost or damaged does not mean that there is no snapshot: `--allow-empty` would forget them all.
-const UNUSABLE_POINTER: &str =
-    "`svcctl pointer show` says which snapshots exist, `svcctl pointer rebuild` names one of them again";
+const UNUSABLE_POINTER: &str = "`svcctl pointer show <user>` says which snapshots exist, `svcctl pointer rebuild <user>` names one of them again";
 
 /// What to do next, where the state that does not allow it says so.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
-        return Some("`svcctl delete` its machine first, or name another slot with --slot");
+        return Some(
+            "`svcctl delete <machine>` first, or name another slot: `svcctl provision <user> --slot <slot>`",
+        );
+    }
+    if body["operationId"].is_string() {
+        return Some(
+            "`svcctl operation show <id> --wait` follows the one that runs; `svcctl operation abandon <id>` ends it, then \
+             again with other options",
+        );
     }
     Some(match body["machineStatus"].as_str()? {
         "kept" => {
@@ -187,21 +200,25 @@ fn advice(code: &str) -> Option<&'static str> {
              again, signed and under a new version"
         }
         "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then again",
-        "invalid_state" => "`svcctl status <machine>` shows its state; wait for its operation, or recover",
+        "invalid_state" => {
+            "`svcctl status <machine>` shows its state; wait for its operation, or `svcctl recover <user>`"
+        }
         "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",
         "snapshot_unusable" => {
-            "`svcctl pointer show` and `svcctl backup list` say what the slot has; of `svcctl recover`, --snapshot names one, and \
-             --allow-empty starts without (only for a new or intentionally empty user)"
+            "`svcctl pointer show <user>` and `svcctl backup list <machine>` say what the slot has; `svcctl recover <user> \
+             --snapshot <key>` names one, `svcctl recover <user> --allow-empty` starts without (only for a new or \
+             intentionally empty user)"
         }
         "idempotency_mismatch" => "run the command again: each run has a key of its own",
         "preview_limit_reached" => "delete a preview machine first",
         "disk_too_small" => {
-            "choose a type with a larger disk: `--server-type <type>` of `svcctl recover` and `svcctl provision`"
+            "choose a type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` takes \
+             `--server-type`, too"
         }
         "disk_would_shrink" => "choose a type with a disk that is no smaller",
         "superseded" => "nothing: the machine was replaced, and stops by itself",
         "host_unreachable" => {
-            "`svcctl status <machine>` says when its host was last heard; recover if it is lost"
+            "`svcctl status <machine>` says when its host was last heard; `svcctl recover <user>` if it is lost"
         }
         "provisioning_error" => {
             "the platform's log has the provider's answer under the request id; check quota, location and server type"
@@ -269,7 +286,12 @@ mod tests {
         assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
         assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
         let said = read(r#""machineStatus":"failed","allowed":["failed"]"#);
-        assert!(said.contains("or recover") && !said.contains("It is failed"), "{said}");
+        assert!(said.contains("svcctl recover") && !said.contains("It is failed"), "{said}");
+        let under_way = read(r#""machineStatus":"recovering","operationId":"o-1""#);
+        assert!(under_way.contains("svcctl operation abandon"), "{under_way}");
+        let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
+        let named = Refusal::read(StatusCode::CONFLICT, named, None).to_string();
+        assert!(!named.contains("next:"), "{named}");
     }
 
     #[test]
@@ -278,6 +300,9 @@ mod tests {
         let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
         assert!(said.contains("svcctl pointer rebuild") && !said.contains("--allow-empty"), "{said}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
+        let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
+        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(said.contains("then `svcctl recover` again") && !said.contains("--allow-empty"), "{said}");
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
 

@@ -126,7 +126,10 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
     let id = &machine.machine_id;
     let why = machine.failure.as_ref().map(|failure| format!("; {}", failure.line())).unwrap_or_default();
     let (serves, next) = match (Holder::of_slot(api, machine).await?, &machine.failure) {
-        (Some(holder), _) => (format!("\n{}", holder.line()), holder.advice()),
+        (Some(holder), failure) => {
+            let advice = failure.as_ref().and_then(|failure| failure.restore_advice(machine));
+            (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
+        }
         (None, Some(failure)) => (String::new(), failure.advice(machine)),
         (None, None) => (String::new(), format!("`svcctl status {id}` shows its operations")),
     };

@@ -1,20 +1,24 @@
 //! What is wrong with the fleet or the provider as a whole, rather than with one machine: one item each, in `fleet`.
 //!
-//! An alarm of the fuses holds work back until its cause is gone or an operator releases it; the others inform.
+//! An alarm of the fuses holds work back until its cause is gone or an operator releases it; the others inform. A release
+//! of `servers_missing` holds for a time, one of `unknown_servers` for the servers that are known at that moment.
 
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::config::Timing;
 use super::context::Platform;
-use super::db::alarms::{self, AlarmRow, Lasting};
+use super::db::alarms::{self, AlarmRow, Lasting, Raised};
+use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// How long a released fuse lets work through.
+/// How long a released fuse lets work through. Unknown servers are released one by one instead.
 pub const RELEASED_FOR: Duration = Duration::from_secs(3600);
 /// Longer than the longest pause between two attempts that raise it again.
 const INFORMED_FOR: Duration = Duration::from_secs(300);
@@ -25,7 +29,7 @@ const EVENT_SHOWN_FOR: Duration = Duration::from_secs(86_400);
 pub enum Alarm {
     /// The provider does not show many servers of live machines: none of them fails.
     ServersMissing,
-    /// The provider shows many servers of this installation that no row knows: none is deleted.
+    /// The provider shows servers of this installation that no row knows: none is deleted before it is released.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
@@ -77,8 +81,9 @@ impl Alarm {
                  are lost indeed: `svcctl alarm release servers_missing` lets their machines fail for an hour"
             }
             Self::UnknownServers => {
-                "was the platform's database restored from an older copy? Then find out whose these servers are: until then \
-                 none is deleted, nor any that was kept. `svcctl alarm release unknown_servers` lets them be deleted, with their disks, for an hour"
+                "was the platform's database restored from an older copy? Then find out whose these servers are. Until they \
+                 are released, none of them is deleted, nor any that was kept. `svcctl alarm release unknown_servers` lets \
+                 those be deleted that are known now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
             }
             Self::ProviderUnauthorized => {
                 "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations resume"
@@ -167,20 +172,43 @@ pub async fn fuse(
     if !is_over && alarms::get(client, alarm.as_str()).await?.is_none() {
         return Ok(Fuse::Closed);
     }
+    let row = raise(client, alarm, detail).await?;
+    Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
+}
+
+/// Keeps an alarm raised while anything is left of its cause.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn raise_while(
+    client: &impl GenericClient,
+    alarm: Alarm,
+    left: usize,
+    detail: &Value,
+) -> Result<(), DbError> {
+    if left == 0 {
+        return alarms::clear(client, alarm.as_str()).await;
+    }
+    raise(client, alarm, detail).await.map(drop)
+}
+
+async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Result<Raised, DbError> {
     let row = alarms::raise(client, alarm.as_str(), detail, Lasting::UntilCleared).await?;
     if row.is_new {
         tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
     }
-    Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
+    Ok(row)
 }
 
-/// Whether what the alarm is about is held back.
+/// Lets through what an alarm holds back; `None` where it does not stand.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn is_held(client: &impl GenericClient, alarm: Alarm) -> Result<bool, DbError> {
-    let row = alarms::get(client, alarm.as_str()).await?;
-    Ok(row.is_some_and(|row| row.released_until.is_none()))
+pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option<AlarmRow>, DbError> {
+    if alarm == Alarm::UnknownServers {
+        db::unknown_servers::release(client).await?;
+    }
+    alarms::release(client, alarm.as_str(), RELEASED_FOR).await
 }
 
 /// How many of so many machines may be lost at once before it is no accident of theirs.
@@ -190,24 +218,56 @@ pub fn limit(live: usize) -> usize {
 }
 
 /// As the fleet shows it.
-pub fn record(row: &AlarmRow) -> Value {
+pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
     let known: Option<Alarm> = row.alarm.parse().ok();
+    let released_until = match known {
+        Some(Alarm::UnknownServers) => unknown.released_until(),
+        _ => row.released_until,
+    };
     json!({
         "alarm": row.alarm,
         "since": rfc3339_ms(row.since),
         "seenAt": rfc3339_ms(row.seen_at),
         "detail": row.detail,
-        "releasedUntil": row.released_until.map(rfc3339_ms),
-        "next": known.map_or("an alarm of a newer release", Alarm::advice),
+        "releasedUntil": released_until.map(rfc3339_ms),
+        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next(alarm, released_until, unknown)),
     })
+}
+
+/// What a person does about an alarm as it stands, or what its release does now.
+fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
+    let until = |at: Timestamp| format!("{at:.0}");
+    match (alarm, released_until) {
+        (Alarm::UnknownServers, Some(last)) => format!(
+            "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
+             last at {}. A server that appears later is held back until it is released, too",
+            until(last)
+        ),
+        (Alarm::UnknownServers, None) => match unknown.last_deletion {
+            Some(last) => format!(
+                "{}. {} of them were released before: the last of these is deleted at {}",
+                alarm.advice(),
+                unknown.released,
+                until(last)
+            ),
+            None => alarm.advice().to_owned(),
+        },
+        (Alarm::ServersMissing, Some(end)) => format!(
+            "released: machines whose servers the provider does not show fail until {}; after that, they are held back \
+             again",
+            until(end)
+        ),
+        _ => alarm.advice().to_owned(),
+    }
 }
 
 /// The alarms that stand, the oldest first.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn active(client: &impl GenericClient) -> Result<Vec<Value>, DbError> {
-    Ok(db::alarms::active(client).await?.iter().map(record).collect())
+pub async fn active(client: &impl GenericClient, timing: &Timing) -> Result<Vec<Value>, DbError> {
+    let unknown = db::unknown_servers::count(client, timing.orphan_grace).await?;
+    Ok(db::alarms::active(client).await?.iter().map(|row| record(row, &unknown)).collect())
 }
 
 #[cfg(test)]

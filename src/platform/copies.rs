@@ -1,16 +1,46 @@
 //! Which copies of a slot's data exist: the server that serves, servers that are kept and until when, the newest snapshot,
 //! and what the loss of the serving machine would cost now.
+//!
+//! The newest snapshot is what the store's pointer names. What hosts reported is shown only where the store does not say.
 
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::config::Timing;
+use super::db::kept_servers::{KeptServerRow, ServerRetention};
 use super::db::machine_row::MachineRow;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;
+use crate::http::problem::chain;
+use crate::machine::id::MachineId;
+use crate::machine::name::{IdpUserId, Slot};
+use crate::store::Bucket;
+use crate::store::key::SlotPrefix;
+use crate::store::snapshot::{self, Unusable};
+
+/// The store may take this long to say what the newest snapshot is.
+const STORE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The copies of a slot, as far as the database knows.
+pub struct Copies {
+    user: IdpUserId,
+    slot: Slot,
+    live: Option<MachineRow>,
+    kept: Vec<KeptServerRow>,
+    reported: Option<NewestSnapshot>,
+    now: Timestamp,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct NewestSnapshot {
+    taken_at: Timestamp,
+    machine: MachineId,
+    /// `None` where a host reported it.
+    key: Option<String>,
+}
 
 /// The copies of the slot that the machine belongs, or belonged, to.
 ///
@@ -20,56 +50,108 @@ pub async fn of_slot(
     client: &impl GenericClient,
     machine: &MachineRow,
     timing: &Timing,
-) -> Result<Value, DbError> {
-    let machines = db::machines::newest_of_slot(client, &machine.user, &machine.slot).await?;
-    let now = db::servers::now(client).await?;
-    let newest = machines.iter().filter_map(|one| one.backup_taken_at.max(one.final_backup_at)).max();
-    let live = machines.iter().find(|one| one.is_active() && one.registered_at.is_some());
-    let kept: Vec<Value> = machines
-        .iter()
-        .filter(|one| !one.is_active() && one.registered_at.is_some() && one.has_server())
-        .map(|one| kept(one, kept_until(one, &machines, timing)))
-        .collect();
-    Ok(json!({
-        "live": live.map(server),
-        "kept": kept,
-        "newestSnapshotAt": newest.map(rfc3339_ms),
-        "exposedSeconds": live.map(|live| exposed(live, newest, now)),
-    }))
-}
-
-fn server(machine: &MachineRow) -> Value {
-    json!({"machineId": machine.id, "providerServerId": machine.provider_server_id.map(|id| id.to_string())})
-}
-
-fn kept(machine: &MachineRow, until: Option<Timestamp>) -> Value {
-    json!({
-        "machineId": machine.id,
-        "providerServerId": machine.provider_server_id.map(|id| id.to_string()),
-        "reason": if machine.deleted_at.is_some() { "deleted" } else { "replaced" },
-        "until": until.map(rfc3339_ms),
-        "unsavedSince": machine.unsaved_since.map(rfc3339_ms),
+) -> Result<Copies, DbError> {
+    let (user, slot) = (&machine.user, &machine.slot);
+    let machines = db::machines::newest_of_slot(client, user, slot).await?;
+    let reported = machines.iter().filter_map(reported_by).max_by_key(|newest| newest.taken_at);
+    Ok(Copies {
+        kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
+        now: db::servers::now(client).await?,
+        live: machines.into_iter().find(|one| {
+            // One whose server is gone holds nothing.
+            one.is_active() && one.registered_at.is_some() && one.has_server()
+        }),
+        reported,
+        user: user.clone(),
+        slot: slot.clone(),
     })
 }
 
-/// When the reconciler deletes the server; `None` while that waits for a successor to serve, or for an operator.
-fn kept_until(machine: &MachineRow, slot: &[MachineRow], timing: &Timing) -> Option<Timestamp> {
-    if machine.unsaved_since.is_some() {
-        return None;
-    }
-    if let Some(deleted_at) = machine.deleted_at {
-        return after(deleted_at, timing.delete_grace);
-    }
-    let later = slot.iter().filter(|later| later.epoch > machine.epoch);
-    after(later.filter_map(|later| later.proven_at).min()?, timing.predecessor_keep)
+fn reported_by(machine: &MachineRow) -> Option<NewestSnapshot> {
+    let taken_at = machine.backup_taken_at.max(machine.final_backup_at)?;
+    Some(NewestSnapshot { taken_at, machine: machine.id, key: None })
 }
 
-fn after(at: Timestamp, duration: Duration) -> Option<Timestamp> {
-    at.checked_add(SignedDuration::try_from(duration).ok()?).ok()
+impl Copies {
+    /// The copies with the newest snapshot of the store; where that does not answer in time, the newest reported one.
+    pub async fn with_snapshot(&self, bucket: &Bucket) -> Value {
+        let slot = SlotPrefix::new(&self.user, &self.slot);
+        let named = tokio::time::timeout(STORE_TIMEOUT, snapshot::latest(bucket, &slot)).await;
+        let (newest, problem) = match named {
+            Ok(Ok(named)) => {
+                let (taken_at, machine) = (named.taken_at, named.machine_id);
+                (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
+            }
+            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(absent)),
+            Ok(Err(Unusable::Damaged { key, why })) => {
+                (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
+            }
+            Ok(Err(Unusable::Store(error))) => {
+                tracing::warn!(error = %chain(&error), "the newest snapshot is not known");
+                (self.reported.clone(), Some(NO_ANSWER.to_owned()))
+            }
+            Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
+        };
+        self.record(newest.as_ref(), problem.as_deref())
+    }
+
+    fn record(&self, newest: Option<&NewestSnapshot>, problem: Option<&str>) -> Value {
+        let snapshot = newest.map(|newest| {
+            json!({
+                "takenAt": rfc3339_ms(newest.taken_at),
+                "machineId": newest.machine,
+                "key": newest.key,
+                "source": if newest.key.is_some() { "store" } else { "reported" },
+            })
+        });
+        json!({
+            "live": self.live.as_ref().map(live),
+            "kept": self.kept.iter().map(kept).collect::<Vec<_>>(),
+            "newestSnapshotAt": newest.map(|newest| rfc3339_ms(newest.taken_at)),
+            "newestSnapshot": snapshot,
+            "snapshotProblem": problem,
+            "exposedSeconds": self.live.as_ref().map(|live| exposed(live, newest, self.now)),
+        })
+    }
 }
 
-/// For how long the serving machine may have been written to without a snapshot of it.
-fn exposed(live: &MachineRow, newest: Option<Timestamp>, now: Timestamp) -> i64 {
-    let since = newest.or(live.registered_at).unwrap_or(now);
-    now.duration_since(since).as_secs().max(0)
+const NO_ANSWER: &str = "the object store does not answer";
+
+fn absent(reported: &NewestSnapshot) -> String {
+    format!(
+        "the object store has no snapshot, although a host reported one of {}",
+        rfc3339_ms(reported.taken_at)
+    )
+}
+
+fn live(machine: &MachineRow) -> Value {
+    json!({
+        "machineId": machine.id,
+        "providerServerId": machine.provider_server_id.map(|id| id.to_string()),
+        "missingSince": machine.server_missing_since.map(rfc3339_ms),
+    })
+}
+
+fn kept(row: &KeptServerRow) -> Value {
+    json!({
+        "machineId": row.machine,
+        "providerServerId": row.server.to_string(),
+        "reason": if row.is_deleted { "deleted" } else { "replaced" },
+        "until": row.until.map(rfc3339_ms),
+        "unsavedSince": row.unsaved_since.map(rfc3339_ms),
+        "missingSince": row.missing_since.map(rfc3339_ms),
+        "removalAbandonedAt": row.removal_abandoned_at.map(rfc3339_ms),
+    })
+}
+
+/// For how long the serving machine may have been written to without a snapshot of it. A snapshot of another machine may
+/// lack what this one wrote since its own last one.
+fn exposed(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
+    let own = live.backup_taken_at.or(live.registered_at);
+    let since = match newest {
+        Some(newest) if newest.machine == live.id => Some(newest.taken_at),
+        Some(newest) => own.map(|own| own.min(newest.taken_at)).or(Some(newest.taken_at)),
+        None => live.registered_at,
+    };
+    now.duration_since(since.unwrap_or(now)).as_secs().max(0)
 }

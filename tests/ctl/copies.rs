@@ -246,6 +246,7 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
     let operation = recovery["operationId"].as_str().unwrap();
     let said = operator.does(69, &["operation", "show", operation, "--wait=60"]).await;
     has(&said, &["boot_reported at restore: no room", &format!("machine {} ", guest.machine), "next: "]);
+    has(&said, &["`svcctl backup list ", "--snapshot KEY`", "--server-type TYPE`"]);
     let serves = || async {
         let said = operator.does(0, &["status", HANDLE]).await;
         (said.contains("status       running") && said.contains(&guest.machine)).then_some(())

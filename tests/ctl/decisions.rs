@@ -49,7 +49,8 @@ async fn options_and_decisions_reach_the_platform() {
     let (line, body) = sent(&["operation", "continue", OPERATION, "--accept-loss"], vec![decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/continue HTTP/1.1"));
     assert_eq!(body, json!({"acceptLoss": true}));
-    let (line, _) = sent(&["operation", "abandon", OPERATION], vec![decided()]).await;
+    let abandon = ["operation", "abandon", OPERATION];
+    let (line, _) = sent(&abandon, vec![decided(), record(), decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/abandon HTTP/1.1"));
     let (line, _) = sent(&["undelete", MACHINE], vec![accepted()]).await;
     assert_eq!(line, format!("POST /vps/{MACHINE}/undelete HTTP/1.1"));
@@ -66,6 +67,27 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!(body, json!({"action": "on"}));
     let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
+}
+
+#[tokio::test]
+async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
+    const OLD: &str = "019a0000-0000-7000-8000-000000000009";
+    let recovery = || Reply::Json(200, operation("recover", "running", &[]));
+    let mut new = record("recovering", None);
+    new["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
+        {"machineId": OLD, "providerServerId": "1", "reason": "replaced", "until": null, "unsavedSince": null}]});
+    let mut old = record("running", None);
+    old["machineId"] = OLD.into();
+    old["replacedBy"] = MACHINE.into();
+    for (powered_off_at, is_said) in [(json!("2026-01-01T00:00:00.000Z"), true), (Value::Null, false)] {
+        old["poweredOffAt"] = powered_off_at;
+        let replies = [recovery(), Reply::Json(200, new.clone()), Reply::Json(200, old.clone()), recovery()];
+        let platform = Platform::start(replies).await;
+        let output = platform.svcctl(&["operation", "abandon", OPERATION]).await;
+        assert!(output.status.success(), "{}", stderr(&output));
+        let note = format!("`svcctl power off {OLD}` switches it off again");
+        assert_eq!(stderr(&output).contains(&note), is_said, "{}", stderr(&output));
+    }
 }
 
 #[tokio::test]

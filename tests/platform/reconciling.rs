@@ -147,6 +147,46 @@ async fn servers_without_a_machine_are_deleted_if_they_are_ours() {
     assert_eq!(stack.status(&process, &guest.machine).await, "running");
 }
 
+async fn unknown_servers(stack: &Stack, process: &Process) -> Option<Value> {
+    let fleet = stack.get(process, "/vps/fleet").await.body;
+    fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == "unknown_servers").cloned()
+}
+
+/// However long its grace is: an operator does not come back to release it again.
+#[tokio::test(flavor = "multi_thread")]
+async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
+    let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation(&stack).await});
+    foreign(&stack, "known", &labels).await;
+    let raised = stack.eventually("the alarm is raised", || unknown_servers(&stack, &process)).await;
+    assert!(raised["next"].as_str().unwrap().contains("svcctl alarm release unknown_servers"), "{raised}");
+    let released = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await.body;
+    let seen = unknown_servers(&stack, &process).await.unwrap();
+    for told in [&released, &seen] {
+        assert!(told["releasedUntil"].is_string(), "{told}");
+        let next = told["next"].as_str().unwrap();
+        assert!(next.contains("is deleted") && !next.contains("none of them is deleted"), "{told}");
+    }
+    // As if the grace were longer than any release in time.
+    let client = stack.database.connect().await.unwrap();
+    let past = "UPDATE fleet_alarms SET released_until = now() - interval '1 second'";
+    client.execute(past, &[]).await.unwrap();
+    foreign(&stack, "later", &labels).await;
+    let is_held = || async {
+        let alarm = unknown_servers(&stack, &process).await?;
+        (alarm["detail"]["unknown"] == 2 && alarm["releasedUntil"].is_null()).then_some(alarm)
+    };
+    let alarm = stack.eventually("the later one is held back", is_held).await;
+    assert_eq!(alarm["detail"]["released"], 1, "{alarm}");
+    assert!(alarm["next"].as_str().unwrap().contains("1 of them were released before"), "{alarm}");
+    assert!(stack.provider.server_by_name("known").is_some(), "not before its grace ends");
+    let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
+    stack.eventually("the released one is deleted", gone).await;
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    assert!(stack.provider.server_by_name("later").is_some(), "nobody released it");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_comes_up_after_its_machines_end_is_deleted() {
     let stack = Stack::start().await;

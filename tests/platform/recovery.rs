@@ -130,6 +130,49 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn recovery_under_way_refuses_other_options() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    let object = stack.snapshot("user_1");
+    let key = object.strip_prefix("user_1/primary/").unwrap();
+    let same = json!({"idpUserId": "user_1", "acceptLoss": true, "serverType": "cpx32", "location": "nbg1"});
+    let first = stack.post(&process, "/vps/recover", &same).await;
+    assert_eq!(first.status, 202, "{first:?}");
+    for again in [same, json!({"idpUserId": "user_1"})] {
+        let again = stack.post(&process, "/vps/recover", &again).await;
+        assert_eq!((again.status, &again.body), (202, &first.body), "{again:?}");
+    }
+    for (name, value) in [
+        ("snapshotKey", json!(key)),
+        ("serverType", json!("cpx22")),
+        ("location", json!("hel1")),
+        ("fallbackLocations", json!(["fsn1"])),
+        ("imageVersion", json!("v0")),
+        ("replaceFirst", json!(true)),
+    ] {
+        let refused =
+            stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", name: value})).await;
+        refused.assert_problem(409, "invalid_state");
+        assert!(refused.body["detail"].as_str().unwrap().contains(name), "{refused:?}");
+        assert_eq!(refused.body["operationId"], first.body["operationId"], "{refused:?}");
+    }
+}
+
+/// It has data, and no copy of it: an empty start is no answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_that_was_never_backed_up_is_backed_up_first() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let refused = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;
+    refused.assert_problem(409, "snapshot_unusable");
+    let detail = refused.body["detail"].as_str().unwrap();
+    let command = format!("`svcctl backup now {} --wait`", guest.machine);
+    assert!(detail.contains(&command) && !detail.contains("allowEmpty"), "{detail}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_empty_start_is_allowed_only_where_there_is_nothing() {
     let stack = Stack::start().await;
     let process = stack.platform();

@@ -7,6 +7,8 @@ mod look;
 mod machine;
 mod noun;
 mod operation;
+#[cfg(test)]
+mod quoted_tests;
 
 use std::path::PathBuf;
 
@@ -19,7 +21,9 @@ pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
     Delete, Discard, Fail, List, PowerCommand, Provision, Recover, Resize, Resume, Target, Undelete,
 };
-pub use self::noun::{AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget};
+pub use self::noun::{
+    AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
+};
 pub use self::operation::{Operation, OperationCommand};
 use crate::applet;
 
@@ -115,7 +119,9 @@ again.\n\nExample: svcctl power reboot ada --wait"
     Power(PowerCommand),
     /// Take a machine out of service; its server stays until it is recovered, provisioned again or deleted
     #[command(
-        after_help = "`svcctl resume` puts it back while its host is well.\n\nExample: svcctl fail ada --reason 'disk errors'"
+        after_help = "It keeps its slot, its server stays on, and what no snapshot holds stays there. `svcctl resume` puts it \
+back while its host is well. A machine that has not served yet is given up: the machine that it was to replace gets the \
+slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     )]
     Fail(Fail),
     /// Delete a machine after a last backup; its server is kept for a while, its snapshots stay
@@ -131,7 +137,10 @@ back.\n\nExample: svcctl delete ada --wait"
     )]
     Undelete(Undelete),
     /// Put a failed machine back into service; its server must run and its host be well
-    #[command(after_help = "It undoes a wrong `svcctl fail`.\n\nExample: svcctl resume ada")]
+    #[command(
+        after_help = "It undoes a wrong `svcctl fail`. The machine keeps its slot, its server and all that is on it; nothing \
+is restored.\n\nExample: svcctl resume ada"
+    )]
     Resume(Resume),
     /// Delete the kept server of a replaced or deleted machine before its time
     #[command(

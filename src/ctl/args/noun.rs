@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use clap::{Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 
 use super::{Target, Wait};
@@ -65,10 +64,11 @@ impl Subscription {
 
 #[derive(Debug, Subcommand)]
 pub enum AlarmCommand {
-    /// Let through, for an hour, what a fuse holds back
+    /// Let through what a fuse holds back
     #[command(
-        after_help = "servers_missing: machines whose servers the provider does not show fail. unknown_servers: servers \
-of this installation that no machine is known for are deleted, with their disks.\n\n\
+        after_help = "servers_missing: for an hour, machines whose servers the provider does not show fail. \
+unknown_servers: the servers of this moment that no machine is known for are deleted, with their disks, each \
+ORPHAN_GRACE_SECONDS of the platform after it was first seen; one that appears later is held back.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {
@@ -155,23 +155,27 @@ Example: svcctl backup verify ada"
     },
 }
 
-/// `USER`, or `USER/SLOT`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A slot as a person names it.
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct SlotTarget {
+    /// The user's id at the identity provider
+    #[arg(value_name = "IDP_USER_ID")]
     pub user: IdpUserId,
+    /// Which of the user's slots
+    #[arg(long, default_value_t)]
     pub slot: Slot,
 }
 
-impl FromStr for SlotTarget {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (user, slot) = match text.split_once('/') {
-            Some((user, slot)) => (user, slot.parse().map_err(|why| format!("the slot {why}"))?),
-            None => (text, Slot::primary()),
-        };
-        Ok(Self { user: user.parse().map_err(|why| format!("the user {why}"))?, slot })
+impl SlotTarget {
+    /// As a command takes it.
+    pub fn arguments(&self) -> String {
+        slot_arguments(self.user.as_str(), self.slot.as_str())
     }
+}
+
+/// A user, and the slot where it is not the primary one, as a command takes them.
+pub fn slot_arguments(user: &str, slot: &str) -> String {
+    if slot == Slot::primary().as_str() { user.to_owned() } else { format!("{user} --slot {slot}") }
 }
 
 impl fmt::Display for SlotTarget {
@@ -183,10 +187,9 @@ impl fmt::Display for SlotTarget {
 #[derive(Debug, Subcommand)]
 pub enum PointerCommand {
     /// Show what the pointer names, whether that can be restored, and what a rebuild would name
-    #[command(after_help = "Example: svcctl pointer show user_1/second")]
+    #[command(after_help = "Example: svcctl pointer show user_1 --slot second")]
     Show {
-        /// The user's id at the identity provider, and the slot where it is not `primary`
-        #[arg(value_name = "IDP_USER_ID[/SLOT]")]
+        #[command(flatten)]
         slot: SlotTarget,
     },
     /// Write the pointer again, from the records of the slot's snapshots
@@ -196,8 +199,7 @@ lowers the fence of a replaced machine. What was unreadable is kept in the audit
 Example: svcctl pointer rebuild user_1"
     )]
     Rebuild {
-        /// The user's id at the identity provider, and the slot where it is not `primary`
-        #[arg(value_name = "IDP_USER_ID[/SLOT]")]
+        #[command(flatten)]
         slot: SlotTarget,
         /// The snapshot to name; else the newest whole one of the highest epoch
         #[arg(long, value_name = "KEY")]

@@ -46,8 +46,10 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
     },
     /// Give an operation up: a recovery gives the slot back to its old machine, a deletion is undone
     #[command(
-        after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. An abandoned \
-removal leaves the server at the provider: it is yours to delete there.\n\n\
+        after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. A machine that gets \
+its slot back is switched on, also where `svcctl power off` had switched it off. A deletion can be abandoned until its \
+operation has ended, then undone with `svcctl undelete`, but not after `svcctl delete --now`. An abandoned removal leaves the \
+server at the provider: `svcctl discard` deletes it.\n\n\
 Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002"
     )]
     Abandon {

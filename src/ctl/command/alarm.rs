@@ -8,17 +8,26 @@ use crate::ctl::api::Api;
 use crate::ctl::args::AlarmCommand;
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
-use crate::ctl::show::fleet::{Alarm, released};
+use crate::ctl::show::fleet::{Alarm, Fleet, released};
 
 pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Failure> {
     let AlarmCommand::Release { alarm, yes } = command;
     let what = match alarm.as_str() {
-        "servers_missing" => "Machines whose servers the provider does not show fail now, each for good.",
-        "unknown_servers" => "Servers that no machine is known for are deleted now, with their disks.",
+        "servers_missing" => {
+            "For an hour, machines whose servers the provider does not show fail. Each keeps its slot; what no snapshot \
+             holds of it is lost if its server is."
+        }
+        "unknown_servers" => {
+            "The unknown servers of this moment are deleted, with their disks, each ORPHAN_GRACE_SECONDS of the platform \
+             after it was first seen. What they alone hold is lost then. Kept servers whose time is over are deleted now."
+        }
         _ => "What this alarm holds back is let through.",
     };
     if confirm::is_due(what, yes)? {
-        confirm::ask(what, &alarm)?;
+        let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
+        let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
+        let shown = raised.map(|raised| format!("\n{}", raised.line())).unwrap_or_default();
+        confirm::ask(&format!("{what}{shown}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
     let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;

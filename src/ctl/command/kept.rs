@@ -17,7 +17,9 @@ use crate::ctl::show::machine::{self as shown, Machine, Machines};
 use crate::machine::name::Handle;
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
-    let id = kept_id(api, &args.machine, |server| server.reason == "deleted").await?;
+    let id =
+        kept_id(api, &args.machine, |server| server.reason == "deleted" && server.missing_since.is_none())
+            .await?;
     let answer = api.send(Method::POST, &["vps", &id, "undelete"], None).await?;
     finish(api, answer, args.wait, out).await
 }
@@ -42,14 +44,18 @@ pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure>
     out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
 }
 
-/// What the server of a machine holds beyond snapshots.
+/// What the server of a machine holds beyond snapshots, and whether the provider still has it.
 fn stake(machine: &Machine) -> String {
     let view = View::of_stdout();
-    let whose = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
-    match machine.unsaved(&view) {
-        Some(held) => format!("{whose}, and its server holds {held}."),
-        None => format!("{whose}."),
+    let mut said = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    if let Some(held) = machine.unsaved(&view) {
+        said.push_str(&format!(", and its server holds {held}"));
     }
+    let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
+    if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
+        said.push_str(". The provider does not have that server any more: nothing is left to delete there");
+    }
+    said + "."
 }
 
 /// The machine that a person means: by handle, the only one whose server is kept.
@@ -58,8 +64,9 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
         Target::Id(id) => return Ok(id.to_string()),
         Target::Handle(handle) => handle,
     };
-    let kept = kept_of(api, handle).await?;
-    let found: Vec<_> = kept.into_iter().filter(is_meant).map(|server| server.machine_id).collect();
+    let (kept, view) = (kept_of(api, handle).await?, View::of_stdout());
+    let kept = kept.into_iter().filter(|server| !server.is_being_deleted(&view));
+    let found: Vec<_> = kept.filter(is_meant).map(|server| server.machine_id).collect();
     match found.as_slice() {
         [one] => Ok(one.clone()),
         [] => {

@@ -76,14 +76,12 @@ pub async fn resize(api: &Api, args: Resize, out: &Out) -> Result<(), Failure> {
 }
 
 pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
-    let what = format!(
-        "This takes machine {} out of service at once; only a replacement serves again.",
-        args.machine
-    );
+    let what = risk::of_failure(&args);
     let due = confirm::is_due(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if due {
-        confirm::ask(&what, &machine.handle)?;
+        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        confirm::ask(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
     let answer = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;

@@ -10,6 +10,7 @@ use crate::applet::{Exit, Failure};
 use crate::ctl::api::Api;
 use crate::ctl::args::{Operation as Args, OperationCommand, Wait};
 use crate::ctl::out::Out;
+use crate::ctl::show::machine::Machine;
 use crate::ctl::show::operation::{self, Operation};
 use crate::ctl::wait;
 use crate::machine::id::OperationId;
@@ -27,13 +28,44 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
         }
         (Some(OperationCommand::Abandon { operation }), _) => {
+            // The note is not worth a failure.
+            let switched_on = switched_on_by_abandoning(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let answer = api.send(Method::POST, &path, None).await?;
+            if let Some(machine) = switched_on {
+                eprintln!(
+                    "note: `svcctl power off` had switched machine {machine} off; it gets its slot back and is switched \
+                     on. Once it runs, `svcctl power off {machine}` switches it off again"
+                );
+            }
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
         (None, None) => Err(Failure::new(Exit::Usage, anyhow!("an operation's id is missing"))),
     }
+}
+
+/// The machine that gets its slot back, where an operator had switched it off: its server is switched on all the same.
+async fn switched_on_by_abandoning(api: &Api, id: OperationId) -> Result<Option<String>, Failure> {
+    let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
+    let machine: Machine = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
+    let back = match operation.kind.as_str() {
+        "delete" => Some(machine),
+        "provision" | "recover" => replaced_by(api, &machine).await?,
+        _ => None,
+    };
+    Ok(back.filter(|machine| machine.powered_off_at.is_some()).map(|machine| machine.machine_id))
+}
+
+/// The machine of a kept server that this one replaces.
+async fn replaced_by(api: &Api, machine: &Machine) -> Result<Option<Machine>, Failure> {
+    for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
+        let old: Machine = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
+        if old.replaced_by.as_ref() == Some(&machine.machine_id) {
+            return Ok(Some(old));
+        }
+    }
+    Ok(None)
 }
 
 async fn show(api: &Api, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {

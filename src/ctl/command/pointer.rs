@@ -16,7 +16,7 @@ pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Fa
     match command {
         PointerCommand::Show { slot } => {
             let answer = inspect(api, &slot, None).await?;
-            out.answer(&answer, |view| Ok(inspection(view, &slot.to_string(), &answer.read()?)))
+            out.answer(&answer, |view| Ok(inspection(view, &slot, &answer.read()?)))
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
@@ -26,7 +26,7 @@ pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Fa
             };
             if confirm::is_due(&what, yes)? {
                 let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;
-                let shown = inspection(&View::of_stdout(), &slot.to_string(), &found);
+                let shown = inspection(&View::of_stdout(), &slot, &found);
                 confirm::ask(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});

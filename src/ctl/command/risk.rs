@@ -1,6 +1,6 @@
 //! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
 
-use crate::ctl::args::{Delete, Discard, Recover, Target};
+use crate::ctl::args::{Delete, Discard, Fail, Recover, Target};
 
 const LOSS_ACCEPTED: &str =
     "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
@@ -31,8 +31,8 @@ pub fn of_recovery(args: &Recover) -> String {
 /// Before a machine is deleted.
 pub fn of_deletion(args: &Delete) -> String {
     let kept = if args.now {
-        "--now deletes its server right after that backup: this cannot be undone, and a new machine starts from the \
-         snapshot."
+        "--now deletes its server once that backup is taken and the server is off: then this cannot be undone, and a new \
+         machine starts from the snapshot."
             .to_owned()
     } else {
         format!(
@@ -47,6 +47,16 @@ pub fn of_deletion(args: &Delete) -> String {
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
     [what.as_str(), loss, kept.as_str()].join("\n")
+}
+
+/// Before a machine is taken out of service.
+pub fn of_failure(args: &Fail) -> String {
+    format!(
+        "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on and is \
+         billed; what no snapshot holds stays on it. `svcctl resume {0}` puts it back while its host is well; a recovery \
+         replaces it.\nA machine that has not served yet is given up: the machine that it was to replace gets the slot back.",
+        args.machine
+    )
 }
 
 /// Before the server of a machine is switched off.

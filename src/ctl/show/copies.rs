@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+use super::failure::Failure;
 use super::human::{seconds, span, when};
 use super::machine::Machine;
 use super::table::Cell;
@@ -17,7 +18,18 @@ pub struct Copies {
     #[serde(default)]
     pub kept: Vec<KeptServer>,
     pub newest_snapshot_at: Option<String>,
+    pub newest_snapshot: Option<NewestSnapshot>,
+    /// Why the store's newest snapshot is not known, or cannot be restored.
+    pub snapshot_problem: Option<String>,
     pub exposed_seconds: Option<u64>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NewestSnapshot {
+    pub machine_id: String,
+    /// `store`, or `reported` by a host where the store did not say.
+    pub source: String,
 }
 
 /// The server of the machine that holds the slot.
@@ -26,6 +38,8 @@ pub struct Copies {
 pub struct LiveServer {
     pub machine_id: String,
     pub provider_server_id: Option<String>,
+    /// Since when the provider does not have it.
+    pub missing_since: Option<String>,
 }
 
 /// A server that was switched off and not deleted.
@@ -39,6 +53,10 @@ pub struct KeptServer {
     pub until: Option<String>,
     /// What was written since is on this server alone.
     pub unsaved_since: Option<String>,
+    /// Since when the provider does not have it.
+    pub missing_since: Option<String>,
+    /// When an operator gave up its removal.
+    pub removal_abandoned_at: Option<String>,
     /// When its machine left the slot. The API's copies lack it: it comes from the machine's own record.
     #[serde(skip)]
     pub left_at: Option<String>,
@@ -47,36 +65,53 @@ pub struct KeptServer {
 impl Copies {
     /// The rows of a machine's view.
     pub fn rows(&self, view: &View, machine: &Machine) -> Vec<(&'static str, Cell)> {
-        let mut rows = vec![("live server", self.live_cell(machine))];
+        let mut rows = vec![("live server", self.live_cell(view, machine))];
         rows.extend(self.kept.iter().map(|kept| ("kept server", self.kept_cell(view, kept))));
-        rows.push(("snapshot", self.snapshot_cell(view)));
+        rows.push(("snapshot", self.snapshot_cell(view, machine)));
         rows.push(("at risk", self.risk_cell()));
         rows
     }
 
-    fn live_cell(&self, machine: &Machine) -> Cell {
-        let Some(live) = &self.live else { return Cell::painted(Some(Colour::Moving), "none") };
-        let server = named(live.provider_server_id.as_ref());
-        if live.machine_id == machine.machine_id {
-            return server.into();
+    fn live_cell(&self, view: &View, machine: &Machine) -> Cell {
+        let Some(live) = &self.live else { return Cell::painted(Some(Colour::Moving), no_live(machine)) };
+        let mut server = named(live.provider_server_id.as_ref());
+        if live.machine_id != machine.machine_id {
+            server.push_str(&format!(" of machine {}", live.machine_id));
         }
-        format!("{server} of machine {}", live.machine_id).into()
+        match &live.missing_since {
+            Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", missing(view, since))),
+            None => server.into(),
+        }
     }
 
     fn kept_cell(&self, view: &View, kept: &KeptServer) -> Cell {
         let id = &kept.machine_id;
         let server = format!("{} of {} machine {id}", named(kept.provider_server_id.as_ref()), kept.reason);
-        if let Some(since) = &kept.unsaved_since {
-            let held = unsaved(view, since, kept.left_at.as_deref());
-            let line = format!("{server}: holds {held}; kept until `svcctl discard {id} --accept-loss`");
-            return Cell::painted(Some(Colour::Bad), line);
+        let bad = |line: String| Cell::painted(Some(Colour::Bad), format!("{server}: {line}"));
+        let held = kept.unsaved_since.as_ref().map(|since| unsaved(view, since, kept.left_at.as_deref()));
+        if let Some(since) = &kept.missing_since {
+            let missing = missing(view, since);
+            return bad(match held {
+                Some(held) => {
+                    format!(
+                        "{missing}, and it held {held}; `svcctl discard {id} --accept-loss` removes it here"
+                    )
+                }
+                None => format!("{missing}; `svcctl discard {id}` removes it here"),
+            });
+        }
+        if kept.is_being_deleted(view) {
+            return format!("{server}: being deleted").into();
+        }
+        if let Some(held) = held {
+            return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`"));
+        }
+        if kept.removal_abandoned_at.is_some() {
+            return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`"));
         }
         let Some(until) = &kept.until else {
             return format!("{server}: kept until a new machine has proven itself").into();
         };
-        if seconds(&view.now.to_string(), until).is_some_and(|left| left <= 0.0) {
-            return format!("{server}: being deleted").into();
-        }
         let undo = if kept.reason == "deleted" && self.live.is_none() {
             format!("; `svcctl undelete {id}` brings it back")
         } else {
@@ -85,10 +120,23 @@ impl Copies {
         format!("{server}: kept until {}{undo}", when(view.now, until)).into()
     }
 
-    fn snapshot_cell(&self, view: &View) -> Cell {
-        match &self.newest_snapshot_at {
-            Some(at) => when(view.now, at).into(),
-            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), "none known"),
+    fn snapshot_cell(&self, view: &View, machine: &Machine) -> Cell {
+        let source = self.newest_snapshot.as_ref();
+        let known = self.newest_snapshot_at.as_ref().map(|at| {
+            let of = source.filter(|newest| newest.machine_id != machine.machine_id);
+            let of = of.map(|newest| format!(", of machine {}", newest.machine_id)).unwrap_or_default();
+            let reported = if source.is_some_and(|newest| newest.source == "reported") {
+                ", as its host reported"
+            } else {
+                ""
+            };
+            format!("{}{of}{reported}", when(view.now, at))
+        });
+        let line = known.clone().unwrap_or_else(|| "none known".to_owned());
+        match &self.snapshot_problem {
+            Some(problem) => Cell::painted(Some(Colour::Bad), format!("{line}; {problem}")),
+            None if known.is_some() => line.into(),
+            None => Cell::painted(self.live.as_ref().map(|_| Colour::Bad), line),
         }
     }
 
@@ -112,11 +160,34 @@ impl Copies {
             || "it has no snapshot".to_owned(),
             |at| format!("its newest snapshot is of {}", when(view.now, at)),
         );
+        let problem = self.snapshot_problem.as_ref();
+        let newest = newest + &problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
         match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
             Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
             None => newest,
         }
     }
+}
+
+impl KeptServer {
+    /// Whether its time is over. No command can bring it back then.
+    pub fn is_being_deleted(&self, view: &View) -> bool {
+        let left = self.until.as_deref().and_then(|until| seconds(&view.now.to_string(), until));
+        left.is_some_and(|left| left <= 0.0)
+    }
+}
+
+/// Why no server of the slot is live.
+fn no_live(machine: &Machine) -> String {
+    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(Failure::is_server_gone);
+    match machine.provider_server_id.as_ref().filter(|_| is_gone) {
+        Some(server) => format!("none: the provider no longer has server {server}"),
+        None => "none".to_owned(),
+    }
+}
+
+fn missing(view: &View, since: &str) -> String {
+    format!("not at the provider, first noticed {}", when(view.now, since))
 }
 
 /// `43 min of changes that no snapshot has`, of a machine that left its slot then, if that is known.

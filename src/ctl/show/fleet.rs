@@ -39,14 +39,17 @@ pub struct Alarm {
 
 impl Alarm {
     /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
-    fn line(&self) -> String {
+    pub fn line(&self) -> String {
         let figures: Vec<String> =
             self.detail.iter().map(|(name, value)| format!("{name} {value}")).collect();
         let figures = if figures.is_empty() { String::new() } else { format!(" ({})", figures.join(", ")) };
-        let released = self
-            .released_until
-            .as_ref()
-            .map_or_else(String::new, |until| format!(", released until {until}"));
+        let released = match &self.released_until {
+            Some(last) if self.alarm == "unknown_servers" => {
+                format!(", released: the last is deleted at {last}")
+            }
+            Some(until) => format!(", released until {until}"),
+            None => String::new(),
+        };
         format!("{}{figures} since {}{released}", self.alarm, self.since)
     }
 }
@@ -75,7 +78,7 @@ impl Overdue {
 
 /// What is said of an alarm that was released.
 pub fn released(alarm: &Alarm) -> String {
-    format!("{}\n", alarm.line())
+    format!("{}\n  next: {}\n", alarm.line(), alarm.next)
 }
 
 #[derive(Debug, Deserialize)]
@@ -237,8 +240,10 @@ fn advice(reason: &str) -> &'static str {
             "svcctl status HANDLE; on its host `svc-restore adopt` or `svc-restore replace`"
         }
         "powered_off" => "svcctl power on HANDLE, or delete it",
-        "unsaved_changes" => "svcctl status HANDLE says what only its server holds; svcctl discard ends that",
-        "removal_abandoned" => "delete its server at the provider; svcctl status HANDLE names it",
+        "unsaved_changes" => {
+            "svcctl status HANDLE says what only its server holds; svcctl discard HANDLE --accept-loss deletes it"
+        }
+        "removal_abandoned" => "svcctl status HANDLE names its server; svcctl discard HANDLE deletes it",
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::boot::{Boot, BootProgress};
 use super::copies::{Copies, unsaved};
+use super::failure::Failure;
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
@@ -71,13 +72,6 @@ impl Attention {
         let detail = self.detail.replace("\n  ", "; ");
         Cell::painted(Some(Colour::Bad), format!("{}: {detail}{next}", self.code))
     }
-}
-
-#[derive(Debug, Deserialize)]
-pub struct Failure {
-    pub cause: Option<String>,
-    pub stage: Option<String>,
-    pub message: Option<String>,
 }
 
 /// How its host's last update ended, by its own word.
@@ -165,67 +159,6 @@ impl Machine {
     }
 }
 
-impl Failure {
-    /// `boot_reported at restore: …`.
-    pub fn line(&self) -> String {
-        let mut line = text(self.cause.as_ref());
-        if let Some(stage) = &self.stage {
-            line.push_str(&format!(" at {stage}"));
-        }
-        if let Some(message) = &self.message {
-            line.push_str(&format!(": {message}"));
-        }
-        line
-    }
-
-    /// Whether its server is being switched on because it has its slot back.
-    pub fn is_reinstating(&self) -> bool {
-        self.cause.as_deref() == Some("reinstating")
-    }
-
-    /// What there is to do about it.
-    pub fn advice(&self, machine: &Machine) -> String {
-        let (user, slot) = (&machine.idp_user_id, &machine.slot);
-        let slot = if slot == "primary" { String::new() } else { format!(" --slot {slot}") };
-        let recover = format!("`svcctl recover {user}{slot}`");
-        match self.cause.as_deref() {
-            Some("provider_refused") => {
-                format!("check quota, location and server type at the provider, then {recover}")
-            }
-            Some("provider_unavailable") => {
-                format!("`svcctl doctor` says whether the provider answers; once it does, {recover}")
-            }
-            Some("store_failed") => {
-                format!("`svcctl doctor` says what is wrong with the object store; once it works, {recover}")
-            }
-            Some("fenced") => {
-                format!(
-                    "a machine with a higher epoch has fenced the slot, as after a restored database: {recover}"
-                )
-            }
-            Some("internal") => {
-                format!("the platform's log has the cause, under the id of its operation; then {recover}")
-            }
-            Some("resize") => {
-                "its next healthy heartbeat makes it run again; if none comes, `svcctl recover`".to_owned()
-            }
-            Some("reinstating") => format!(
-                "its server is being switched on: its next healthy heartbeat makes it run; if none comes, {recover}"
-            ),
-            Some("operator" | "server_gone" | "operation_hung") if machine.registered_at.is_some() => {
-                format!(
-                    "`svcctl resume {}` where its server runs and its host is well; else {recover} replaces it and \
-                 restores the latest snapshot",
-                    machine.machine_id
-                )
-            }
-            _ => format!(
-                "{recover} replaces it and restores the latest snapshot (one that never ran: `svcctl provision` again)"
-            ),
-        }
-    }
-}
-
 impl Update {
     /// What there is to do about one that did not succeed.
     pub const ADVICE: &str =
@@ -281,6 +214,7 @@ pub fn one(view: &View, m: &Machine) -> String {
     let update = m.last_update.as_ref();
     let next = match failure {
         _ if m.waiting().is_some() => "answer the question of its operation below".to_owned(),
+        Some(failure) if !m.is_active() => failure.advice_after_return(m).unwrap_or_default(),
         _ if !m.is_active() => String::new(),
         Some(failure) => failure.advice(m),
         None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),
@@ -358,7 +292,7 @@ fn undo(view: &View, a: &Accepted) -> String {
         }
         (Some(_), None, _, Some(operation)) => {
             format!(
-                "`svcctl operation abandon {operation}` until the last backup is taken, then not possible"
+                "`svcctl operation abandon {operation}` until its server is off; then that is deleted, for good"
             )
         }
         (None, _, Some(_), Some(operation)) => {

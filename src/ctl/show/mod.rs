@@ -7,6 +7,7 @@ pub mod boot;
 pub mod bundle;
 pub mod copies;
 pub mod deploy;
+pub mod failure;
 pub mod fleet;
 mod human;
 pub mod machine;

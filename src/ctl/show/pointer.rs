@@ -5,6 +5,7 @@ use serde::Deserialize;
 use super::human::{size, when};
 use super::table::{self, Cell};
 use super::{Colour, View};
+use crate::ctl::args::SlotTarget;
 
 #[derive(Debug, Deserialize)]
 pub struct Inspection {
@@ -38,12 +39,12 @@ pub struct Snapshot {
     pub taken_at: String,
 }
 
-pub fn inspection(view: &View, slot: &str, found: &Inspection) -> String {
+pub fn inspection(view: &View, slot: &SlotTarget, found: &Inspection) -> String {
     let is_sound = found.state == "sound";
     let colour = if is_sound { Colour::Good } else { Colour::Bad };
     let named = |pointer: &Option<Pointer>| pointer.as_ref().map(|of| line(view, of)).unwrap_or_default();
     let pairs = [
-        ("slot", Cell::from(slot)),
+        ("slot", slot.to_string().into()),
         ("pointer", Cell::painted(Some(colour), found.state.clone())),
         ("problem", found.problem.clone().unwrap_or_default().into()),
         ("names now", named(&found.current).into()),
@@ -53,7 +54,7 @@ pub fn inspection(view: &View, slot: &str, found: &Inspection) -> String {
     let mut shown = table::pairs(view, &pairs);
     if !is_sound {
         shown.push_str(&match &found.rebuilt {
-            Some(_) => format!("  next: `svcctl pointer rebuild {slot}`\n"),
+            Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
             None => "  no snapshot is whole: nothing can be named\n".to_owned(),
         });
     }

@@ -206,6 +206,94 @@ fn failed_machine_advises_the_way_back_by_its_cause() {
 }
 
 #[test]
+fn failed_restore_advises_what_can_work() {
+    let next = |slot: &str, message: &str| {
+        let mut machine = failed();
+        machine["slot"] = slot.into();
+        machine["failure"]["message"] = message.into();
+        let shown = machine::one(&plain(), &read(machine));
+        shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
+    };
+    let damaged =
+        next("primary", "the SHA-256 of x.dump is not the one in its record: nothing of it is restored");
+    for command in [
+        format!("`svcctl backup list {OTHER}`"),
+        "`svcctl recover user_1 --snapshot KEY`".to_owned(),
+        "`svcctl pointer show user_1`".to_owned(),
+        "`svcctl recover user_1 --server-type TYPE`".to_owned(),
+    ] {
+        assert!(damaged.contains(&command), "{command}: {damaged}");
+    }
+    assert!(!damaged.contains("`svcctl recover user_1`"), "the same again: {damaged}");
+    let full = next("second", "/var/lib/svc: 5 bytes are free and 9 are needed for the database");
+    assert!(full.contains("next         `svcctl recover user_1 --slot second --server-type TYPE`"), "{full}");
+    let newer = next(
+        "primary",
+        "x is of PostgreSQL 17, and this machine has 16: it cannot be read into an older one",
+    );
+    assert!(newer.contains("`svcctl recover user_1 --image-version VERSION`"), "{newer}");
+    let store = next("primary", "the snapshot could not be read from the object store");
+    assert!(store.contains("`svcctl doctor`"), "{store}");
+}
+
+/// The machine that it was to replace has the slot again: the failed one still says what can work.
+#[test]
+fn failed_restore_advises_while_the_old_machine_has_the_slot() {
+    let mut machine = failed();
+    machine["replacedBy"] = MACHINE.into();
+    machine["retiredAt"] = "2026-11-21T11:50:00.000Z".into();
+    let copies = |live: &str| {
+        json!({"live": {"machineId": live, "providerServerId": "4711"}, "kept": [],
+        "newestSnapshotAt": null, "exposedSeconds": 5})
+    };
+    let shown = machine::one(&plain(), &with_copies(machine.clone(), copies(MACHINE)));
+    assert!(shown.contains("--snapshot KEY"), "{shown}");
+    let later = machine::one(&plain(), &with_copies(machine, copies("019a0000-0000-7000-8000-000000000009")));
+    assert!(!later.contains("--snapshot KEY"), "{later}");
+}
+
+#[test]
+fn status_says_which_copies_are_lost_or_only_reported() {
+    let lines = |machine: Value, copies: Value| {
+        let shown = machine::one(&plain(), &with_copies(machine, copies));
+        let is_copy = |line: &&str| {
+            ["live server", "kept server", "snapshot"].iter().any(|name| line.starts_with(name))
+        };
+        shown.lines().filter(is_copy).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let kept = json!({"machineId": OTHER, "providerServerId": "4700", "reason": "replaced", "until": null,
+        "unsavedSince": null, "missingSince": "2026-11-21T11:00:00.000Z", "removalAbandonedAt": null});
+    let mut abandoned = kept.clone();
+    abandoned["missingSince"] = Value::Null;
+    abandoned["removalAbandonedAt"] = "2026-11-21T11:00:00.000Z".into();
+    let mut discarded = kept.clone();
+    discarded["missingSince"] = Value::Null;
+    discarded["until"] = "2026-11-21T11:59:59.000Z".into();
+    let mut gone = running();
+    gone["status"] = "failed".into();
+    gone["failure"] = json!({"cause": "server_gone", "stage": null, "message": null});
+    let shown = lines(
+        gone,
+        json!({"live": null, "kept": [kept, abandoned, discarded],
+        "newestSnapshotAt": "2026-11-21T11:51:00.000Z", "exposedSeconds": null,
+        "newestSnapshot": {"takenAt": "2026-11-21T11:51:00.000Z", "machineId": OTHER, "key": null, "source": "reported"},
+        "snapshotProblem": "the object store does not answer"}),
+    );
+    for (line, part) in shown.iter().zip([
+        "none: the provider no longer has server 4711".to_owned(),
+        format!(
+            "not at the provider, first noticed 2026-11-21 11:00:00 UTC, 60 min ago; `svcctl discard {OTHER}`"
+        ),
+        format!("its removal was abandoned; kept until `svcctl discard {OTHER}`"),
+        "being deleted".to_owned(),
+        format!("9 min ago, of machine {OTHER}, as its host reported; the object store does not answer"),
+    ]) {
+        assert!(line.contains(&part), "{part}: {line}");
+    }
+    assert_eq!(shown.len(), 5, "{shown:?}");
+}
+
+#[test]
 fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
     let deletion = |until: Value| {
         read(
@@ -215,7 +303,7 @@ fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
     };
     insta::assert_snapshot!(machine::accepted(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
     let now = machine::accepted(&plain(), &deletion(Value::Null));
-    assert!(now.contains("until the last backup is taken, then not possible"), "{now}");
+    assert!(now.contains("until its server is off; then that is deleted, for good"), "{now}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! POST `/vps/fleet/alarms/:alarm/release`: an operator lets through, for an hour, what a fuse holds back.
+//! POST `/vps/fleet/alarms/:alarm/release`: an operator lets through what a fuse holds back.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::mutation::{Changed, Mutation, Reply};
 use crate::http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
-use crate::platform::alarms::{self, Alarm, RELEASED_FOR};
+use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 
@@ -34,9 +34,11 @@ pub async fn handle(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
+    let unknown = async || db::unknown_servers::count(&tx, platform.config.timing.orphan_grace).await;
     let before = db::alarms::get(&tx, alarm.as_str()).await?.ok_or_else(not_found)?;
-    let after = db::alarms::release(&tx, alarm.as_str(), RELEASED_FOR).await?.ok_or_else(not_found)?;
-    let (before, after) = (alarms::record(&before), alarms::record(&after));
+    let before = alarms::record(&before, &unknown().await?);
+    let after = alarms::release(&tx, alarm).await?.ok_or_else(not_found)?;
+    let after = alarms::record(&after, &unknown().await?);
     let reply = Reply::new(StatusCode::OK, after.clone());
     let changed = Changed {
         action: "alarm.release",
@@ -57,7 +59,8 @@ pub static RELEASE: Endpoint = Endpoint {
         id: "releaseAlarm",
         method: Method::POST,
         path: "/vps/fleet/alarms/{alarm}/release",
-        summary: "Lets through, for an hour, what a fuse holds back: failing machines, deleting unknown servers.",
+        summary: "Lets through what a fuse holds back: for an hour, machines whose servers are missing fail; the unknown \
+                  servers of this moment are deleted as their grace ends.",
         credentials: &[OPERATOR],
         parameters: &[
             Parameter {

@@ -63,10 +63,15 @@ async fn discard(
 
 fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {
     if machine.is_active() {
-        return Err(refused("The machine holds its slot: delete it."));
+        let detail = format!("The machine holds its slot: `svcctl delete {}` deletes it.", machine.id);
+        return Err(invalid(machine.status.as_str(), &detail));
     }
     if machine.server_deleted_at.is_some() {
-        return Err(refused("Its server is deleted already."));
+        let detail = format!(
+            "Its server is deleted already; `svcctl backup list {}` shows the snapshots of its slot.",
+            machine.id
+        );
+        return Err(invalid("server_deleted", &detail));
     }
     match machine.unsaved_since.filter(|_| loss == Loss::Refused) {
         None => Ok(()),
@@ -107,7 +112,11 @@ async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), P
 }
 
 fn refused(detail: &str) -> Problem {
-    Problem::new(Code::InvalidState, detail).with("machineStatus", json!("kept")).with("allowed", json!([]))
+    invalid("kept", detail)
+}
+
+fn invalid(status: &str, detail: &str) -> Problem {
+    Problem::new(Code::InvalidState, detail).with("machineStatus", json!(status)).with("allowed", json!([]))
 }
 
 /// The route and its description.

@@ -39,7 +39,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let (overdue, total) = db::operations::overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
     body["overdueOperations"] = overdue.iter().map(overdue_record).collect();
     body["overdueOperationsTotal"] = total.into();
-    body["alarms"] = alarms::active(&session).await?.into();
+    body["alarms"] = alarms::active(&session, &platform.config.timing).await?.into();
     body["asOf"] = rfc3339_ms(now_ms()).into();
     Ok(Json(body).into_response())
 }

@@ -36,7 +36,10 @@ pub async fn handle(
         operations.push(operation::record(&session, &one).await?);
     }
     record["operations"] = operations.into();
-    record["copies"] = copies::of_slot(&session, &machine, &platform.config.timing).await?;
+    let copies = copies::of_slot(&session, &machine, &platform.config.timing).await?;
+    // The store may take its time: no session is held meanwhile.
+    drop(session);
+    record["copies"] = copies.with_snapshot(&platform.bucket).await;
     Ok(Json(record).into_response())
 }
 

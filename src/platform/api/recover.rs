@@ -1,6 +1,7 @@
 //! POST `/vps/recover`: another machine in the place of the slot's, from its latest snapshot.
 //!
-//! The snapshot is looked at before anything changes; asked again while recovering, the answer is the same.
+//! The snapshot is looked at before anything changes. Asked again while recovering, the answer is the same; with other
+//! options the request is refused.
 
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ use crate::http::problem::{Code, Problem};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
-use crate::machine::name::{IdpUserId, ImageVersion, ServerType, Slot};
+use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
@@ -115,7 +116,7 @@ async fn prepare(
     if server_type != machine.server_type {
         entitlement::of_machine(platform, client, machine, &server_type).await?;
     }
-    let starts = starts_with(platform, client, asked).await?;
+    let starts = starts_with(platform, client, asked, machine).await?;
     if let Some(side) = &starts.side {
         restorable::fits(platform, side, &server_type).await?;
     }
@@ -153,7 +154,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     let machine = of_slot(db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?, asked)?;
     if machine.status == Status::Recovering {
         // Kept for its key: once this recovery is over, the same request again must not begin another.
-        let reply = under_way(&tx, &machine).await?;
+        let reply = under_way(&tx, &machine, asked).await?;
         mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
         return Ok(reply);
@@ -225,6 +226,7 @@ async fn starts_with(
     platform: &Platform,
     client: &impl GenericClient,
     asked: &Asked,
+    machine: &MachineRow,
 ) -> Result<StartsWith, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     if let Some(key) = &asked.snapshot_key {
@@ -243,7 +245,7 @@ async fn starts_with(
         Err(Unusable::Absent) => {
             restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
-                return Err(fault::unusable(Unusable::Absent));
+                return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(Unusable::Absent)));
             }
             Ok(StartsWith { restore: RestoreMode::Empty, key: None, side: None })
         }
@@ -251,14 +253,81 @@ async fn starts_with(
     }
 }
 
-/// The answer that the recovery under way was given.
-async fn under_way(client: &impl GenericClient, machine: &MachineRow) -> Result<Reply, Problem> {
+/// The refusal where the server of the machine alone holds the slot's data: a backup of it can be taken first.
+fn never_backed_up(machine: &MachineRow) -> Option<Problem> {
+    if machine.registered_at.is_none() || !machine.has_server() {
+        return None;
+    }
+    let id = machine.id;
+    let first = match machine.status {
+        Status::Running => format!("`svcctl backup now {id} --wait`"),
+        _ => format!("`svcctl resume {id}` where its host is well, then `svcctl backup now {id} --wait`"),
+    };
+    let detail = format!(
+        "The slot has no snapshot, and the data of machine {id} is on its server alone. Take a backup first: {first}."
+    );
+    Some(Problem::new(Code::SnapshotUnusable, detail))
+}
+
+/// The answer that the recovery under way was given. It keeps its own options: a request with others is refused.
+async fn under_way(
+    client: &impl GenericClient,
+    machine: &MachineRow,
+    asked: &Asked,
+) -> Result<Reply, Problem> {
     let old = db::machines::replaced_by(client, machine.id).await?;
     let operation = db::operations::newest(client, machine.id, "recover").await?;
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(fault::machine_not_found("that this one replaces"));
     };
+    let log = db::operations::log_of(client, operation.id).await?;
+    let has_moved = log.iter().any(|entry| entry["outcome"] == "location");
+    let other = other_options(asked, machine, operation.options, has_moved);
+    if !other.is_empty() {
+        let detail = format!(
+            "A recovery of the slot is under way, operation {}, with another {}. It keeps its own options.",
+            operation.id,
+            other.join(", ")
+        );
+        return Err(Problem::new(Code::InvalidState, detail)
+            .with("machineStatus", json!(machine.status))
+            .with("allowed", json!([]))
+            .with("operationId", json!(operation.id)));
+    }
     Ok(Reply::new(StatusCode::ACCEPTED, body(old.id, machine, operation.id)))
+}
+
+/// The options of a request that the recovery under way does not have. `has_moved`: its server was ordered elsewhere than
+/// first asked for.
+fn other_options(
+    asked: &Asked,
+    machine: &MachineRow,
+    options: OperationOptions,
+    has_moved: bool,
+) -> Vec<&'static str> {
+    let knows =
+        |location: &Location| machine.location == *location || machine.fallback_locations.contains(location);
+    let (server_type, image, snapshot) = (&asked.server_type, &asked.image_version, &asked.snapshot_key);
+    let location = asked.locations.location.as_ref();
+    [
+        (
+            "snapshotKey",
+            snapshot.as_ref().is_some_and(|key| machine.restore_snapshot.as_deref() != Some(key.as_str())),
+        ),
+        ("serverType", server_type.as_ref().is_some_and(|wanted| *wanted != machine.server_type)),
+        ("imageVersion", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
+        (
+            "location",
+            location
+                .is_some_and(|wanted| if has_moved { !knows(wanted) } else { *wanted != machine.location }),
+        ),
+        ("fallbackLocations", asked.locations.fallback.iter().flatten().any(|wanted| !knows(wanted))),
+        ("acceptLoss", asked.options.accept_loss && !options.accept_loss),
+        ("replaceFirst", asked.options.replace_first && !options.replace_first),
+    ]
+    .into_iter()
+    .filter_map(|(name, differs)| differs.then_some(name))
+    .collect()
 }
 
 fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
@@ -316,6 +385,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::MachineNotFound,
             Code::InvalidState,
             Code::SnapshotUnusable,
+            Code::InvalidState,
             Code::DiskTooSmall,
             Code::SubscriptionRequired,
             Code::ServerTypeNotAllowed,

@@ -46,7 +46,7 @@ pub async fn fits(platform: &Platform, side: &SideRecord, server_type: &ServerTy
         return Ok(());
     }
     let detail = format!(
-        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Recover with a larger \
+        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a larger \
          serverType.",
         database.size_bytes >> 30,
         needed.div_ceil(1 << 30),
@@ -132,8 +132,8 @@ pub async fn may_start_empty(
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, and a host reported one of {}: svcctl pointer show says what the slot \
-         has, svcctl pointer rebuild names a snapshot again.",
+        "The store's pointer names no snapshot, and a host reported one of {}: `svcctl pointer show` says what the \
+         slot has, `svcctl pointer rebuild` names a snapshot again.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))

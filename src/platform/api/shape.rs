@@ -237,7 +237,10 @@ fn machine_members() -> Vec<(&'static str, Value)> {
 
 /// Which copies of the slot's data exist.
 fn copies() -> Value {
-    let live = object(&[("machineId", uuid()), ("providerServerId", nullable(text()))], &[]);
+    let live = object(
+        &[("machineId", uuid()), ("providerServerId", nullable(text())), ("missingSince", nullable(time()))],
+        &[],
+    );
     let kept = object(
         &[
             ("machineId", uuid()),
@@ -245,6 +248,17 @@ fn copies() -> Value {
             ("reason", one_of(&["replaced", "deleted"])),
             ("until", nullable(time())),
             ("unsavedSince", nullable(time())),
+            ("missingSince", nullable(time())),
+            ("removalAbandonedAt", nullable(time())),
+        ],
+        &[],
+    );
+    let snapshot = object(
+        &[
+            ("takenAt", time()),
+            ("machineId", uuid()),
+            ("key", nullable(text())),
+            ("source", one_of(&["store", "reported"])),
         ],
         &[],
     );
@@ -253,6 +267,8 @@ fn copies() -> Value {
             ("live", nullable(live)),
             ("kept", array(kept)),
             ("newestSnapshotAt", nullable(time())),
+            ("newestSnapshot", nullable(snapshot)),
+            ("snapshotProblem", nullable(text())),
             ("exposedSeconds", nullable(count())),
         ],
         &[],

@@ -208,13 +208,14 @@ pub async fn unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestam
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
-/// Notes that an operator wants the kept server gone before its time, whatever is on it.
+/// Notes that an operator wants the kept server gone before its time, whatever is on it, and also where its removal was
+/// abandoned before.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn discard_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL \
-               WHERE machine_id = $1";
+    let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
+               removal_abandoned_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 

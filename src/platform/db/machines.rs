@@ -209,42 +209,6 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Machines that left their slots and whose servers are no longer kept, where no operation on them is under way.
-///
-/// A server is kept while it may hold what no snapshot holds, until `predecessor_keep` after a later machine of the slot
-/// has shown that it serves, and still has its server; where the later one was deleted, until so long after its server was. A
-/// deleted machine's is kept until `delete_grace` after its own deletion. A machine that never registered is
-/// kept for `silence`, within which a host that this database has forgotten sends a heartbeat.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn removable(
-    client: &impl GenericClient,
-    predecessor_keep: Duration,
-    delete_grace: Duration,
-    silence: Duration,
-) -> Result<Vec<MachineId>, DbError> {
-    let sql = "SELECT m.machine_id FROM user_machines m \
-         WHERE m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \
-         AND m.removal_abandoned_at IS NULL \
-         AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
-         AND (m.registered_at IS NULL AND m.unsaved_since IS NULL \
-             AND coalesce(m.deleted_at, m.retired_at) <= clock_timestamp() - make_interval(secs => $3) \
-           OR m.discard_ordered_at IS NOT NULL OR m.unsaved_since IS NULL AND ( \
-           m.deleted_at <= clock_timestamp() - make_interval(secs => $2) \
-           OR m.deleted_at IS NULL AND EXISTS (SELECT 1 FROM user_machines later \
-             WHERE later.idp_user_id = m.idp_user_id AND later.slot = m.slot AND later.epoch > m.epoch \
-             AND later.registered_at IS NOT NULL \
-             AND (later.server_deleted_at IS NULL \
-                    AND later.proven_at <= clock_timestamp() - make_interval(secs => $1) \
-                  OR later.deleted_at IS NOT NULL \
-                    AND later.server_deleted_at <= clock_timestamp() - make_interval(secs => $1))))) \
-         ORDER BY m.machine_id LIMIT 100";
-    let params: Params<'_> =
-        &[&predecessor_keep.as_secs_f64(), &delete_grace.as_secs_f64(), &silence.as_secs_f64()];
-    Ok(rows(client, sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
-}
-
 /// The operation for which the host of a machine that left its slot stays stopped, while the machine may still get its
 /// slot back: until its successor registers, or its deletion is final.
 ///

@@ -9,6 +9,7 @@ pub mod budget;
 pub mod ended_machines;
 pub mod fleet;
 pub mod idempotency;
+pub mod kept_servers;
 pub mod keys;
 pub mod leases;
 pub mod machine_changes;
@@ -23,6 +24,7 @@ pub mod servers;
 pub mod slot_operations;
 pub mod slots;
 pub mod tasks;
+pub mod unknown_servers;
 
 use std::pin::Pin;
 use std::time::Duration;

@@ -1,5 +1,4 @@
-//! What is known of servers apart from their machines' states: which should be there, which are missing, which nobody
-//! knows; and the label that marks them as ours.
+//! What is known of servers apart from their machines' states: which should be there, which are missing; and the label that marks them as ours.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -12,7 +11,7 @@ use uuid::Uuid;
 use super::{DbError, execute, row, rows};
 use crate::machine::id::MachineId;
 
-/// A machine whose server must be there.
+/// A machine whose server must be there, or is kept.
 #[derive(Debug, Clone, Copy)]
 pub struct Live {
     pub machine: MachineId,
@@ -38,17 +37,36 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// Machines that run, resize, or may come back after a resize.
-///
+/// Machines in their slots that fail where their servers are gone: they run, resize, or may come back after a resize.
+const LIVE: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
+    AND (status IN ('running', 'resizing') \
+        OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
+
 /// # Errors
 /// [`DbError`].
 pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
-    let sql = "SELECT machine_id, provider_server_id, \
-               extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
-               FROM user_machines WHERE deleted_at IS NULL \
-               AND retired_at IS NULL AND provider_server_id IS NOT NULL \
-               AND (status IN ('running', 'resizing') OR status = 'failed' AND failure_cause IN ('resize', 'reinstating'))";
-    let found = rows(client, sql, &[]).await?;
+    with_servers(client, LIVE).await
+}
+
+/// Machines beside [`live`] whose servers may hold data, and of which the provider has not said yet that they are missing.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
+    let which = format!(
+        "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
+         AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({LIVE})"
+    );
+    with_servers(client, &which).await
+}
+
+async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Live>, DbError> {
+    let sql = format!(
+        "SELECT machine_id, provider_server_id, \
+             extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
+         FROM user_machines WHERE {which}"
+    );
+    let found = rows(client, &sql, &[]).await?;
     let live = |row: &Row| Live {
         machine: MachineId(row.get(0)),
         server: row.get(1),
@@ -103,21 +121,4 @@ pub async fn known(
     let found =
         rows(client, "SELECT machine_id FROM user_machines WHERE machine_id = ANY($1)", &[&ids]).await?;
     Ok(found.iter().map(|row| MachineId(row.get(0))).collect())
-}
-
-/// Notes the servers that nobody knows, and those alone; gives the ones that have been so for longer than `grace`.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn unknown(
-    client: &impl GenericClient,
-    servers: &[i64],
-    grace: Duration,
-) -> Result<Vec<i64>, DbError> {
-    execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
-    let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
-    execute(client, sql, &[&servers]).await?;
-    let sql = "SELECT server_id FROM unknown_servers \
-               WHERE first_seen <= clock_timestamp() - make_interval(secs => $1)";
-    Ok(rows(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
 }

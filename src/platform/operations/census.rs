@@ -27,6 +27,8 @@ use crate::provider::{Server, ServerId};
 const CONFIRM: Duration = Duration::from_secs(10);
 /// Over this time losses are counted together.
 const WINDOW: Duration = Duration::from_secs(3600);
+/// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
+const MAX_UNLISTED: usize = 20;
 /// So many unknown servers are named.
 const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
@@ -47,6 +49,7 @@ pub async fn take(platform: &Platform) -> anyhow::Result<()> {
     };
     strays(platform, &listed, began).await?;
     vanished(platform, &listed).await?;
+    unlisted(platform, &listed).await?;
     orphans(platform, &listed).await
 }
 
@@ -96,6 +99,23 @@ async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
     drop(session);
     for machine in lost {
         gone(platform, machine).await?;
+    }
+    Ok(())
+}
+
+/// Notes which kept servers, and servers of failed machines, the provider has lost: the copies of a slot say so. Nothing
+/// else follows from it.
+async fn unlisted(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+    let there: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
+    let session = platform.db.session().await?;
+    let watched = db::servers::holding_data(&session).await?;
+    drop(session);
+    let missing = watched.iter().filter(|machine| !there.contains(&machine.server)).take(MAX_UNLISTED);
+    let missing = confirmed(platform, missing.collect()).await?;
+    let session = platform.db.session().await?;
+    for machine in missing {
+        db::servers::missing(&session, machine).await?;
+        tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a server that may hold data");
     }
     Ok(())
 }
@@ -165,7 +185,7 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
 }
 
 /// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
-/// copy: an alarm is raised, and once an operator has released it, they are deleted after their grace. Servers of another
+/// copy: an alarm is raised, and those that an operator releases are deleted when their grace ends. Servers of another
 /// platform in the same project are ignored.
 async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
@@ -180,19 +200,15 @@ async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
         .filter(|(_, machine)| machine.is_none_or(|machine| !known.contains(&machine)))
         .map(|(server, _)| server.0)
         .collect();
-    let grown_old = db::servers::unknown(&session, &unknown, platform.config.timing.orphan_grace).await?;
+    db::unknown_servers::note(&session, &unknown).await?;
+    let grace = platform.config.timing.orphan_grace;
+    let counted = db::unknown_servers::count(&session, grace).await?;
     let shown = &unknown[..unknown.len().min(SHOWN)];
-    let detail = json!({"unknown": unknown.len(), "servers": shown});
-    let fuse =
-        alarms::fuse(&session, Alarm::UnknownServers, unknown.len(), !unknown.is_empty(), &detail).await?;
+    let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
+    alarms::raise_while(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
+    let due = db::unknown_servers::due(&session, grace).await?;
     drop(session);
-    if fuse == Fuse::Tripped {
-        return Ok(());
-    }
-    for server in &unknown {
-        tracing::warn!(server, "a server of ours belongs to no machine that is known");
-    }
-    for server in grown_old {
+    for server in due {
         platform.provider.delete(ServerId(server)).await?;
         let mut session = platform.db.session().await?;
         let tx = db::begin(&mut session).await?;

@@ -19,6 +19,7 @@ use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db;
+use crate::platform::db::kept_servers::ServerRetention;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 
@@ -188,13 +189,11 @@ async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;
-    if alarms::is_held(&tx, Alarm::UnknownServers).await? {
+    if db::unknown_servers::is_any_held(&tx).await? {
         return Ok(());
     }
-    let timing = &platform.config.timing;
-    let found =
-        db::machines::removable(&tx, timing.predecessor_keep, timing.delete_grace, timing.server_silence)
-            .await?;
+    let retention = ServerRetention::of(&platform.config.timing);
+    let found = db::kept_servers::removable(&tx, &retention).await?;
     for machine in &found {
         db::operations::file(&tx, *machine, OperationKind::RemoveServer, OperationOptions::default()).await?;
         tracing::info!(%machine, "its server is no longer kept");

@@ -265,6 +265,8 @@ async fn ends(rows: &mut Rows<'_>) {
     let recovered = world.ask(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
     let recovered = world.send(recovered).await;
     assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
+    let other = json!({"idpUserId": "user_1", "replaceFirst": true});
+    rows.post("/vps/recover", &other, 409, "invalid_state").await;
     let operation = recovered.body["operationId"].as_str().unwrap();
     stack.ended(&world.process, operation).await;
     rows.post(&format!("/vps/operations/{operation}/abandon"), &json!({}), 409, "invalid_state").await;

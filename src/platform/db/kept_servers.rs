@@ -1,0 +1,122 @@
+//! Servers of machines that left their slots: until when each is kept.
+//!
+//! The invariant: one SQL expression is the rule. What the reconciler deletes and what operators are shown come from it.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+use tokio_postgres::Row;
+
+use super::{DbError, Params, rows};
+use crate::machine::id::MachineId;
+use crate::machine::name::{IdpUserId, Slot};
+use crate::platform::config::Timing;
+
+/// For how long servers are kept.
+#[derive(Debug, Clone, Copy)]
+pub struct ServerRetention {
+    /// After a later machine of the slot has shown that it serves.
+    pub replaced: Duration,
+    /// After the deletion.
+    pub deleted: Duration,
+    /// Of machines that never registered: within this time a host that this database has forgotten sends a heartbeat.
+    pub unregistered: Duration,
+}
+
+impl ServerRetention {
+    pub fn of(timing: &Timing) -> Self {
+        Self {
+            replaced: timing.predecessor_keep,
+            deleted: timing.delete_grace,
+            unregistered: timing.server_silence,
+        }
+    }
+}
+
+/// The server of a machine that left its slot, which may hold data.
+#[derive(Debug, Clone)]
+pub struct KeptServerRow {
+    pub machine: MachineId,
+    pub server: i64,
+    pub is_deleted: bool,
+    /// When the reconciler deletes it; `None` while that waits for a successor to serve, or for an operator.
+    pub until: Option<Timestamp>,
+    /// What was written on it since is in no snapshot.
+    pub unsaved_since: Option<Timestamp>,
+    /// When an operator gave up its removal.
+    pub removal_abandoned_at: Option<Timestamp>,
+    /// Since when the provider does not have it.
+    pub missing_since: Option<Timestamp>,
+}
+
+/// Until when the server of machine `m` is kept, with the retention as `$1` to `$3`. `NULL`: until an operator decides, or
+/// a later machine of the slot has shown that it serves and still has its server; where the later one was deleted, the time
+/// counts from the deletion of its server.
+const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
+    CASE WHEN m.unsaved_since IS NULL THEN least( \
+        CASE WHEN m.registered_at IS NULL \
+            THEN coalesce(m.deleted_at, m.retired_at) + make_interval(secs => $3) END, \
+        CASE WHEN m.deleted_at IS NOT NULL THEN m.deleted_at + make_interval(secs => $2) \
+            ELSE (SELECT min(CASE WHEN later.server_deleted_at IS NULL THEN later.proven_at \
+                    WHEN later.deleted_at IS NOT NULL THEN later.server_deleted_at END) \
+                FROM user_machines later WHERE later.idp_user_id = m.idp_user_id AND later.slot = m.slot \
+                AND later.epoch > m.epoch AND later.registered_at IS NOT NULL) + make_interval(secs => $1) END) \
+    END) END";
+
+/// A machine that left its slot and may have a server.
+const LEFT: &str = "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
+
+/// Machines whose servers are no longer kept, where no operation on them is under way.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn removable(
+    client: &impl GenericClient,
+    retention: &ServerRetention,
+) -> Result<Vec<MachineId>, DbError> {
+    let sql = format!(
+        "SELECT m.machine_id FROM user_machines m WHERE {LEFT} AND {KEPT_UNTIL} <= clock_timestamp() \
+         AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
+         ORDER BY m.machine_id LIMIT 100"
+    );
+    let (replaced, deleted, unregistered) = seconds(retention);
+    let params: Params<'_> = &[&replaced, &deleted, &unregistered];
+    Ok(rows(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
+}
+
+/// The kept servers of a slot that may hold data, the newest machine first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_slot(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+    retention: &ServerRetention,
+) -> Result<Vec<KeptServerRow>, DbError> {
+    let sql = format!(
+        "SELECT m.machine_id, m.provider_server_id, m.deleted_at IS NOT NULL AS is_deleted, \
+             {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since \
+         FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT} \
+         AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
+         AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
+    );
+    let (replaced, deleted, unregistered) = seconds(retention);
+    let params: Params<'_> = &[&replaced, &deleted, &unregistered, &user.as_str(), &slot.as_str()];
+    let kept = |row: &Row| KeptServerRow {
+        machine: MachineId(row.get("machine_id")),
+        server: row.get("provider_server_id"),
+        is_deleted: row.get("is_deleted"),
+        until: row.get("kept_until"),
+        unsaved_since: row.get("unsaved_since"),
+        removal_abandoned_at: row.get("removal_abandoned_at"),
+        missing_since: row.get("server_missing_since"),
+    };
+    Ok(rows(client, &sql, params).await?.iter().map(kept).collect())
+}
+
+fn seconds(retention: &ServerRetention) -> (f64, f64, f64) {
+    let ServerRetention { replaced, deleted, unregistered } = retention;
+    (replaced.as_secs_f64(), deleted.as_secs_f64(), unregistered.as_secs_f64())
+}

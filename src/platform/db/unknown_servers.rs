@@ -1,0 +1,80 @@
+//! `unknown_servers`: servers that carry our own label and belong to no machine that the database knows.
+//!
+//! The invariant: one is deleted only after an operator has released it by its id, and its own grace has ended.
+
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+
+use super::{DbError, execute, row, rows};
+
+/// How many there are, and what becomes of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct UnknownServers {
+    /// They wait for an operator.
+    pub held: i64,
+    /// An operator let them be deleted.
+    pub released: i64,
+    /// When the grace of the last released one ends.
+    pub last_deletion: Option<Timestamp>,
+}
+
+impl UnknownServers {
+    /// When the last of them may be deleted; `None` while any of them is held back.
+    pub fn released_until(&self) -> Option<Timestamp> {
+        self.last_deletion.filter(|_| self.held == 0)
+    }
+}
+
+/// Notes these, and forgets all others.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn note(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+    execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
+    let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
+    execute(client, sql, &[&servers]).await.map(drop)
+}
+
+/// Lets those that are noted now be deleted, each when its grace ends.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
+    let sql = "UPDATE unknown_servers SET released_at = clock_timestamp() WHERE released_at IS NULL";
+    execute(client, sql, &[]).await.map(drop)
+}
+
+/// The released ones whose grace has ended.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn due(client: &impl GenericClient, grace: Duration) -> Result<Vec<i64>, DbError> {
+    let sql = "SELECT server_id FROM unknown_servers WHERE released_at IS NOT NULL \
+               AND first_seen <= clock_timestamp() - make_interval(secs => $1)";
+    Ok(rows(client, sql, &[&grace.as_secs_f64()]).await?.iter().map(|row| row.get(0)).collect())
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<UnknownServers, DbError> {
+    let sql = "SELECT count(*) FILTER (WHERE released_at IS NULL), count(released_at), \
+               max(first_seen) FILTER (WHERE released_at IS NOT NULL) + make_interval(secs => $1) \
+               FROM unknown_servers";
+    let found = row(client, sql, &[&grace.as_secs_f64()]).await?;
+    Ok(found.map_or_else(UnknownServers::default, |row| UnknownServers {
+        held: row.get(0),
+        released: row.get(1),
+        last_deletion: row.get(2),
+    }))
+}
+
+/// Whether any waits for an operator.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn is_any_held(client: &impl GenericClient) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM unknown_servers WHERE released_at IS NULL LIMIT 1";
+    Ok(row(client, sql, &[]).await?.is_some())
+}

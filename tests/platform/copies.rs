@@ -1,0 +1,168 @@
+//! What a machine's record says of the copies of its slot's data is what exists: at the provider, and in the store.
+
+use kit::s3::{Fault, Rule};
+use serde_json::{Value, json};
+
+use super::stack::{BUCKET, Guest, Process, Stack, beat_of};
+
+const TAKEN_AT: &str = "2026-01-02T03:04:05.678Z";
+
+async fn copies(stack: &Stack, process: &Process, machine: &str) -> Value {
+    stack.get(process, &format!("/vps/{machine}")).await.body["copies"].clone()
+}
+
+fn server(guest: &Guest) -> String {
+    format!("svc-{}", guest.machine)
+}
+
+/// A machine with a snapshot, and its successor, which has served; the old server is kept.
+async fn recovered(stack: &Stack, process: &Process) -> (Guest, Guest) {
+    let old = stack.running(process, "user_1").await;
+    stack.snapshot("user_1");
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let recovery = stack.post(process, "/vps/recover", &body).await.body;
+    let new = stack.guest(process, recovery["machineId"].as_str().unwrap()).await;
+    stack.register(process, &new).await;
+    stack.beat(process, &new, &beat_of(&new)).await;
+    stack.ended(process, recovery["operationId"].as_str().unwrap()).await;
+    (old, new)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
+    let (old, new) = recovered(&stack, &process).await;
+    let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    assert_eq!((&kept["machineId"], &kept["missingSince"]), (&json!(old.machine), &Value::Null), "{kept}");
+
+    let is_missing = |expected: bool| {
+        let (stack, process, machine) = (&stack, &process, &new.machine);
+        async move {
+            let kept = copies(stack, process, machine).await["kept"][0].clone();
+            (kept["missingSince"].is_string() == expected).then_some(kept)
+        }
+    };
+    stack.provider.hide_servers(&[server(&old)]);
+    stack.eventually("it is missing", || is_missing(true)).await;
+    stack.provider.hide_servers(&[]);
+    stack.eventually("it is there again", || is_missing(false)).await;
+    stack.provider.vanish_server(&server(&old)).await.unwrap();
+    stack.eventually("it is lost", || is_missing(true)).await;
+    assert_eq!(stack.status(&process, &new.machine).await, "running");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_whose_server_is_gone_is_no_live_copy() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let (gone, failed) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    stack.provider.vanish_server(&server(&gone)).await.unwrap();
+    let is_failed = || async { (stack.status(&process, &gone.machine).await == "failed").then_some(()) };
+    stack.eventually("it fails", is_failed).await;
+    let known = copies(&stack, &process, &gone.machine).await;
+    assert_eq!((&known["live"], &known["exposedSeconds"]), (&Value::Null, &Value::Null), "{known}");
+
+    // One that an operator took out of service is watched by nothing else.
+    let path = format!("/vps/{}/fail", failed.machine);
+    stack.post(&process, &path, &json!({"reason": "test"})).await;
+    let live = copies(&stack, &process, &failed.machine).await["live"].clone();
+    assert_eq!((&live["machineId"], &live["missingSince"]), (&json!(failed.machine), &Value::Null));
+    stack.provider.vanish_server(&server(&failed)).await.unwrap();
+    let is_missing = || async {
+        let live = copies(&stack, &process, &failed.machine).await["live"].clone();
+        live["missingSince"].is_string().then_some(())
+    };
+    stack.eventually("its server is missing", is_missing).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn newest_snapshot_is_the_one_that_the_store_names() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
+
+    // No heartbeat has told of it.
+    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    let known = copies(&stack, &process, &guest.machine).await;
+    let newest = &known["newestSnapshot"];
+    assert_eq!((&newest["takenAt"], &newest["machineId"]), (&json!(TAKEN_AT), &json!(guest.machine)));
+    assert_eq!((&newest["source"], &known["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
+    assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{known}");
+    let exposed = known["exposedSeconds"].as_u64().unwrap();
+    assert!(exposed > 86_400, "what was written since that snapshot counts: {known}");
+
+    // A later heartbeat does not make an earlier snapshot newer, as after a rebuild of the pointer.
+    let mut beat = beat_of(&guest);
+    let reported = "2026-03-02T03:04:05.678Z";
+    beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
+    stack.beat(&process, &guest, &beat).await;
+    assert_eq!(copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
+
+    // Damaged, and away: what was reported, marked as such.
+    let object = stack.snapshot_at("user_1", TAKEN_AT);
+    stack.store.remove(BUCKET, &object);
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert_eq!(
+        (&known["newestSnapshot"]["source"], &known["newestSnapshotAt"]),
+        (&json!("reported"), &json!(reported))
+    );
+    assert!(known["snapshotProblem"].as_str().unwrap().contains("the object is missing"), "{known}");
+    let stalled =
+        stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+    let began = std::time::Instant::now();
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert!(began.elapsed() < std::time::Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(stalled.hits() > 0);
+    assert_eq!(known["snapshotProblem"], "the object store does not answer", "{known}");
+    assert_eq!(known["newestSnapshot"]["source"], "reported", "{known}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshot_of_another_machine_does_not_cover_what_this_one_wrote() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let mut beat = beat_of(&guest);
+    beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
+    stack.beat(&process, &guest, &beat).await;
+    // As of a machine that the database has forgotten.
+    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert_eq!(known["newestSnapshotAt"], now);
+    assert!(known["exposedSeconds"].as_u64().unwrap() > 86_400, "{known}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "600")]);
+    let (old, new) = recovered(&stack, &process).await;
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET removal_abandoned_at = now() WHERE machine_id = $1";
+    let id: uuid::Uuid = old.machine.parse().unwrap();
+    client.execute(sql, &[&id]).await.unwrap();
+    let kept = copies(&stack, &process, &new.machine).await["kept"][0].clone();
+    assert!(kept["until"].is_null() && kept["removalAbandonedAt"].is_string(), "{kept}");
+    let path = format!("/vps/{}/discard", old.machine);
+    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    let gone = || async { stack.provider.server_by_name(&server(&old)).is_none().then_some(()) };
+    stack.eventually("it is deleted", gone).await;
+
+    // Nothing is left to discard; and a machine in its slot is no kept one.
+    let over = || async {
+        let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+        (answer.status == 409).then_some(answer)
+    };
+    let over = stack.eventually("its server is deleted", over).await;
+    assert_eq!(over.body["machineStatus"], "server_deleted", "{over:?}");
+    assert!(over.body["detail"].as_str().unwrap().contains("deleted already"), "{over:?}");
+    let path = format!("/vps/{}/discard", new.machine);
+    let refused = stack.post(&process, &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("`svcctl delete "), "{refused:?}");
+}

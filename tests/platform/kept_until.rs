@@ -1,0 +1,264 @@
+//! The rule that says until when a server is kept, over every combination of what it looks at: what is shown, what is
+//! deleted, and the rule in the words of this test agree.
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use kit::pg::test_database_from;
+use svc::machine::name::{IdpUserId, Slot};
+use svc::platform::db::Db;
+use svc::platform::db::kept_servers::{self, ServerRetention};
+use uuid::Uuid;
+
+const KEPT: Duration = Duration::from_secs(600);
+/// Longer ago than servers are kept, and a moment ago.
+const OLD: &str = "now() - interval '1200 seconds'";
+const FRESH: &str = "now() - interval '10 seconds'";
+const NULL: &str = "NULL";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Until {
+    Over,
+    Ahead,
+    Never,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Left {
+    Replaced,
+    Deleted,
+    ReplacedThenDeleted,
+}
+
+/// A later machine of the slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Later {
+    Absent,
+    Unregistered,
+    Unproven,
+    Proven {
+        old: bool,
+    },
+    /// Deleted after it had proven itself long ago; its server still exists.
+    DeletedWithServer,
+    DeletedServerGone {
+        old: bool,
+    },
+    /// Replaced in its turn, and its server is deleted.
+    ReplacedServerGone,
+}
+
+const LATER: [Later; 9] = [
+    Later::Absent,
+    Later::Unregistered,
+    Later::Unproven,
+    Later::Proven { old: true },
+    Later::Proven { old: false },
+    Later::DeletedWithServer,
+    Later::DeletedServerGone { old: true },
+    Later::DeletedServerGone { old: false },
+    Later::ReplacedServerGone,
+];
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    left: Left,
+    left_long_ago: bool,
+    registered: bool,
+    unsaved: bool,
+    discard_ordered: bool,
+    abandoned: bool,
+    under_way: bool,
+    later: Later,
+}
+
+impl Case {
+    fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for left in [Left::Replaced, Left::Deleted, Left::ReplacedThenDeleted] {
+            for later in LATER {
+                for bits in 0..64_u32 {
+                    let bit = |n: u32| bits & (1 << n) != 0;
+                    all.push(Self {
+                        left,
+                        left_long_ago: bit(0),
+                        registered: bit(1),
+                        unsaved: bit(2),
+                        discard_ordered: bit(3),
+                        abandoned: bit(4),
+                        under_way: bit(5),
+                        later,
+                    });
+                }
+            }
+        }
+        all
+    }
+
+    fn expected(&self) -> Until {
+        let since = |old: bool| if old { Until::Over } else { Until::Ahead };
+        if self.abandoned {
+            return Until::Never;
+        }
+        if self.discard_ordered {
+            return Until::Over;
+        }
+        if self.unsaved {
+            return Until::Never;
+        }
+        let unregistered = if self.registered { Until::Never } else { since(self.left_long_ago) };
+        let left = match (self.left, self.later) {
+            (Left::Deleted | Left::ReplacedThenDeleted, _) => since(self.left_long_ago),
+            (Left::Replaced, Later::Proven { old } | Later::DeletedServerGone { old }) => since(old),
+            (Left::Replaced, Later::DeletedWithServer) => Until::Over,
+            (
+                Left::Replaced,
+                Later::Absent | Later::Unregistered | Later::Unproven | Later::ReplacedServerGone,
+            ) => Until::Never,
+        };
+        unregistered.min(left)
+    }
+
+    fn left_at(&self) -> &'static str {
+        if self.left_long_ago { OLD } else { FRESH }
+    }
+}
+
+/// The columns of one row that differ, as SQL.
+struct Columns {
+    epoch: u32,
+    registered: &'static str,
+    retired: &'static str,
+    deleted: &'static str,
+    server_deleted: &'static str,
+    proven: &'static str,
+    unsaved: &'static str,
+    discard: &'static str,
+    abandoned: &'static str,
+}
+
+impl Columns {
+    fn of_case(case: &Case) -> Self {
+        let when = |holds: bool, at: &'static str| if holds { at } else { NULL };
+        Self {
+            epoch: 1,
+            registered: when(case.registered, OLD),
+            retired: when(case.left != Left::Deleted, case.left_at()),
+            deleted: when(case.left != Left::Replaced, case.left_at()),
+            server_deleted: NULL,
+            proven: when(case.registered, OLD),
+            unsaved: when(case.unsaved, OLD),
+            discard: when(case.discard_ordered, FRESH),
+            abandoned: when(case.abandoned, FRESH),
+        }
+    }
+
+    fn of_later(later: Later) -> Option<Self> {
+        let running = Self {
+            epoch: 2,
+            registered: OLD,
+            retired: NULL,
+            deleted: NULL,
+            server_deleted: NULL,
+            proven: OLD,
+            unsaved: NULL,
+            discard: NULL,
+            abandoned: NULL,
+        };
+        let age = |old: bool| if old { OLD } else { FRESH };
+        Some(match later {
+            Later::Absent => return None,
+            Later::Unregistered => Self { registered: NULL, proven: NULL, ..running },
+            Later::Unproven => Self { proven: NULL, ..running },
+            Later::Proven { old } => Self { proven: age(old), ..running },
+            Later::DeletedWithServer => Self { deleted: OLD, ..running },
+            Later::DeletedServerGone { old } => Self { deleted: OLD, server_deleted: age(old), ..running },
+            Later::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
+        })
+    }
+
+    fn insert(&self, id: Uuid, slot: &str) -> String {
+        let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, discard, abandoned } =
+            self;
+        // A machine that was replaced names another; which one decides nothing here.
+        let replaced_by = if *retired == NULL { NULL.to_owned() } else { format!("'{id}'") };
+        format!(
+            "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
+             server_type, location, image_version, bundle_sha256, provider_server_id, https_port, \
+             registration_token_hash, upgrade_token_hash, replaced_by, registered_at, retired_at, deleted_at, \
+             server_deleted_at, proven_at, unsaved_since, discard_ordered_at, removal_abandoned_at) VALUES \
+             ('{id}', 'user_1', '{slot}', 'ada', 'customer', 'running', {epoch}, 'empty', 'cpx22', 'nbg1', 'v1', '', 1, \
+             443, '', '', {replaced_by}, {registered}, {retired}, {deleted}, {server_deleted}, {proven}, {unsaved}, \
+             {discard}, {abandoned});"
+        )
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_shown_and_what_is_deleted_follow_one_rule() {
+    svc::http::tls::install_provider();
+    let database =
+        test_database_from(
+            "platform",
+            |url| async move { svc::platform::db::migrate::run(&url.parse()?).await },
+        );
+    let database = database.await.unwrap();
+    let client = database.connect().await.unwrap();
+    client.execute("INSERT INTO handles (handle, idp_user_id) VALUES ('ada', 'user_1')", &[]).await.unwrap();
+    let (cases, mut subjects) = (Case::all(), HashMap::new());
+    let mut sql = String::new();
+    for (n, case) in cases.iter().enumerate() {
+        let (id, slot) = (Uuid::now_v7(), format!("s{n}"));
+        sql.push_str(&Columns::of_case(case).insert(id, &slot));
+        if let Some(later) = Columns::of_later(case.later) {
+            sql.push_str(&later.insert(Uuid::now_v7(), &slot));
+        }
+        if case.under_way {
+            sql.push_str(&format!(
+                "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
+                 VALUES ('{}', '{id}', 'recover', 'running', 'fence');",
+                Uuid::now_v7()
+            ));
+        }
+        subjects.insert(id, n);
+    }
+    client.batch_execute(&sql).await.unwrap();
+
+    let db = Db::new(&database.url().parse().unwrap(), 2).unwrap();
+    let session = db.session().await.unwrap();
+    let retention = ServerRetention { replaced: KEPT, deleted: KEPT, unregistered: KEPT };
+    let user: IdpUserId = "user_1".parse().unwrap();
+    for (n, case) in cases.iter().enumerate() {
+        let slot: Slot = format!("s{n}").parse().unwrap();
+        let shown = kept_servers::of_slot(&session, &user, &slot, &retention).await.unwrap();
+        let subject = shown.iter().find(|row| subjects.get(&row.machine.0) == Some(&n));
+        let until = subject.map(|row| match row.until {
+            None => Until::Never,
+            Some(until) if until <= Timestamp::now() => Until::Over,
+            Some(_) => Until::Ahead,
+        });
+        let holds_data = case.registered || case.unsaved;
+        assert_eq!(until, holds_data.then(|| case.expected()), "{case:?}");
+    }
+
+    // A page at a time; what has an operation is given none.
+    let mut removable = HashSet::new();
+    loop {
+        let page = kept_servers::removable(&session, &retention).await.unwrap();
+        if page.is_empty() {
+            break;
+        }
+        for machine in page {
+            assert!(removable.insert(machine.0));
+            let sql = "INSERT INTO operations (operation_id, machine_id, kind, state, step) \
+                       VALUES (gen_random_uuid(), $1, 'remove_server', 'running', 'remove_server')";
+            client.execute(sql, &[&machine.0]).await.unwrap();
+        }
+    }
+    for (id, n) in &subjects {
+        let case = cases[*n];
+        let expected = case.expected() == Until::Over && !case.under_way;
+        assert_eq!(removable.contains(id), expected, "{case:?}");
+    }
+}
