@@ -27,7 +27,7 @@ pub async fn of_slot(
     let live = machines.iter().find(|one| one.is_active() && one.registered_at.is_some());
     let kept: Vec<Value> = machines
         .iter()
-        .filter(|one| !one.is_active() && one.registered_at.is_some() && one.has_server())
+        .filter(|one| !one.is_active() && one.registered_at.is_some() && one.is_server_kept())
         .map(|one| kept(one, kept_until(one, &machines, timing)))
         .collect();
     Ok(json!({

@@ -225,7 +225,7 @@ fn backups(backups: &Backups) -> Cell {
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
-        "operation_waiting" => "svcctl operation show OPERATION has the question and both answers",
+        "operation_waiting" => "svcctl operation show OPERATION has the question and its answers",
         "snapshot_held" => {
             "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"
         }
@@ -238,7 +238,9 @@ fn advice(reason: &str) -> &'static str {
         }
         "powered_off" => "svcctl power on HANDLE, or delete it",
         "unsaved_changes" => "svcctl status HANDLE says what only its server holds; svcctl discard ends that",
-        "removal_abandoned" => "delete its server at the provider; svcctl status HANDLE names it",
+        "removal_abandoned" => {
+            "svcctl discard HANDLE has its server deleted after all; a deleted machine is brought back by svcctl undelete HANDLE"
+        }
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
