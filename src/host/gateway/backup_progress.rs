@@ -119,3 +119,18 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
 fn held() -> Value {
     object(&[("latest", text()), ("loss", text())], &[])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shows_why_a_snapshot_was_held_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",
+            "held": {"latest": "k", "loss": "3 rows instead of 400"}});
+        fsx::write_atomic(&layout.last_backup(), last.to_string().as_bytes(), 0o644).unwrap();
+        assert_eq!(shown(&layout).unwrap()["last"]["held"], last["held"]);
+    }
+}

@@ -303,15 +303,16 @@ fn has_failed(machine: &MachineRow) -> bool {
 fn being_deleted(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let what = format!("The deletion of the slot's machine {machine} (operation {id})");
-    let problem = if deletion.question.is_some() {
+    let (problem, state) = if deletion.question.is_some() {
         let answer = format!("answer it (`svcctl operation show {id}`), then provision again.");
-        Problem::new(Code::InvalidState, format!("{what} waits for an operator's decision: {answer}"))
+        let detail = format!("{what} waits for an operator's decision: {answer}");
+        (Problem::new(Code::InvalidState, detail), "waiting")
     } else {
         let wait = format!("provision again when it has ended (`svcctl operation show {id} --wait`).");
-        Problem::new(Code::InvalidState, format!("{what} is still taking its last backup: {wait}"))
-            .retry_after(5)
+        let detail = format!("{what} is still taking its last backup: {wait}");
+        (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
     };
-    problem.with("machineStatus", json!("deleted")).with("operationId", json!(id))
+    problem.with("machineStatus", json!(state)).with("operationId", json!(id))
 }
 
 fn handle_taken(handle: &Handle) -> Problem {
