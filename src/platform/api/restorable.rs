@@ -146,9 +146,11 @@ async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result
 
 fn unsaved(machine: &MachineRow) -> Problem {
     let id = machine.id;
-    let back = if machine.is_active() {
+    let back = if !machine.server_exists() {
+        "Its server is gone.".to_owned()
+    } else if machine.is_active() {
         format!("`svcctl resume {id}` brings it back where its server runs and its host is well.")
-    } else if machine.deleted_at.is_some() && machine.server_exists() {
+    } else if machine.deleted_at.is_some() {
         format!("`svcctl undelete {id}` brings it back.")
     } else {
         format!("`svcctl status {id}` says what became of it.")
