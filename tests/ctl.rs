@@ -366,6 +366,7 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
         &["pointer", "rebuild", "user_1"],
         &["alarm", "release", "servers_missing"],
         &["deploy", "start", "v2"],
+        &["provision", "user_1", "--handle", "ada", "--accept-loss"],
     ];
     for args in prompting {
         let output = platform.svcctl(args).await;

@@ -96,6 +96,7 @@ impl Refusal {
                 Some(UNUSABLE_POINTER)
             }
             // The detail names the option that overrides the refusal.
+            "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
             "conflict" if self.detail.contains("with force") => None,
             _ => advice(code),
         }
@@ -126,6 +127,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
             "`svcctl status <machine>` shows what its server holds; `svcctl discard <machine> --accept-loss` deletes it \
              all the same"
         }
+        "deleting" => "wait for that operation; the detail names it",
         "deleted" => {
             "`svcctl list --deleted` shows it; where its server is gone, `svcctl provision` restores the slot's snapshot"
         }

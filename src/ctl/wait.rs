@@ -103,11 +103,8 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
 /// The question of an operation, and the commands that answer it.
 fn undecided(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| question.detail.as_str()).unwrap_or_default();
-    let [ahead, back] = operation.answers();
-    anyhow!(
-        "the {} waits for your decision: {question}\n  next: either {ahead}\n        or {back}",
-        operation.kind
-    )
+    let answers = operation.answers().join("\n        or ");
+    anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.kind)
 }
 
 async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use super::epoch::Epoch;
 use super::event::{Effect, Event, ServerPower};
 use super::name::ServerType;
-use super::state::{Machine, State, Status};
+use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal};
 use cloud::Cloud;
 use invariant::Violation;
@@ -33,6 +33,10 @@ pub struct Rules {
     pub keeps_predecessors: bool,
     /// Whether the writers of a host stop before its last backup.
     pub stops_writers: bool,
+    /// Whether a slot goes back to an older machine where the server of the last one is gone.
+    pub reinstates_older: bool,
+    /// Whether it does so only where no snapshot holds what the last one wrote.
+    pub respects_snapshots: bool,
 }
 
 /// Acknowledged rows of an owner, by number.
@@ -55,6 +59,8 @@ pub struct Row {
     pub data: Data,
     /// True: its writers are stopped.
     pub quiesced: bool,
+    /// True: it has written the pointer since it registered.
+    pub backed_up: bool,
     /// The epoch that its host uses, which it learns by its heartbeats.
     pub host_epoch: Epoch,
     pub power_off_ordered: bool,
@@ -66,6 +72,17 @@ pub struct Row {
     pub loss_accepted: bool,
     /// True: the provider confirmed that its server is deleted.
     pub removed: bool,
+}
+
+impl Row {
+    /// Whether the provider has said that its server is gone.
+    pub fn is_server_known_gone(&self) -> bool {
+        let mut state = &self.machine.state;
+        while let State::Retired { was } | State::Deleted { was } = state {
+            state = was;
+        }
+        self.removed || matches!(state, State::Failed { cause: FailureCause::ServerGone })
+    }
 }
 
 /// The object store's pointer of a slot, and the snapshot that it names.
@@ -140,6 +157,7 @@ impl World {
             booted: false,
             data: Data::new(),
             quiesced: false,
+            backed_up: false,
             host_epoch,
             power_off_ordered: false,
             may_stay_off: false,
@@ -179,11 +197,14 @@ impl World {
         }
     }
 
-    /// Only a reinstatement brings a machine back, and never past a later one that has served.
+    /// Only a reinstatement brings a machine back, and never past a later one that has served and has a server.
     fn may_come_back(&self, id: usize, event: &Event) -> bool {
         let row = &self.rows[id];
         let later = |other: &&Row| {
-            other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
+            other.slot == row.slot
+                && other.machine.epoch > row.machine.epoch
+                && other.registered
+                && !other.is_server_known_gone()
         };
         matches!(event, Event::Reinstated { .. }) && !self.rows.iter().any(|other| later(&other))
     }
@@ -218,22 +239,41 @@ impl World {
         }
     }
 
-    /// The newest machine of the slot before this one that has registered.
-    pub fn last_registered(&self, id: usize) -> Option<usize> {
+    /// The machines of the slot before this one that have registered, the newest first.
+    pub fn registered_before(&self, id: usize) -> Vec<usize> {
         let row = &self.rows[id];
         let before = |other: &usize| {
             let other = &self.rows[*other];
             other.slot == row.slot && other.machine.epoch < row.machine.epoch && other.registered
         };
-        (0..self.rows.len()).filter(before).max_by_key(|other| self.rows[*other].machine.epoch)
+        let mut found: Vec<usize> = (0..self.rows.len()).filter(before).collect();
+        found.sort_by_key(|other| std::cmp::Reverse(self.rows[*other].machine.epoch));
+        found
+    }
+
+    /// The newest machine of the slot before this one that has registered.
+    pub fn last_registered(&self, id: usize) -> Option<usize> {
+        self.registered_before(id).first().copied()
+    }
+
+    /// The machine that gets the slot back: the newest one whose server exists, and none past a snapshot of a later one.
+    fn reinstatable(&self, id: usize) -> Option<usize> {
+        for one in self.registered_before(id) {
+            let row = &self.rows[one];
+            let is_retired = matches!(row.machine.state, State::Retired { .. });
+            if !row.is_server_known_gone() {
+                return is_retired.then_some(one);
+            }
+            let is_newest_copy = row.backed_up && self.rules.respects_snapshots;
+            if !self.rules.reinstates_older || !is_retired || is_newest_copy {
+                return None;
+            }
+        }
+        None
     }
 
     fn reinstate_predecessor(&mut self, id: usize) {
-        let Some(last) = self.last_registered(id) else { return };
-        let is_retired = matches!(self.rows[last].machine.state, State::Retired { .. });
-        if self.rows[last].removed || !is_retired {
-            return;
-        }
+        let Some(last) = self.reinstatable(id) else { return };
         let was = Box::new(self.rows[id].machine.state.clone());
         self.rows[id].machine.state = State::Retired { was };
         self.reinstate(last);
@@ -277,6 +317,7 @@ impl World {
         }
         pointer.writer = epoch;
         pointer.data = row.data.clone();
+        self.rows[id].backed_up = true;
     }
 
     /// Whether the machine has a server that is switched on.

@@ -59,7 +59,7 @@ pub async fn of_slot(
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|one| {
             // One whose server is gone holds nothing.
-            one.is_active() && one.registered_at.is_some() && one.has_server()
+            one.is_active() && one.registered_at.is_some() && one.server_exists()
         }),
         reported,
         user: user.clone(),

@@ -19,6 +19,9 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::state::{State, Status};
 use crate::machine::transition::{Outcome, Refusal, transition};
 
+/// How many earlier machines are considered when a slot is given back.
+const MAX_PREDECESSORS: i64 = 50;
+
 /// Why a change did not happen.
 #[derive(Debug, thiserror::Error)]
 pub enum LifecycleError {
@@ -193,18 +196,15 @@ async fn effect_of(
     Ok(None)
 }
 
-/// Gives the slot back to its last registered machine, if that still has a server. Without one the failed machine keeps
-/// the slot, as the place where its failure is shown.
+/// Gives the slot back to the machine whose server has the newest data. Without one the failed machine keeps the slot, as
+/// the place where its failure is shown.
 async fn reinstate_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
     with: &Circumstances<'_>,
 ) -> Result<(), LifecycleError> {
-    let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
-    if !last.has_server() || last.deleted_at.is_some() {
-        return Ok(());
-    }
+    let Some(last) = reinstatable(tx, was).await? else { return Ok(()) };
     machine_changes::leave_slot(tx, was.id, last.id).await?;
     let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
@@ -219,7 +219,23 @@ async fn reinstate_predecessor(
     Ok(())
 }
 
-/// Deletes the machine that was to be replaced along with the one that was to replace it.
+/// The last machine of the slot that registered. Where its server is gone, the one before: unless a snapshot holds what
+/// the later one wrote, since an older server would then put an older state in the place of that snapshot.
+async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
+    for seen in db::machines::registered_before(tx, was, MAX_PREDECESSORS).await? {
+        let Some(one) = db::machines::locked(tx, seen.id).await? else { continue };
+        if one.server_exists() {
+            return Ok(Some(one).filter(|one| one.deleted_at.is_none()));
+        }
+        if one.deleted_at.is_some() || one.backup_taken_at.max(one.final_backup_at).is_some() {
+            return Ok(None);
+        }
+    }
+    Ok(None)
+}
+
+/// Deletes the machine that was to be replaced along with the one that was to replace it. An operator who wanted the
+/// server of the one gone at once did not name the other's.
 async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -230,8 +246,10 @@ async fn delete_predecessor(
         return Ok(());
     }
     let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
-    if last.has_server() {
-        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with.clone())).await?;
+    if last.server_exists() {
+        let options = OperationOptions { now: false, ..with.options };
+        let with = Circumstances { options, ..with.clone() };
+        let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with)).await?;
         if change != Change::Unchanged {
             audit(tx, "delete.predecessor", &last).await?;
         }

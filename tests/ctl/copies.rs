@@ -196,7 +196,8 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     has(&operator.does(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
-    has(&operator.does(64, &["operation", "continue", &operation]).await, &["--accept-loss"]);
+    let said = operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
+    has(&said, &["the recover waits for your decision", "the last backup is tried again"]);
     // For programs the question is in the failure, and the exit says that nothing is over.
     let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();

@@ -37,9 +37,14 @@ async fn options_and_decisions_reach_the_platform() {
     // What is not allowed is not said: platforms of an earlier release refuse fields that they do not know.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
-    let (_, body) =
-        sent(&["provision", "user_1", "--handle", "ada", "--accept-loss"], vec![accepted()]).await;
-    assert_eq!(body["acceptLoss"], true);
+    let (_, body) = sent(
+        &["provision", "user_1", "--handle", "ada", "--accept-loss", "--allow-empty", "--yes"],
+        vec![accepted()],
+    )
+    .await;
+    assert_eq!((&body["acceptLoss"], &body["allowEmpty"]), (&json!(true), &json!(true)));
+    let (_, body) = sent(&["provision", "user_1", "--handle", "ada"], vec![accepted()]).await;
+    assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary", "handle": "ada"}));
     let delete = ["delete", MACHINE, "--yes", "--now", "--accept-loss"];
     let (line, _) = sent(&delete, vec![record(), accepted()]).await;
     assert_eq!(line, format!("DELETE /vps/{MACHINE}?now=true&acceptLoss=true HTTP/1.1"));
@@ -49,6 +54,8 @@ async fn options_and_decisions_reach_the_platform() {
     let (line, body) = sent(&["operation", "continue", OPERATION, "--accept-loss"], vec![decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/continue HTTP/1.1"));
     assert_eq!(body, json!({"acceptLoss": true}));
+    let (_, body) = sent(&["operation", "continue", OPERATION], vec![decided()]).await;
+    assert_eq!(body, json!({}));
     let abandon = ["operation", "abandon", OPERATION];
     let (line, _) = sent(&abandon, vec![decided(), record(), decided()]).await;
     assert_eq!(line, format!("POST /vps/operations/{OPERATION}/abandon HTTP/1.1"));
@@ -104,7 +111,9 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(75));
     let said = stderr(&output);
-    for part in ["its disk is full", "next: either `svcctl operation continue", "the deletion is undone"] {
+    let again =
+        format!("next: either `svcctl operation continue {OPERATION}`: the last backup is tried again");
+    for part in ["its disk is full", &again, "or `svcctl operation continue", "the deletion is undone"] {
         assert!(said.contains(part), "{part}: {said}");
     }
 }

@@ -103,7 +103,8 @@ async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_
     let guest = stack.running(&process, "user_3").await;
     let dump = stack.snapshot("user_3");
     stack.store.remove(super::stack::BUCKET, &dump);
-    stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     let again = stack.post(&process, "/vps/provision", &provision_body("user_3")).await;
     again.assert_problem(409, "snapshot_unusable");
     let unknown: Value = json!({"reason": "r"});

@@ -267,7 +267,8 @@ async fn recovery_of_a_lost_pointer_changes_nothing() {
     let refused = stack.post(&process, "/vps/recover", &empty).await;
     refused.assert_problem(409, "snapshot_unusable");
     assert!(refused.body["detail"].as_str().unwrap().contains("svcctl pointer rebuild"), "{refused:?}");
-    stack.delete(&process, &format!("/vps/{}", old.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
+    stack.ended(&process, &id(&deleted, "operationId")).await;
     let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     again.assert_problem(409, "snapshot_unusable");
 }

@@ -13,6 +13,9 @@ use super::stack::{Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
+/// Of the slot's snapshot.
+const ACCEPTED: &str = "no last backup; the operator accepted the loss of what was written since the newest copy, which \
+                        is the snapshot of 2026-01-02T03:04:05.678Z";
 
 async fn recover(stack: &Stack, process: &Process, more: Value) -> Value {
     let mut body = json!({"idpUserId": "user_1"});
@@ -46,6 +49,17 @@ async fn note(stack: &Stack, process: &Process, recovery: &Value) -> String {
     let lines = operation["log"].as_array().unwrap().clone();
     let done = lines.iter().find(|line| line["step"] == "last_backup" && line["outcome"] == "done");
     done.unwrap()["detail"].as_str().unwrap().to_owned()
+}
+
+fn continue_path(recovery: &Value) -> String {
+    format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap())
+}
+
+/// What the audit has of the changes by this name.
+async fn audited(stack: &Stack, action: &str) -> Vec<Value> {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT after FROM operator_audit WHERE action = $1 ORDER BY at";
+    client.query(sql, &[&action]).await.unwrap().iter().map(|row| row.get(0)).collect()
 }
 
 fn now() -> String {
@@ -126,17 +140,26 @@ async fn reachable_host_without_a_backup_makes_the_operation_ask() {
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
 
-    let path = format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap());
-    stack.post(&process, &path, &json!({})).await.assert_problem(400, "invalid_request");
-    stack.post(&process, &path, &json!({"acceptLoss": false})).await.assert_problem(400, "invalid_request");
+    let path = continue_path(&recovery);
+    stack.post(&process, &path, &json!({"acceptLoss": "no"})).await.assert_problem(400, "invalid_request");
+    // An answer that takes days does not count as time that the operation took.
+    let client = stack.database.connect().await.unwrap();
+    client.execute("UPDATE operations SET created_at = now() - interval '2 days'", &[]).await.unwrap();
+    let answer = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
+    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
+    waiting(&stack, &process, &recovery).await;
+    assert_eq!(old.calls("POST", BACKUP), 2, "the backup was requested again");
     let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
     assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
-    assert_eq!(note(&stack, &process, &recovery).await, "no last backup; the operator accepted the loss");
+    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
     stack.post(&process, &path, &json!({"acceptLoss": true})).await.assert_problem(409, "invalid_state");
-    let client = stack.database.connect().await.unwrap();
-    let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'operation.continue'", &[]);
-    assert_eq!(audit.await.unwrap().len(), 1);
-    drop(old);
+    assert_eq!(audited(&stack, "operation.continue").await.len(), 2);
+    assert_eq!(
+        audited(&stack, "last_backup.loss_accepted").await[0]["lostSince"],
+        "2026-01-02T03:04:05.678Z"
+    );
+    let kept = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    assert_eq!(kept["unsavedSince"], Value::Null, "its server may be removed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -177,6 +200,66 @@ async fn failed_backup_is_requested_again_before_anyone_is_asked() {
     let asks = waiting(&stack, &process, &recovery).await;
     assert!(asks["question"]["detail"].as_str().unwrap().contains("no space left"), "{asks}");
     assert_eq!(old.calls("POST", BACKUP), 3);
+}
+
+/// What a host says of a snapshot that it held back, from an hour on.
+fn held_back(more: &Value) -> Value {
+    let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
+    let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
+    last.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    json!({"running": false, "last": last})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let loss = "the table app_notes.notes with 400 rows is gone";
+    old.script.lock().unwrap().progress = held_back(&json!({"held": {"latest": "k", "loss": loss}}));
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    let taken_at = now();
+    assert_eq!(asks["question"]["code"], "last_backup_held_back", "{asks}");
+    let detail = asks["question"]["detail"].as_str().unwrap();
+    let accept = format!("svcctl backup accept {}", old.guest.machine);
+    for part in
+        [loss, &accept, "svcctl operation continue", "2026-01-02T03:04:05.678Z", "acceptLoss", "abandon"]
+    {
+        assert!(detail.contains(part), "{part}: {detail}");
+    }
+    assert_eq!(old.calls("POST", BACKUP), 1, "a second snapshot would say the same");
+
+    let path = continue_path(&recovery);
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert!(asks["log"].to_string().contains("run again"), "{asks}");
+    let accept = format!("/vps/{}/backup-accept", old.guest.machine);
+    let accepted = stack.post(&process, &accept, &json!({})).await;
+    assert_eq!(accepted.status, 202, "out of service, it still has its last backup to make: {accepted:?}");
+    called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
+    stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
+    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+    let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    assert_eq!(saved["finalBackupAt"], taken_at);
+    stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn older_host_that_names_the_way_out_is_not_asked_for_three_snapshots() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let error =
+        "the database holds 3 rows instead of 400\n  next: `svc-db-backup accept`, if nothing is missed";
+    old.script.lock().unwrap().progress = held_back(&json!({"error": error}));
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert_eq!(asks["question"]["code"], "last_backup_held_back", "{asks}");
+    assert_eq!(old.calls("POST", BACKUP), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -233,5 +316,6 @@ async fn growing_dispatch_count_does_not_hold_up_the_operation() {
 async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
     let (stack, process, _) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
-    assert_eq!(note(&stack, &process, &recovery).await, "no last backup; the operator accepted the loss");
+    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
+    assert_eq!(audited(&stack, "last_backup.loss_accepted").await[0]["operationId"], recovery["operationId"]);
 }

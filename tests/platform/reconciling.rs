@@ -56,7 +56,11 @@ async fn a_vanished_server_fails_its_machine_which_nothing_replaces_by_itself() 
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 
-    let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    // It has served, and left no snapshot: that its slot starts empty is for an operator to say.
+    let mut body = provision_body("user_1");
+    stack.post(&process, "/vps/provision", &body).await.assert_problem(409, "snapshot_unusable");
+    body["allowEmpty"] = json!(true);
+    let again = stack.post(&process, "/vps/provision", &body).await;
     let ended = stack.ended(&process, again.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }

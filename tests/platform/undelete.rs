@@ -110,6 +110,7 @@ async fn provision_over_a_failed_machine_takes_its_last_backup_first() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
     let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((made.status, &made.body["kind"]), (202, &json!("customer")), "{made:?}");

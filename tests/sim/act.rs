@@ -185,8 +185,8 @@ impl World<'_> {
             Action::Provision { slot, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let handle = user.replace('_', "-");
-                let body =
-                    json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss});
+                let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss,
+                    "allowEmpty": accept_loss});
                 let asked = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
                 asked.accepting(*accept_loss, Accepts::OfSlot(format!("{user}/{slot}")))
             }

@@ -107,7 +107,8 @@ impl Fleet {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
-        let provision = json!({"idpUserId": user, "handle": format!("user-{number}"), "acceptLoss": true});
+        let provision = json!({"idpUserId": user, "handle": format!("user-{number}"), "acceptLoss": true,
+            "allowEmpty": true});
         let recover = json!({"idpUserId": user, "allowEmpty": true, "acceptLoss": true});
         let path = |path: &str| path.to_owned();
         self.operator(&mut rng, "subscribe", Method::PUT, path("/vps/slots"), Some(slot.clone())).await;

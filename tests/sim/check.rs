@@ -191,8 +191,10 @@ fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
         requests.push(told.request_id);
     }
     groups.values().all(|(accepted, requests)| {
-        // What a change meant for another machine of the slot has a row of its own.
-        let follows = |row: &&AuditSeen| matches!(row.action.as_str(), "delete.predecessor" | "reinstate");
+        // What a change meant for another machine of the slot, or for its data, has a row of its own.
+        let follows = |row: &&AuditSeen| {
+            matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
+        };
         let of_requests = audit.iter().filter(|row| requests.contains(&row.request_id));
         let rows = of_requests.filter(|row| !follows(row)).count();
         if *accepted { rows == 1 } else { rows <= 1 }

@@ -194,7 +194,8 @@ async fn a_snapshot_that_lost_half_waits_until_it_is_accepted() -> Result<()> {
 }
 
 #[tokio::test]
-async fn three_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
+async fn three_hourly_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
+    const HELD: &str = "var/lib/svc/held-snapshot.json";
     let store = machine::store()?;
     let machine = in_use(&store).await?;
     machine
@@ -202,12 +203,34 @@ async fn three_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
         .await?
         .batch_execute("CREATE TABLE many AS SELECT generate_series(1, 100); DROP TABLE t")
         .await?;
-    for _ in 0..2 {
-        let ended = machine.run(&["svc-db-backup"])?.expect(65);
+    let good = machine::pointer(&store).await?;
+    let hourly = ["svc-db-backup", "run", "--retry"];
+    let held_back = |args: &[&str]| -> Result<()> {
+        let ended = machine.run(args)?.expect(65);
         assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is gone"), "{}", ended.stderr);
+        Ok(())
+    };
+    // Neither requests nor runs at the same time agree with each other, however many they are.
+    for _ in 0..3 {
+        svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/backup"), b"{}", 0o600)?;
+        held_back(&["svc-db-backup", "run", "--request"])?;
+        held_back(&hourly)?;
     }
-    machine.run(&["svc-db-backup"])?.expect(0);
-    assert!(!machine.path("var/lib/svc/held-snapshot.json").exists());
+    assert_eq!(machine::pointer(&store).await?, good);
+    let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
+    assert_eq!(last["status"], "error", "{last}");
+    assert_eq!(last["held"]["loss"], "the table public.t with 10 rows is gone", "{last}");
+    let an_hour_passes = || -> Result<()> {
+        let mut held: Value = serde_json::from_slice(&std::fs::read(machine.path(HELD))?)?;
+        let at = held["countedAtUptimeMs"].as_i64().context("an uptime")?;
+        held["countedAtUptimeMs"] = (at - 3_600_000).into();
+        Ok(std::fs::write(machine.path(HELD), held.to_string())?)
+    };
+    an_hour_passes()?;
+    held_back(&hourly)?;
+    an_hour_passes()?;
+    machine.run(&hourly)?.expect(0);
+    assert!(!machine.path(HELD).exists());
     Ok(())
 }
 

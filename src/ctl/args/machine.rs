@@ -68,6 +68,12 @@ pub struct Provision {
     /// server
     #[arg(long)]
     pub accept_loss: bool,
+    /// Start empty though a machine of the slot has served and left no snapshot: its data is given up
+    #[arg(long)]
+    pub allow_empty: bool,
+    /// Do not ask; only --accept-loss and --allow-empty do
+    #[arg(long)]
+    pub yes: bool,
     #[command(flatten)]
     pub wait: Wait,
 }

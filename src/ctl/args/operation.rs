@@ -28,10 +28,12 @@ pub enum OperationCommand {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Answer the question of a waiting operation: go ahead, and accept the loss that it names
+    /// Answer the question of a waiting operation: try again, or go ahead and accept the loss that it names
     #[command(
-        after_help = "The question says since when data is on the old server alone. That data is lost when the old \
-server is deleted; until then the server is kept, switched off.\n\n\
+        after_help = "Without an option the last backup is tried again: after you have mended what kept the host from it, or \
+accepted the snapshot that was held back (`svcctl backup accept`).\n\n\
+With --accept-loss the operation goes ahead. The question says since when data is on the old server alone. That data is \
+lost when the old server is deleted; until then the server is kept, switched off.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {
@@ -39,7 +41,7 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         /// What no snapshot holds may be lost
-        #[arg(long, required = true)]
+        #[arg(long)]
         accept_loss: bool,
         #[command(flatten)]
         wait: Wait,
@@ -49,7 +51,7 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
         after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. A machine that gets \
 its slot back is switched on, also where `svcctl power off` had switched it off. A deletion can be abandoned until its \
 operation has ended, then undone with `svcctl undelete`, but not after `svcctl delete --now`. An abandoned removal leaves the \
-server at the provider: `svcctl discard` deletes it.\n\n\
+server at the provider, until `svcctl discard` or `svcctl undelete`.\n\n\
 Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002"
     )]
     Abandon {

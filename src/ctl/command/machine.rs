@@ -14,9 +14,15 @@ use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
 use crate::ctl::{confirm, wait};
-use crate::machine::name::Location;
+use crate::machine::name::{IdpUserId, Location, Slot};
 
 pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Failure> {
+    if let Some(what) = risk::of_provision(&args)
+        && confirm::is_due(&what, args.yes)?
+    {
+        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
+        confirm::ask(&format!("{what}{stake}"), args.user.as_str())?;
+    }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
     insert(&mut body, "serverType", args.server_type);
     insert(&mut body, "location", args.location);
@@ -26,6 +32,7 @@ pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Fail
         body.insert("kind".to_owned(), "preview".into());
     }
     allow(&mut body, "acceptLoss", args.accept_loss);
+    allow(&mut body, "allowEmpty", args.allow_empty);
     let answer = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
     finish(api, answer, args.wait, out).await
 }
@@ -33,7 +40,7 @@ pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Fail
 pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure> {
     let what = risk::of_recovery(&args);
     if confirm::is_due(&what, args.yes)? {
-        let stake = stake_of_slot(api, &args).await?;
+        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
         confirm::ask(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
@@ -49,9 +56,9 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     finish(api, answer, args.wait, out).await
 }
 
-/// What is at stake in the slot that is recovered; nothing where no machine holds it.
-async fn stake_of_slot(api: &Api, args: &Recover) -> Result<String, Failure> {
-    let query = [("idpUserId", args.user.to_string()), ("slot", args.slot.to_string())];
+/// What is at stake in a slot whose machine is replaced; nothing where no machine holds it.
+async fn stake_of_slot(api: &Api, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
+    let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: Machines = api.get(&["vps"], &query).await?.read()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
         return Ok(String::new());

@@ -1,6 +1,6 @@
 //! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
 
-use crate::ctl::args::{Delete, Discard, Fail, Recover, Target};
+use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
 
 const LOSS_ACCEPTED: &str =
     "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
@@ -26,6 +26,20 @@ pub fn of_recovery(args: &Recover) -> String {
             .to_owned()
     });
     lines.join("\n")
+}
+
+/// Before a machine is made with less than its slot may have; `None` where nothing is given up.
+pub fn of_provision(args: &Provision) -> Option<String> {
+    let mut lines = Vec::new();
+    lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
+    lines.extend(args.allow_empty.then_some(
+        "--allow-empty: where no snapshot exists, the new machine starts empty, also if another machine has served.",
+    ));
+    if lines.is_empty() {
+        return None;
+    }
+    let what = format!("This makes a machine for {} (slot {}).", args.user, args.slot);
+    Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
 /// Before a machine is deleted.

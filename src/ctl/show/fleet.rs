@@ -228,7 +228,7 @@ fn backups(backups: &Backups) -> Cell {
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
-        "operation_waiting" => "svcctl operation show OPERATION has the question and both answers",
+        "operation_waiting" => "svcctl operation show OPERATION has the question and its answers",
         "snapshot_held" => {
             "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"
         }
@@ -243,7 +243,9 @@ fn advice(reason: &str) -> &'static str {
         "unsaved_changes" => {
             "svcctl status HANDLE says what only its server holds; svcctl discard HANDLE --accept-loss deletes it"
         }
-        "removal_abandoned" => "svcctl status HANDLE names its server; svcctl discard HANDLE deletes it",
+        "removal_abandoned" => {
+            "svcctl discard HANDLE deletes its server after all; svcctl undelete HANDLE brings a deleted machine back"
+        }
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",

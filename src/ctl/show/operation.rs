@@ -26,7 +26,15 @@ pub struct Operation {
 /// What an operation waits for an operator to decide.
 #[derive(Debug, Deserialize)]
 pub struct Question {
+    pub code: Option<String>,
     pub detail: String,
+}
+
+impl Question {
+    /// Whether the step that asks may find another answer when it runs again.
+    fn may_be_settled(&self) -> bool {
+        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup"))
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -50,29 +58,30 @@ impl Operation {
         self.question.as_ref().filter(|_| self.state == "waiting")
     }
 
-    /// The two commands that answer its question, and what each does.
-    pub fn answers(&self) -> [String; 2] {
+    /// The commands that answer its question, and what each does.
+    pub fn answers(&self) -> Vec<String> {
         let id = &self.operation_id;
         let back = match self.kind.as_str() {
             "provision" | "recover" => "the slot goes back to the machine that it had",
             "delete" => "the deletion is undone",
             _ => "it ends as far as it has got",
         };
-        [
+        let again = self.question().filter(|question| question.may_be_settled());
+        let again =
+            again.map(|_| format!("`svcctl operation continue {id}`: the last backup is tried again"));
+        let others = [
             format!("`svcctl operation continue {id} --accept-loss`: it goes ahead, and that data is lost"),
             format!("`svcctl operation abandon {id}`: {back}"),
-        ]
+        ];
+        again.into_iter().chain(others).collect()
     }
 
     /// The question with its answers, each on a line of its own.
     pub fn question_lines(&self) -> Vec<String> {
         let Some(question) = self.question() else { return Vec::new() };
-        let [ahead, back] = self.answers();
-        vec![
-            format!("question: {}", question.detail),
-            format!("  either  {ahead}"),
-            format!("  or      {back}"),
-        ]
+        let words = std::iter::once("either").chain(std::iter::repeat("or"));
+        let answers = words.zip(self.answers()).map(|(word, answer)| format!("  {word:<6}  {answer}"));
+        std::iter::once(format!("question: {}", question.detail)).chain(answers).collect()
     }
 
     /// `  12.3 s  create_server  done`; the time counts from the operation's start.

@@ -13,7 +13,7 @@ use super::dump::{self, DumpError, VerifiedDump};
 use super::loss::{self, Lost};
 use super::record::{self, Record};
 use super::replaced;
-use super::shrink_guard::{self, Held};
+use super::shrink_guard::{self, Held, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
 use super::tracker::{TrackedUpload, Tracker};
 use super::unfinished;
@@ -55,6 +55,13 @@ pub enum Empty {
     Refused,
     /// Somebody says that it is meant.
     Meant,
+}
+
+/// What a run is told.
+#[derive(Debug, Clone, Copy)]
+pub struct Mandate {
+    pub empty: Empty,
+    pub trigger: Trigger,
 }
 
 /// How far a run came.
@@ -164,7 +171,7 @@ impl Progress {
 pub async fn run(
     _lock: &Lock,
     settings: &Settings,
-    empty: Empty,
+    mandate: Mandate,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let began = Instant::now();
@@ -175,7 +182,7 @@ pub async fn run(
         dump: None,
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
-    let end = back_up(settings, empty, &mut progress, stop).await;
+    let end = back_up(settings, mandate, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
     match end {
@@ -208,12 +215,16 @@ fn record_of(
         sha256: progress.dump.as_ref().map(|dump| dump.sha256.clone()),
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| chain(error)),
+        held: match error {
+            Some(BackupError::Held(held)) => Some(held.recorded()),
+            _ => None,
+        },
     }
 }
 
 async fn back_up(
     settings: &Settings,
-    empty: Empty,
+    mandate: Mandate,
     progress: &mut Progress,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BackupError> {
@@ -225,7 +236,7 @@ async fn back_up(
         return Err(BackupError::GateShut);
     }
     let identity = identify(settings).await?;
-    let before = before(settings).await?.filter(|_| empty == Empty::Refused);
+    let before = before(settings).await?.filter(|_| mandate.empty == Empty::Refused);
     unfinished::give_up(&settings.layout, &settings.bucket).await;
 
     progress.enter(Stage::Snapshot);
@@ -244,7 +255,7 @@ async fn back_up(
 
     progress.enter(Stage::Pointer);
     if let Some(before) = &before
-        && let Some(held) = shrink_guard::judge(settings, before, &taken.side)?
+        && let Some(held) = shrink_guard::judge(settings, mandate.trigger, before, &taken.side)?
     {
         return Err(held.into());
     }

@@ -48,8 +48,10 @@ use crate::config::Env;
 use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::{SlotPrefix, SnapshotKey};
+use job::Mandate;
 use request::Request;
 use retry::Retry;
+use shrink_guard::Trigger;
 use verify::Which;
 
 pub use drill::POINTS as DRILL_POINTS;
@@ -151,7 +153,7 @@ struct RunArgs {
     /// Serve the request file: wait for a run under way, and remove the file when done
     #[arg(long)]
     request: bool,
-    /// Try again after minutes where store or database are away, until the next hourly run is near
+    /// The hourly run: try again after minutes where store or database are away, until the next one is near
     #[arg(long, conflicts_with = "request")]
     retry: bool,
     /// What the database has lost since the snapshot before is meant, also where no row is left
@@ -343,7 +345,9 @@ async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>)
         request.begin();
     }
     let empty = if args.allow_empty { job::Empty::Meant } else { job::Empty::Refused };
-    job::run(&lock, settings, empty, stopped()?).await
+    // Only the hourly unit retries.
+    let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
+    job::run(&lock, settings, Mandate { empty, trigger }, stopped()?).await
 }
 
 async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {

@@ -26,6 +26,18 @@ pub struct Record {
     pub duration_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// Set where the snapshot is whole and was held back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held: Option<HeldBack>,
+}
+
+/// Why a whole snapshot did not become the latest.
+#[derive(Debug, Serialize)]
+pub struct HeldBack {
+    /// The snapshot that stays the latest.
+    pub latest: String,
+    /// What is missing, in words.
+    pub loss: String,
 }
 
 /// Writes both, and the one where the other fails. The caller holds the lock of the backup, so nobody else appends.

@@ -1,12 +1,14 @@
 //! Whether a verified snapshot becomes the latest: one of a database that has shrunk waits for a person, or until three
-//! in a row agree. It is uploaded and kept all the same.
+//! hourly ones in a row agree. It is uploaded and kept all the same.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_gettime};
 
 use super::Settings;
 use super::job::Stage;
 use super::loss;
-use super::record::{self, Record};
+use super::record::{self, HeldBack, Record};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::fsx::FileError;
@@ -17,8 +19,17 @@ use crate::host::lock::Lock;
 use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, SideRecord, Unusable};
 
-/// So many snapshots in a row are no accident of a moment.
+/// So many hourly snapshots in a row are no accident of a moment.
 const ENOUGH: u32 = 3;
+
+/// Why a snapshot is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trigger {
+    /// The hourly run.
+    Schedule,
+    /// A person or a program asked for it: such ones follow each other at once, and their number says nothing.
+    Request,
+}
 
 /// A snapshot that is kept and is not the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -27,12 +38,20 @@ const ENOUGH: u32 = 3;
 )]
 pub struct Held(HeldSnapshot);
 
+impl Held {
+    /// As the record of the run has it.
+    pub fn recorded(&self) -> HeldBack {
+        HeldBack { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
+    }
+}
+
 /// Notes what becomes of the snapshot `taken`, where `before` is the latest. `Some`: it is held back.
 ///
 /// # Errors
 /// [`FileError`]: what cannot be noted is not held back in silence.
 pub fn judge(
     settings: &Settings,
+    trigger: Trigger,
     before: &SideRecord,
     taken: &SideRecord,
 ) -> Result<Option<Held>, FileError> {
@@ -45,12 +64,21 @@ pub fn judge(
         Some(held) => held.followed_by(taken.key.clone(), loss),
         None => HeldSnapshot::new(taken.key.clone(), before.key.clone(), loss),
     };
+    let held = match trigger {
+        Trigger::Schedule => held.counted(uptime()),
+        Trigger::Request => held,
+    };
     if held.agreeing >= ENOUGH {
-        tracing::warn!(%held, "{ENOUGH} snapshots in a row agree: the last becomes the latest");
+        tracing::warn!(%held, "{ENOUGH} hourly snapshots in a row agree: the last becomes the latest");
         return Ok(None);
     }
     held.write(layout)?;
     Ok(Some(Held(held)))
+}
+
+/// Since the system started. A clock that cannot be read counts nothing.
+fn uptime() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
 /// Whether both are of the same database. One that a person has restored, imported or adopted since may be smaller.
@@ -106,6 +134,7 @@ pub async fn accept(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
         sha256: Some(side.sha256),
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: None,
+        held: None,
     };
     record::write(&settings.layout, &record).or_exit(Exit::Internal)
 }

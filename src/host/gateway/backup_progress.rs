@@ -31,6 +31,14 @@ struct LastRun {
     status: String,
     key: Option<String>,
     error: Option<String>,
+    held: Option<HeldBack>,
+}
+
+/// A whole snapshot that did not become the latest, because its database has shrunk.
+#[derive(Serialize, Deserialize)]
+struct HeldBack {
+    latest: String,
+    loss: String,
 }
 
 #[derive(Serialize)]
@@ -45,6 +53,8 @@ struct ShownRun {
     key: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    held: Option<HeldBack>,
 }
 
 async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
@@ -67,8 +77,8 @@ fn shown(layout: &Layout) -> Result<Value, LockError> {
     let last = fsx::read_if_there(&layout.last_backup())?;
     if let Some(last) = last.and_then(|text| serde_json::from_slice::<LastRun>(&text).ok()) {
         let taken_at = last.key.as_deref().and_then(key::taken_at);
-        let LastRun { timestamp, status, key, error } = last;
-        let last = ShownRun { status, began_at: timestamp, taken_at, key, error };
+        let LastRun { timestamp, status, key, error, held } = last;
+        let last = ShownRun { status, began_at: timestamp, taken_at, key, error, held };
         shown["last"] = serde_json::to_value(last).expect("plain fields are JSON");
     }
     Ok(shown)
@@ -86,7 +96,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         answers: &[told(200, "What is known of it.", || {
             let last = object(
                 &[("status", one_of(&["success", "error"])), ("beganAt", time())],
-                &[("takenAt", time()), ("key", text()), ("error", text())],
+                &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held())],
             );
             object(
                 &[("running", boolean())],
@@ -105,3 +115,22 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
     largest_body: OWN_BODY,
     serve: || get(show),
 };
+
+fn held() -> Value {
+    object(&[("latest", text()), ("loss", text())], &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shows_why_a_snapshot_was_held_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",
+            "held": {"latest": "k", "loss": "3 rows instead of 400"}});
+        fsx::write_atomic(&layout.last_backup(), last.to_string().as_bytes(), 0o644).unwrap();
+        assert_eq!(shown(&layout).unwrap()["last"]["held"], last["held"]);
+    }
+}

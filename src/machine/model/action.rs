@@ -95,7 +95,7 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
         1 => Just(Event::Registered { server_type: small() }),
         1 => Just(Event::ResumeRequested { server_type: small() }),
     ];
-    let decision = prop_oneof![1 => Just(Decision::AcceptLoss), 2 => Just(Decision::Abandon)];
+    let decision = prop_oneof![1 => Just(Decision::Retry), 1 => Just(Decision::AcceptLoss), 2 => Just(Decision::Abandon)];
     let action = prop_oneof![
         2 => (0..SLOTS).prop_map(|slot| Action::Provision { slot }),
         1 => (0..SLOTS).prop_map(|slot| Action::Recover { slot }),

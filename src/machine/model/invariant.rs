@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::World;
+use super::{Row, World};
 use crate::machine::state::State;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,7 +24,7 @@ pub enum Violation {
     CameBack,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted that.
     LostRows,
-    /// A machine that never served holds the slot, and the last one that did still has its server.
+    /// A machine that never served holds the slot, and one whose data is the newest still has its server.
     NotReinstated,
     /// A machine has a server, and the slot's fence is below its epoch.
     ServerBeforeFence,
@@ -89,17 +89,19 @@ pub fn settled(world: &World) -> BTreeSet<Violation> {
     if world.cloud.servers.iter().any(|server| world.is_removable(server.machine)) {
         found.insert(Violation::Orphan);
     }
+    let has_server = |id: usize| !world.rows[id].is_server_known_gone();
     for (id, row) in world.rows.iter().enumerate() {
         let left_off = row.machine.state.is_active() && world.server_type(id).is_some() && !world.is_on(id);
         if left_off && !row.power_off_ordered && !row.may_stay_off {
             found.insert(Violation::LeftSwitchedOff);
         }
         let gave_up = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
-        let kept = |last: &usize| {
-            let last = &world.rows[*last];
-            !last.removed && matches!(last.machine.state, State::Retired { .. })
-        };
-        if gave_up && world.last_registered(id).filter(kept).is_some() {
+        let is_retired = |row: &Row| matches!(row.machine.state, State::Retired { .. });
+        // A machine that left nothing behind is as if it had never been.
+        let left_something =
+            |one: &usize| !is_retired(&world.rows[*one]) || world.rows[*one].backed_up || has_server(*one);
+        let newest = world.registered_before(id).into_iter().find(left_something);
+        if gave_up && newest.is_some_and(|one| has_server(one) && is_retired(&world.rows[one])) {
             found.insert(Violation::NotReinstated);
         }
     }

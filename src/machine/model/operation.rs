@@ -65,6 +65,8 @@ pub enum Luck {
 /// What an operator decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
+    /// The step that asks runs again.
+    Retry,
     AcceptLoss,
     Abandon,
 }
@@ -206,6 +208,7 @@ impl World {
                 operation.asks = false;
                 operation.accept_loss = true;
             }
+            (Decision::Retry, _) => operation.asks = false,
             (Decision::AcceptLoss, _) => {}
             (Decision::Abandon, Kind::Boot) => self.apply(id, &Event::OperationAbandoned),
             (Decision::Abandon, Kind::Delete) => {

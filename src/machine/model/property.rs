@@ -19,6 +19,8 @@ const SOUND: Rules = Rules {
     marks_unsaved: true,
     keeps_predecessors: true,
     stops_writers: true,
+    reinstates_older: true,
+    respects_snapshots: true,
 };
 
 /// Enough tries for the longest operation, which has five steps, behind a deletion.
@@ -232,6 +234,34 @@ fn slot_that_is_not_given_back_is_noticed() {
     assert_notices(Violation::NotReinstated, |machine, event| {
         with_effects(machine, event, |effect| (effect != Effect::ReinstatePredecessor).then_some(effect))
     });
+}
+
+#[test]
+fn slot_that_is_not_given_back_to_an_older_machine_is_noticed() {
+    let found = found_under(Rules { reinstates_older: false, ..SOUND }, Violation::NotReinstated);
+    assert!(found.contains(&Violation::NotReinstated), "{found:?}");
+}
+
+#[test]
+fn older_machine_in_the_place_of_a_newer_snapshot_is_noticed() {
+    // Random histories seldom get this far: the second machine is lost after a backup, and the third does not start.
+    let loses_rows = |rules: Rules| {
+        let mut world = World::new(rules, 1);
+        let (recover, serve) = (Action::Recover { slot: 0 }, Action::Serve { slot: 0 });
+        for action in [&Action::Provision { slot: 0 }, &serve, &recover, &serve] {
+            world.act(action);
+        }
+        world.back_up(1);
+        world.lose(1);
+        world.apply(1, &Event::ServerGone);
+        world.act(&recover);
+        world.apply(2, &Event::OperationAbandoned);
+        world.act(&serve);
+        world.back_up(0);
+        always(&world).contains(&Violation::LostRows)
+    };
+    assert!(loses_rows(Rules { respects_snapshots: false, ..SOUND }));
+    assert!(!loses_rows(SOUND));
 }
 
 /// These two are the executor's to keep, so the world is built wrong by hand.

@@ -87,10 +87,17 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
         return Ok(reply);
     }
     let machine = db::machines::get(&session, id).await?;
+    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
+    if let Err(refusal) = running(&machine) {
+        // Out of service, it may have made the last backup that an operation asks about.
+        let operation = db::slot_operations::needs_server(&session, &machine).await?;
+        let asks = operation.is_some_and(|operation| operation.question.is_some());
+        if what != What::Accept || !machine.server_exists() || !asks {
+            return Err(refusal);
+        }
+    }
     // Held by nobody while the host is asked.
     drop(session);
-    let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
-    running(&machine)?;
     let asked = match what {
         What::Backup => ask_host::backup(platform, &machine).await,
         What::Drill => ask_host::drill(platform, &machine).await,
@@ -179,8 +186,8 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
-        summary: "Asks the host of a running machine to make the snapshot that it holds back, because its database has shrunk, \
-                  the latest.",
+        summary: "Asks the host of a running machine, or of one whose last backup an operation asks about, to make the \
+                  snapshot that it holds back, because its database has shrunk, the latest.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),

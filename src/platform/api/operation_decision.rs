@@ -14,7 +14,7 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
 use super::{fault, operation, undelete};
-use crate::http::openapi::{Operation, Parameter, Place, fields, named, uuid};
+use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -30,6 +30,8 @@ const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, 
 
 #[derive(Clone, Copy)]
 enum Decision {
+    /// The step that asks runs again: what it asked about may have changed.
+    Retry,
     AcceptLoss,
     Abandon,
 }
@@ -37,7 +39,7 @@ enum Decision {
 impl Decision {
     fn action(self) -> &'static str {
         match self {
-            Self::AcceptLoss => "operation.continue",
+            Self::Retry | Self::AcceptLoss => "operation.continue",
             Self::Abandon => "operation.abandon",
         }
     }
@@ -51,12 +53,10 @@ async fn go_ahead(
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     let mut said = call.fields()?;
-    let accepted = said.boolean("acceptLoss");
-    if accepted != Some(true) {
-        said.wrong("acceptLoss", "must be true: it is what the operation waits for");
-    }
-    said.finish(accepted)?;
-    decide(&platform, &call, &id, Decision::AcceptLoss).await
+    let accepts = said.boolean("acceptLoss").unwrap_or(false);
+    let decision = if accepts { Decision::AcceptLoss } else { Decision::Retry };
+    let decision = said.finish(Some(decision))?;
+    decide(&platform, &call, &id, decision).await
 }
 
 async fn abandon(
@@ -89,7 +89,13 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
         return Err(invalid(&was, "The operation has ended."));
     }
     match decision {
-        Decision::AcceptLoss => accept_loss(&tx, &was).await?,
+        Decision::Retry => {
+            resume(&tx, &was, was.options, "the operator had the step run again").await?;
+        }
+        Decision::AcceptLoss => {
+            let options = OperationOptions { accept_loss: true, ..was.options };
+            resume(&tx, &was, options, "the operator accepted the loss").await?;
+        }
         Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
     }
     let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
@@ -104,14 +110,18 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
     Ok(reply.into_response())
 }
 
-async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Problem> {
+/// Has the step that asks run again, with what was decided.
+async fn resume(
+    tx: &Transaction<'_>,
+    was: &OperationRow,
+    options: OperationOptions,
+    why: &str,
+) -> Result<(), Problem> {
     if was.question.is_none() {
         return Err(invalid(was, "The operation does not wait for a decision."));
     }
-    let options = OperationOptions { accept_loss: true, ..was.options };
     db::operations::decide(tx, was.id, options).await?;
-    db::operations::log(tx, was.id, &was.step, "continued", Some("the operator accepted the loss")).await?;
-    Ok(())
+    Ok(db::operations::log(tx, was.id, &was.step, "continued", Some(why)).await?)
 }
 
 /// Ends the operation in a way that leaves the slot as it was, as far as it can be.
@@ -164,10 +174,10 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Lets an operation that waits for a decision go ahead without what it asked for.",
+        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("acceptLoss", json!({"const": true}))], &[])),
+        body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
         answers: &[told(200, "The operation runs again.", || named("Operation"))],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },

@@ -129,7 +129,11 @@ fn check(machine: &MachineRow) -> Result<(), Problem> {
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
-    if machine.has_server() { Ok(()) } else { Err(refused(machine, "It has no server: recover the slot.")) }
+    if machine.server_exists() {
+        Ok(())
+    } else {
+        Err(refused(machine, "It has no server: recover the slot."))
+    }
 }
 
 /// The operation that does the same already.

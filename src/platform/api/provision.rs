@@ -15,6 +15,7 @@ use super::endpoint::{
 };
 use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
+use super::restorable::EmptyStart;
 use super::{entitlement, fault, restorable};
 use crate::config::Flag;
 use crate::http::openapi::{Operation, boolean, count, fields, nullable, object, uuid};
@@ -27,6 +28,7 @@ use crate::machine::plan::Plan;
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
 use crate::platform::operations::OperationOptions;
@@ -45,6 +47,7 @@ struct Asked {
     /// `None`: the one that the slot runs, or the platform's for a new slot.
     image_version: Option<ImageVersion>,
     kind: Kind,
+    empty: EmptyStart,
     options: OperationOptions,
 }
 
@@ -69,6 +72,7 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
     let location = locations.location.clone().unwrap_or_else(|| defaults.location.clone());
     let image_version = fields.optional("imageVersion");
     let kind = fields.optional("kind").unwrap_or(Kind::Customer);
+    let empty = EmptyStart::read(&mut fields);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
     let options = OperationOptions { accept_loss, ..OperationOptions::default() };
     let asked = user.zip(handle).map(|(user, handle)| Asked {
@@ -80,6 +84,7 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
         locations,
         image_version,
         kind,
+        empty,
         options,
     });
     fields.finish(asked)
@@ -121,7 +126,8 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     let filed = make(platform, &tx, asked, prepared, existing.as_ref()).await?;
     let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
     let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
-    let (before, after) = (existing.as_ref().map(MachineRow::record), machine.record());
+    let (before, mut after) = (existing.as_ref().map(MachineRow::record), machine.record());
+    after["allowEmpty"] = (asked.empty == EmptyStart::Allowed).into();
     let target = format!("{}/{}", asked.user, asked.slot);
     let changed =
         Changed { action: "provision", target: &target, before: before.as_ref(), after: Some(&after) };
@@ -226,6 +232,11 @@ async fn admissible(
         return Err(Problem::new(Code::Disabled, "Provisioning is switched off (CUSTOMER_VPS_ENABLED)."));
     }
     let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
+    if existing.is_none()
+        && let Some(deletion) = db::slot_operations::backing_up(client, &asked.user, &asked.slot).await?
+    {
+        return Err(being_deleted(&deletion));
+    }
     if let Some(other) = existing.as_ref().filter(|machine| machine.kind != asked.kind) {
         let (held, asked) = (other.kind.as_str(), asked.kind.as_str());
         let detail =
@@ -278,6 +289,9 @@ async fn restore_mode(
         }
         Err(Unusable::Absent) => {
             restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
+            if asked.empty == EmptyStart::Refused {
+                restorable::has_no_unsaved_data(client, &asked.user, &asked.slot).await?;
+            }
             Ok(RestoreMode::Empty)
         }
         Err(error) => Err(fault::unusable(error)),
@@ -286,6 +300,22 @@ async fn restore_mode(
 
 fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
+}
+
+/// What the new machine starts with is known when the last backup of the deleted one is.
+fn being_deleted(deletion: &OperationRow) -> Problem {
+    let OperationRow { id, machine, .. } = deletion;
+    let what = format!("The deletion of the slot's machine {machine} (operation {id})");
+    let (problem, state) = if deletion.question.is_some() {
+        let answer = format!("answer it (`svcctl operation show {id}`), then provision again.");
+        let detail = format!("{what} waits for an operator's decision: {answer}");
+        (Problem::new(Code::InvalidState, detail), "waiting")
+    } else {
+        let wait = format!("provision again when it has ended (`svcctl operation show {id} --wait`).");
+        let detail = format!("{what} is still taking its last backup: {wait}");
+        (Problem::new(Code::InvalidState, detail).retry_after(5), "deleting")
+    };
+    problem.with("machineStatus", json!(state)).with("operationId", json!(id))
 }
 
 fn handle_taken(handle: &Handle) -> Problem {
@@ -329,6 +359,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("imageVersion", image_version()),
                     ("kind", kind()),
                     ("acceptLoss", boolean()),
+                    ("allowEmpty", boolean()),
                 ],
             )
         }),

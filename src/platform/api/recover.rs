@@ -18,6 +18,7 @@ use super::endpoint::{
 };
 use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
+use super::restorable::EmptyStart;
 use super::{entitlement, fault, provision, restorable};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
@@ -49,13 +50,6 @@ struct Asked {
     image_version: Option<ImageVersion>,
 }
 
-/// Whether a slot without any snapshot may start with an empty database.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum EmptyStart {
-    Allowed,
-    Refused,
-}
-
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     call.operator(&platform)?;
@@ -70,8 +64,7 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
     let mut fields = call.fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_default();
-    let empty =
-        if fields.boolean("allowEmpty") == Some(true) { EmptyStart::Allowed } else { EmptyStart::Refused };
+    let empty = EmptyStart::read(&mut fields);
     let snapshot_key = fields.optional("snapshotKey");
     let options = OperationOptions {
         accept_loss: fields.boolean("acceptLoss").unwrap_or(false),
@@ -255,7 +248,7 @@ async fn starts_with(
 
 /// The refusal where the server of the machine alone holds the slot's data: a backup of it can be taken first.
 fn never_backed_up(machine: &MachineRow) -> Option<Problem> {
-    if machine.registered_at.is_none() || !machine.has_server() {
+    if machine.registered_at.is_none() || !machine.server_exists() {
         return None;
     }
     let id = machine.id;

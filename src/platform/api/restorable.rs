@@ -6,16 +6,30 @@ use serde_json::json;
 
 use super::fault;
 use crate::clock::rfc3339_ms;
+use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem, chain};
 use crate::machine::epoch::Epoch;
 use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
-use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, DbError};
 use crate::platform::operations::later_holder::{self, LaterHolder, LookError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{Bucket, StoreError, epochs, pointer_io};
+
+/// Whether a slot without any snapshot may start with an empty database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EmptyStart {
+    Allowed,
+    Refused,
+}
+
+impl EmptyStart {
+    pub fn read(fields: &mut Fields) -> Self {
+        if fields.boolean("allowEmpty") == Some(true) { Self::Allowed } else { Self::Refused }
+    }
+}
 
 /// What system and release take of a server's disk, with room to work.
 const RESERVED_BYTES: u64 = 6 << 30;
@@ -137,6 +151,54 @@ pub async fn may_start_empty(
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))
+}
+
+/// Refuses to begin a slot without a snapshot empty where one of its machines has served: its server may hold the only
+/// copy of the data.
+///
+/// # Errors
+/// `snapshot_unusable`.
+pub async fn has_no_unsaved_data(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<(), Problem> {
+    let machines = db::machines::newest_of_slot(client, user, slot).await?;
+    let mut served = machines.iter().filter(|machine| machine.registered_at.is_some());
+    if let Some(last) = served.next()
+        && may_hold_data(client, last).await?
+    {
+        return Err(unsaved(last));
+    }
+    let kept = served.find(|machine| machine.unsaved_since.is_some() && machine.server_exists());
+    kept.map_or(Ok(()), |kept| Err(unsaved(kept)))
+}
+
+/// Whether the last machine that served may hold data: one that was deleted does so while its server exists, unless an
+/// operator accepted the loss.
+async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result<bool, DbError> {
+    if last.deleted_at.is_none() {
+        return Ok(true);
+    }
+    Ok(last.server_exists() && !db::slot_operations::is_loss_accepted(client, last.id).await?)
+}
+
+fn unsaved(machine: &MachineRow) -> Problem {
+    let id = machine.id;
+    let back = if !machine.server_exists() {
+        "Its server is gone.".to_owned()
+    } else if machine.is_active() {
+        format!("`svcctl resume {id}` brings it back where its server runs and its host is well.")
+    } else if machine.deleted_at.is_some() {
+        format!("`svcctl undelete {id}` brings it back.")
+    } else {
+        format!("`svcctl status {id}` says what became of it.")
+    };
+    let detail = format!(
+        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} To \
+         start empty all the same, send allowEmpty (`svcctl provision --allow-empty`)."
+    );
+    Problem::new(Code::SnapshotUnusable, detail)
 }
 
 #[cfg(test)]

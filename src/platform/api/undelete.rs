@@ -77,7 +77,9 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
         return Err(refused("The machine never served: provision the slot."));
     }
     let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
-    if !machine.has_server() || removal.is_some() {
+    // One that was given up has left the server where it is.
+    let is_removed = removal.is_some_and(|removal| removal.state != "cancelled");
+    if !machine.server_exists() || is_removed {
         return Err(refused(
             "Its server is deleted or about to be: provision the slot, which restores its snapshot.",
         ));

@@ -120,6 +120,8 @@ pub async fn compare_and_set(
                replaced_by = CASE WHEN $13::int4 IS NULL THEN coalesce($11, replaced_by) END, \
                retired_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $11::uuid IS NULL THEN retired_at ELSE now() END, \
                deleted_at = CASE WHEN $13 IS NOT NULL THEN NULL WHEN $12 THEN now() ELSE deleted_at END, \
+               discard_ordered_at = CASE WHEN $13 IS NULL THEN discard_ordered_at END, \
+               removal_abandoned_at = CASE WHEN $13 IS NULL THEN removal_abandoned_at END, \
                epoch = coalesce($13, epoch) WHERE machine_id = $1 AND status = $2 AND epoch = $3 \
                AND (deleted_at IS NULL AND retired_at IS NULL) = $4";
     let epoch = i32::try_from(was.epoch.0).unwrap_or(i32::MAX);
@@ -199,7 +201,7 @@ pub async fn saved(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> 
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
 
-/// Notes that no snapshot holds what was written since; `None`: an operator has accepted the loss.
+/// Notes that no snapshot holds what was written since; `None`: an operator has accepted that loss.
 ///
 /// # Errors
 /// [`DbError`].

@@ -250,13 +250,15 @@ impl MachineRow {
         }
     }
 
-    /// Whether there is a server of this machine at the provider, as far as is known, that may go on serving.
-    pub fn has_server(&self) -> bool {
+    /// Whether there is a server of this machine at the provider, as far as is known, also one that is to be deleted.
+    pub fn server_exists(&self) -> bool {
         let gone = self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
-        self.provider_server_id.is_some()
-            && self.server_deleted_at.is_none()
-            && self.discard_ordered_at.is_none()
-            && !gone
+        self.provider_server_id.is_some() && self.server_deleted_at.is_none() && !gone
+    }
+
+    /// [`Self::server_exists`], and nobody has ordered that it is deleted before its time.
+    pub fn is_server_kept(&self) -> bool {
+        self.server_exists() && self.discard_ordered_at.is_none()
     }
 
     /// What a power off that was ordered says of the server.

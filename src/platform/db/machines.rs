@@ -94,10 +94,22 @@ pub async fn last_registered(
     client: &impl GenericClient,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
+    Ok(registered_before(client, before, 1).await?.into_iter().next())
+}
+
+/// The newest machines of the slot before this one whose hosts have registered, the newest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn registered_before(
+    client: &impl GenericClient,
+    before: &MachineRow,
+    limit: i64,
+) -> Result<Vec<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
-                ORDER BY epoch DESC LIMIT 1";
+                ORDER BY epoch DESC LIMIT $4";
     let epoch = i32::try_from(before.epoch.0).unwrap_or(i32::MAX);
-    one(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch]).await
+    many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
 /// The machine that was replaced by this one.
@@ -218,12 +230,13 @@ pub async fn stopped_for(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationId>, DbError> {
-    if machine.is_active() || !machine.has_server() || machine.registered_at.is_none() {
+    if machine.is_active() || !machine.server_exists() || machine.registered_at.is_none() {
         return Ok(None);
     }
     let sql = "SELECT 1 FROM user_machines later WHERE later.idp_user_id = $1 AND later.slot = $2 \
                AND later.epoch > $3 AND later.registered_at IS NOT NULL \
-               UNION ALL SELECT 1 FROM operations WHERE machine_id = $4 AND kind = 'remove_server' LIMIT 1";
+               UNION ALL SELECT 1 FROM operations WHERE machine_id = $4 AND kind = 'remove_server' \
+               AND state <> 'cancelled' LIMIT 1";
     let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
     let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch, &machine.id.0];
     if row(client, sql, params).await?.is_some() {

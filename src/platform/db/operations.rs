@@ -224,9 +224,9 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`. Left alone are
-/// those that wait for an operator, those of a newer release, those that the provider's account holds up, and deletions
-/// and removals of servers: they are repeated until an operator gives them up.
+/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`, and since then
+/// not answered by an operator. Left alone are those that wait for an operator, those of a newer release, those that the
+/// provider's account holds up, and deletions and removals of servers: they are repeated until an operator gives them up.
 ///
 /// # Errors
 /// [`DbError`].
@@ -240,7 +240,9 @@ pub async fn hanging(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
          AND question IS NULL AND error_code IS DISTINCT FROM $5 AND kind = ANY($3) AND step = ANY($4) \
          AND (greatest(created_at, progress_at) <= clock_timestamp() - make_interval(secs => $1) \
-              OR created_at <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
+              OR greatest(created_at, (SELECT max(at) FROM operation_log WHERE outcome = 'continued' \
+                AND operation_log.operation_id = operations.operation_id)) \
+                <= clock_timestamp() - make_interval(secs => $2)) ORDER BY created_at LIMIT 100"
     );
     let params: super::Params<'_> =
         &[&deadline.as_secs_f64(), &limit.as_secs_f64(), &known.kinds, &known.steps, &WAITS_FOR_ACCOUNT];

@@ -6,6 +6,7 @@ use super::machine_row::MachineRow;
 use super::operations::{COLUMNS, OperationRow};
 use super::{DbError, Params, row};
 use crate::machine::id::{MachineId, OperationId};
+use crate::machine::name::{IdpUserId, Slot};
 
 /// The newest operation that took this machine out of service: its own deletion, or the making of its successor.
 ///
@@ -36,6 +37,23 @@ pub async fn deleting(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND kind = 'delete' AND state = 'running' LIMIT 1"
     );
     Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
+}
+
+/// The deletion of a machine of this slot that has served and whose last backup is not taken yet.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn backing_up(
+    client: &impl GenericClient,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<Option<OperationRow>, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM operations WHERE kind = 'delete' AND state = 'running' AND step = 'last_backup' \
+         AND machine_id IN (SELECT machine_id FROM user_machines WHERE idp_user_id = $1 AND slot = $2 \
+           AND registered_at IS NOT NULL) ORDER BY operation_id LIMIT 1"
+    );
+    Ok(row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
 /// An operation under way that still needs the server of a machine that left its slot: one of its own, or the making of

@@ -134,6 +134,15 @@ pub struct BackupEnd {
     #[serde(with = "crate::clock::wire_option")]
     pub began_at: Option<Timestamp>,
     pub error: Option<String>,
+    /// Its snapshot is whole and did not become the latest. Hosts of earlier releases do not say so.
+    pub held: Option<HeldBack>,
+}
+
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(default)]
+pub struct HeldBack {
+    /// What is missing, in words.
+    pub loss: String,
 }
 
 /// How far the backup of a host has got.

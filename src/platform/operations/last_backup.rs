@@ -4,52 +4,30 @@
 //! data is on that server alone. A host that answers and cannot make the snapshot stops the operation until an operator
 //! decides; one that cannot be reached for a bounded time is passed over.
 
+mod progress;
+
+use std::fmt;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
-use super::ask_host::{self, BackupProgress, HostCallError};
+use super::ask_host::{self, BackupEnd, BackupProgress, HostCallError};
 use super::held::Held;
 use super::predecessor::leaving;
 use super::step::{Answer, Question, Record, StepError};
+use crate::chain::chain;
 use crate::clock;
-use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, DbError};
 use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
+use crate::untrusted_text::bounded;
+use progress::Progress;
 
 const POLL: Duration = Duration::from_millis(500);
 const MAX_REQUESTS: u32 = 3;
-/// Where this step keeps what it knows among the operation's facts.
-const FACTS: &str = "lastBackup";
-
-/// What the step has found out, kept from one try to the next. Times are the database's, but for `requested_at`.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct Progress {
-    /// Since when every call to the host has failed.
-    #[serde(with = "clock::wire_option")]
-    unreachable_since: Option<Timestamp>,
-    has_stopped: bool,
-    /// Since when the host has been asked to stop its writers and has not done so.
-    #[serde(with = "clock::wire_option")]
-    stopping_since: Option<Timestamp>,
-    /// The lowest count of running dispatches that the host has reported.
-    running_dispatches: Option<u64>,
-    /// By the host's clock, which also dates the snapshot.
-    #[serde(with = "clock::wire_option")]
-    requested_at: Option<Timestamp>,
-    requests: u32,
-    /// The last sign of progress, and when it changed.
-    sign: String,
-    #[serde(with = "clock::wire_option")]
-    progress_at: Option<Timestamp>,
-    /// What an operator was asked about.
-    trouble: Option<String>,
-}
-
+/// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
+const HELD_BACK_HINT: &str = "svc-db-backup accept";
 /// How one try ended.
 enum Attempt {
     Saved {
@@ -57,33 +35,108 @@ enum Attempt {
     },
     Wait(Duration),
     /// The host answers and does not make a backup.
-    Trouble(String),
+    Trouble(Trouble),
+}
+
+/// Why a host that answers has made no last backup.
+enum Trouble {
+    Failed(String),
+    /// It took a snapshot and held it back: the database has shrunk. Another one would say the same.
+    HeldBack {
+        loss: String,
+    },
+}
+
+impl Trouble {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Failed(_) => "last_backup_missing",
+            Self::HeldBack { .. } => "last_backup_held_back",
+        }
+    }
+
+    /// The question, but for the ways out that each operation has.
+    fn question(&self, held: &Held<'_>, machine: &MachineRow, saved: &Saved) -> String {
+        let (id, operation) = (machine.id, held.operation.id);
+        match self {
+            Self::Failed(why) => format!(
+                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is on its server \
+                 alone. Continue to request the backup again, continue with acceptLoss, or abandon."
+            ),
+            Self::HeldBack { loss } => format!(
+                "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
+                 {saved}. Where that loss is meant: `svcctl backup accept {id}`, then `svcctl operation continue \
+                 {operation}`. Else continue with acceptLoss, which goes ahead with the newest copy, or abandon."
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(why) => f.write_str(why),
+            Self::HeldBack { loss } => write!(f, "its snapshot is held back: {loss}"),
+        }
+    }
+}
+
+/// Until when the machine's data is in a snapshot.
+enum Saved {
+    Snapshot(Timestamp),
+    /// No snapshot of the slot exists: nothing that was written since its registration is saved.
+    Nothing(Option<Timestamp>),
+}
+
+impl Saved {
+    fn until(&self) -> Option<Timestamp> {
+        match self {
+            Self::Snapshot(at) => Some(*at),
+            Self::Nothing(registered_at) => *registered_at,
+        }
+    }
+}
+
+impl fmt::Display for Saved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Snapshot(at) => write!(f, "the snapshot of {}", clock::rfc3339_ms(*at)),
+            Self::Nothing(Some(at)) => {
+                write!(f, "none: there is no snapshot, and it registered at {}", clock::rfc3339_ms(*at))
+            }
+            Self::Nothing(None) => f.write_str("none: there is no snapshot"),
+        }
+    }
 }
 
 pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(machine) = leaving(held).await? else {
         return Ok(Answer::done_noting("no earlier machine has served"));
     };
-    if let Some(note) = needs_none(held, &machine).await? {
-        return Ok(note);
-    }
     let mut progress = Progress::of(held);
-    if held.operation.options.accept_loss && progress.trouble.is_some() {
-        return Ok(accepted(&machine));
+    if let Some(answer) = needs_none(held, &machine, &mut progress).await? {
+        return Ok(answer);
     }
     let now = held.now().await?;
+    if progress.trouble.is_some() {
+        // An operator has answered: a snapshot that was held back may be the latest by now.
+        if let Some(taken_at) = snapshot_since(held, &machine, progress.first_requested_at()).await {
+            return Ok(saved(&machine, taken_at));
+        }
+        if held.operation.options.accept_loss {
+            return Ok(accepted(held, &machine).await);
+        }
+        progress = progress.again_from_the_start();
+    }
     match attempt(held, &machine, &mut progress, now).await {
-        Ok(Attempt::Saved { taken_at }) => Ok(Answer::Done {
-            note: Some("a snapshot was taken after the writers had stopped".into()),
-            record: Record::Saved { machine: machine.id, taken_at },
-        }),
+        Ok(Attempt::Saved { taken_at }) => Ok(saved(&machine, taken_at)),
         Ok(Attempt::Wait(again_in)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(held, again_in))
         }
         Ok(Attempt::Trouble(trouble)) => Ok(ask(held, &machine, progress, trouble).await),
         Err(HostCallError::Refused(status)) => {
-            let trouble = format!("the host answers {status}");
+            let trouble = Trouble::Failed(format!("the host answers {status}"));
             if progress.is_stalled(held, now) {
                 Ok(ask(held, &machine, progress, trouble).await)
             } else {
@@ -98,19 +151,38 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
 }
 
 /// Why nothing is to be asked of the host, if so.
-async fn needs_none(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Answer>, StepError> {
+async fn needs_none(
+    held: &Held<'_>,
+    machine: &MachineRow,
+    progress: &mut Progress,
+) -> Result<Option<Answer>, StepError> {
     if machine.power_off_ordered_at.is_some() {
         return Ok(Some(Answer::done_noting("the earlier machine is out of service already")));
     }
-    if !machine.has_server() {
-        let since = newest_snapshot(held, machine).await;
-        let note = format!("the earlier machine has no server; the newest snapshot is {}", dated(since));
+    if !machine.server_exists() {
+        let saved = saved_until(held, machine).await;
+        let note = format!("the earlier machine has no server; the newest copy is {saved}");
         return Ok(Some(Answer::Done { note: Some(note.into()), record: Record::Nothing }));
     }
     // A deletion of that machine takes it.
     let session = held.platform.db.session().await?;
     let deleting = db::slot_operations::deleting(&session, machine.id).await?;
-    Ok(deleting.filter(|other| other.id != held.operation.id).map(|_| Answer::wait(POLL)))
+    let Some(deletion) = deleting.filter(|other| other.id != held.operation.id) else { return Ok(None) };
+    let asks = if deletion.question.is_some() { ", which waits for an operator" } else { "" };
+    let waits_for = format!("waits for the deletion {} of machine {}{asks}", deletion.id, machine.id);
+    if progress.waits_for.as_ref() != Some(&waits_for) {
+        let (id, step) = (held.operation.id, &held.operation.step);
+        db::operations::log(&session, id, step, "waits", Some(&waits_for)).await?;
+        progress.waits_for = Some(waits_for);
+    }
+    Ok(Some(progress.wait(held, POLL)))
+}
+
+fn saved(machine: &MachineRow, taken_at: Timestamp) -> Answer {
+    Answer::Done {
+        note: Some("a snapshot was taken after the writers had stopped".into()),
+        record: Record::Saved { machine: machine.id, taken_at },
+    }
 }
 
 async fn attempt(
@@ -122,24 +194,24 @@ async fn attempt(
     progress.progress_at.get_or_insert(now);
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
-        let what = "its dispatches and apps do not end".to_owned();
+        let what = Trouble::Failed("its dispatches and apps do not end".to_owned());
         return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(POLL) });
     }
     let Some(requested_at) = progress.requested_at else {
         let taken = ask_host::request_backup(held.platform, machine).await?;
-        progress.requested_at = Some(taken.unwrap_or(now));
-        progress.requests += 1;
-        progress.progress_at = Some(now);
+        progress.requested(taken.unwrap_or(now), now);
         return Ok(Attempt::Wait(POLL));
     };
-    if let Some(taken_at) = snapshot_since(held, machine, requested_at).await {
+    if let Some(taken_at) = snapshot_since(held, machine, progress.first_requested_at()).await {
         return Ok(Attempt::Saved { taken_at });
     }
     match ask_host::backup_progress(held.platform, machine).await {
         Ok(host) => {
             progress.note(&host, now);
-            if let Some(error) = failure_since(&host, requested_at) {
-                return Ok(progress.again(error));
+            match failure_since(&host, requested_at) {
+                Some(Trouble::Failed(error)) => return Ok(progress.again(error)),
+                Some(trouble @ Trouble::HeldBack { .. }) => return Ok(Attempt::Trouble(trouble)),
+                None => {}
             }
         }
         // A release that does not say how far it is.
@@ -147,7 +219,7 @@ async fn attempt(
         Err(error) => return Err(error),
     }
     if progress.is_stalled(held, now) {
-        return Ok(Attempt::Trouble("its backup makes no progress".to_owned()));
+        return Ok(Attempt::Trouble(Trouble::Failed("its backup makes no progress".to_owned())));
     }
     Ok(Attempt::Wait(POLL))
 }
@@ -178,24 +250,53 @@ async fn stop_writers(
     Ok(progress.has_stopped)
 }
 
-/// When the snapshot was taken that the pointer names, if this machine took it since.
-async fn snapshot_since(held: &Held<'_>, machine: &MachineRow, since: Timestamp) -> Option<Timestamp> {
+/// When the snapshot was taken that the pointer names, if this machine took it since. Writers have stopped before the
+/// first request, so every snapshot after it holds all.
+async fn snapshot_since(
+    held: &Held<'_>,
+    machine: &MachineRow,
+    first_requested_at: Option<Timestamp>,
+) -> Option<Timestamp> {
+    let since = first_requested_at?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let pointer = pointer_io::read(&held.platform.bucket, &slot).await.ok()??;
     let named = pointer.value.snapshot?;
     (named.machine_id == machine.id && named.taken_at >= since).then_some(named.taken_at)
 }
 
-async fn newest_snapshot(held: &Held<'_>, machine: &MachineRow) -> Option<Timestamp> {
+/// What the pointer says, or where it cannot be read, what hosts have reported.
+async fn saved_until(held: &Held<'_>, machine: &MachineRow) -> Saved {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let pointer = pointer_io::read(&held.platform.bucket, &slot).await.ok()??;
-    pointer.value.snapshot.map(|named| named.taken_at)
+    let newest = match pointer_io::read(&held.platform.bucket, &slot).await {
+        Ok(pointer) => pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at),
+        Err(error) => {
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "the snapshot pointer cannot be read");
+            reported(held, machine).await.unwrap_or_default()
+        }
+    };
+    newest.map_or(Saved::Nothing(machine.registered_at), Saved::Snapshot)
 }
 
-fn failure_since(host: &BackupProgress, since: Timestamp) -> Option<String> {
+async fn reported(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Timestamp>, DbError> {
+    let session = held.platform.db.session().await?;
+    db::machines::newest_backup(&session, &machine.user, &machine.slot).await
+}
+
+fn failure_since(host: &BackupProgress, since: Timestamp) -> Option<Trouble> {
     let last = host.last.as_ref().filter(|last| !host.running && last.status == "error")?;
-    let began = last.began_at.filter(|began| *began >= since);
-    began.map(|_| last.error.clone().unwrap_or_else(|| "its backup failed".to_owned()))
+    last.began_at.filter(|began| *began >= since)?;
+    Some(trouble_of(last))
+}
+
+fn trouble_of(last: &BackupEnd) -> Trouble {
+    let error = || last.error.as_deref().map_or_else(|| "its backup failed".to_owned(), bounded);
+    match &last.held {
+        Some(held) => Trouble::HeldBack { loss: bounded(&held.loss) },
+        None if last.error.as_ref().is_some_and(|error| error.contains(HELD_BACK_HINT)) => {
+            Trouble::HeldBack { loss: error() }
+        }
+        None => Trouble::Failed(error()),
+    }
 }
 
 async fn unreachable(
@@ -210,106 +311,39 @@ async fn unreachable(
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let trouble = "the host sends heartbeats, and the platform cannot call it".to_owned();
-        return Ok(ask(held, machine, progress, trouble).await);
+        return Ok(ask(held, machine, progress, Trouble::Failed(trouble)).await);
     }
     if held.operation.options.accept_loss {
-        return Ok(accepted(machine));
+        return Ok(accepted(held, machine).await);
     }
-    let unsaved = newest_snapshot(held, machine).await.or(machine.registered_at);
+    let saved = saved_until(held, machine).await;
     let note = format!(
-        "the host cannot be reached; its server alone holds what was written since {}",
-        dated(unsaved)
+        "the host cannot be reached; its server alone holds what was written since the newest copy, which is {saved}"
     );
-    let record = Record::Unsaved { machine: machine.id, since: unsaved };
+    let record = Record::Unsaved { machine: machine.id, since: saved.until() };
     Ok(Answer::Done { note: Some(note.into()), record })
 }
 
 /// The operator accepted beforehand, or is asked now.
-async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trouble: String) -> Answer {
+async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trouble: Trouble) -> Answer {
     if held.operation.options.accept_loss {
-        return accepted(machine);
+        return accepted(held, machine).await;
     }
-    let newest = newest_snapshot(held, machine).await;
-    let detail = format!(
-        "No last backup of {}: {trouble}. The newest snapshot is {}; what was written since is on its server alone. \
-         Continue with acceptLoss, or abandon.",
-        machine.id,
-        dated(newest)
+    let detail = trouble.question(held, machine, &saved_until(held, machine).await);
+    progress.trouble = Some(trouble.to_string());
+    Answer::Ask(Question { code: trouble.code(), detail, facts: progress.facts(held) })
+}
+
+/// Says since when data is lost, so that it can be told how much that is.
+async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
+    let saved = saved_until(held, machine).await;
+    let note = format!(
+        "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
     );
-    progress.trouble = Some(trouble);
-    Answer::Ask(Question { code: "last_backup_missing", detail, facts: progress.facts(held) })
-}
-
-fn accepted(machine: &MachineRow) -> Answer {
-    Answer::Done {
-        note: Some("no last backup; the operator accepted the loss".into()),
-        record: Record::Unsaved { machine: machine.id, since: None },
-    }
-}
-
-fn dated(at: Option<Timestamp>) -> String {
-    at.map_or_else(|| "missing".to_owned(), clock::rfc3339_ms)
+    let record = Record::LossAccepted { machine: machine.id, since: saved.until() };
+    Answer::Done { note: Some(note.into()), record }
 }
 
 fn signed(duration: Duration) -> SignedDuration {
     SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
-}
-
-impl Progress {
-    fn of(held: &Held<'_>) -> Self {
-        let known = held.operation.facts.get(FACTS).cloned();
-        known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
-    }
-
-    fn facts(&self, held: &Held<'_>) -> Map<String, Value> {
-        let mut facts = held.facts();
-        facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
-        facts
-    }
-
-    fn wait(&self, held: &Held<'_>, again_in: Duration) -> Answer {
-        Answer::Wait { again_in, facts: Some(self.facts(held)) }
-    }
-
-    fn note(&mut self, host: &BackupProgress, now: Timestamp) {
-        let sign = format!("{:?} {:?} {:?}", host.stage, host.dumped_bytes, host.uploaded_bytes);
-        self.changed(sign, now);
-    }
-
-    /// Only a falling count is progress: a host can report growing ones for ever.
-    fn note_running(&mut self, count: u64, now: Timestamp) {
-        self.stopping_since.get_or_insert(now);
-        if self.running_dispatches.is_none_or(|lowest| count < lowest) {
-            self.running_dispatches = Some(count);
-            self.progress_at = Some(now);
-        }
-    }
-
-    /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
-    fn is_stop_overdue(&self, held: &Held<'_>, now: Timestamp) -> bool {
-        let limit = signed(held.platform.config.timing.last_backup_stall);
-        self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
-    }
-
-    fn changed(&mut self, sign: String, now: Timestamp) {
-        if sign != self.sign {
-            self.sign = sign;
-            self.progress_at = Some(now);
-        }
-    }
-
-    /// Whether nothing has changed for longer than a backup may stand still.
-    fn is_stalled(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
-        let since = *self.progress_at.get_or_insert(now);
-        now.duration_since(since) >= signed(held.platform.config.timing.last_backup_stall)
-    }
-
-    /// A failed backup is requested again, a few times.
-    fn again(&mut self, error: String) -> Attempt {
-        if self.requests >= MAX_REQUESTS {
-            return Attempt::Trouble(error);
-        }
-        self.requested_at = None;
-        Attempt::Wait(Duration::from_secs(u64::from(self.requests)))
-    }
 }

@@ -53,7 +53,7 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(machine) = leaving(held).await? else {
         return Ok(Answer::done_noting("no earlier machine has served"));
     };
-    let Some(id) = machine.provider_server_id.filter(|_| machine.has_server()) else {
+    let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
         return Ok(Answer::done_noting("the earlier machine has no server"));
     };
     let age = held.step_age().await?;
@@ -116,7 +116,7 @@ fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
 /// Keeps the predecessor's server, or deletes it first where the operator chose that.
 pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
     let options = held.operation.options;
-    let Some(machine) = leaving(held).await?.filter(MachineRow::has_server) else {
+    let Some(machine) = leaving(held).await?.filter(MachineRow::server_exists) else {
         return Ok(Answer::done());
     };
     if !options.replace_first {

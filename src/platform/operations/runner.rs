@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use deadpool_postgres::Transaction;
+use jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tracing::Instrument;
@@ -16,9 +17,11 @@ use super::resize::{self, Verdict};
 use super::step::{self, Answer, Question, Record, StepError};
 use super::step_failure::creation_failure;
 use super::{OperationKind, Place, Step, vocabulary};
+use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::event::Event;
+use crate::machine::id::MachineId;
 use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::{Advance, OperationRow};
@@ -373,6 +376,7 @@ async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record)
         Record::CreateAccepted { .. } => held.operation.machine,
         Record::Saved { machine, .. }
         | Record::Unsaved { machine, .. }
+        | Record::LossAccepted { machine, .. }
         | Record::ServerGone { machine }
         | Record::Released { machine }
         | Record::SwitchedOn { machine }
@@ -390,11 +394,33 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
         }
         Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
         Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
+        Record::LossAccepted { machine, since } => {
+            machine_changes::unsaved(tx, machine, None).await?;
+            audit_loss(held, tx, machine, since).await
+        }
         Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
         Record::Released { machine } => machine_changes::released(tx, machine).await,
         Record::SwitchedOn { machine } => machine_server::switched_on(tx, machine).await,
         Record::PoweredOn { machine } => machine_server::powered_on(tx, machine).await,
     }
+}
+
+/// Since when data is lost with a server, because an operator accepted that.
+async fn audit_loss(
+    held: &Held<'_>,
+    tx: &Transaction<'_>,
+    machine: MachineId,
+    since: Option<Timestamp>,
+) -> Result<(), DbError> {
+    let entry = db::audit::Entry {
+        actor: "platform",
+        action: "last_backup.loss_accepted",
+        target: &machine.to_string(),
+        before: None,
+        after: Some(&json!({"operationId": held.operation.id, "lostSince": since.map(rfc3339_ms)})),
+        request_id: &request_id::current(),
+    };
+    db::audit::write(tx, &entry).await
 }
 
 async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) -> Result<(), StepError> {

@@ -72,8 +72,13 @@ pub enum Record {
         machine: MachineId,
         taken_at: Timestamp,
     },
-    /// No snapshot holds what was written since; `None`: an operator accepted the loss.
+    /// No snapshot holds what was written since.
     Unsaved {
+        machine: MachineId,
+        since: Option<Timestamp>,
+    },
+    /// The same, and an operator accepted that it is lost.
+    LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,
     },

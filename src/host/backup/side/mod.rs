@@ -14,7 +14,8 @@ use std::path::PathBuf;
 use tokio_postgres::Client;
 
 use super::Settings;
-use super::job::{self, Empty};
+use super::job::{self, Empty, Mandate};
+use super::shrink_guard::Trigger;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
@@ -338,7 +339,8 @@ async fn save(settings: &Settings) -> Result<(), SideError> {
     let failed = |exit, why: String| SideError::Save { exit, why };
     let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_WAIT).await;
     let lock = lock.map_err(|error| failed(Exit::TryAgain, chain(&error)))?;
-    match job::run(&lock, settings, Empty::Refused, std::future::pending()).await {
+    let mandate = Mandate { empty: Empty::Refused, trigger: Trigger::Request };
+    match job::run(&lock, settings, mandate, std::future::pending()).await {
         Err(failure) if failure.exit != Exit::Refused => {
             Err(failed(failure.exit, chain(failure.error.as_ref())))
         }

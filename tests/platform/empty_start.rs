@@ -1,0 +1,103 @@
+//! A slot without a snapshot starts empty only where nothing can be lost by it, or where an operator says so; and never
+//! beside a deletion that is still saving what there is.
+
+use serde_json::{Value, json};
+
+use super::internal_host::host;
+use super::stack::{Process, Stack, provision_body};
+
+fn allowing_empty() -> Value {
+    let mut body = provision_body("user_1");
+    body["allowEmpty"] = json!(true);
+    body
+}
+
+/// The refusal, which names these.
+async fn refused(stack: &Stack, process: &Process, named: &[&str]) {
+    let answer = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
+    answer.assert_problem(409, "snapshot_unusable");
+    let detail = answer.body["detail"].as_str().unwrap();
+    for part in named.iter().chain(&["--allow-empty"]) {
+        assert!(detail.contains(part), "{part}: {detail}");
+    }
+}
+
+async fn fail(stack: &Stack, process: &Process, machine: &str) {
+    let path = format!("/vps/{machine}/fail");
+    assert_eq!(stack.post(process, &path, &json!({"reason": "r"})).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_machine_that_served_is_not_replaced_by_an_empty_one_unasked() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    fail(&stack, &process, &old.machine).await;
+    refused(&stack, &process, &[&format!("svcctl resume {}", old.machine)]).await;
+    assert_eq!(stack.status(&process, &old.machine).await, "failed");
+
+    let made = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    assert_eq!(made.status, 202, "{made:?}");
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT after FROM operator_audit WHERE action = 'provision' ORDER BY at DESC LIMIT 1";
+    let after: Value = client.query_one(sql, &[]).await.unwrap().get(0);
+    assert_eq!((&after["allowEmpty"], &after["restoreMode"]), (&json!(true), &json!("empty")), "{after}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failed_machine_that_never_served_starts_empty_again() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    fail(&stack, &process, made["machineId"].as_str().unwrap()).await;
+    let again = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(again.status, 202, "{again:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_whose_deleted_machine_alone_holds_data_does_not_start_empty() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.running(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.machine)).await.body;
+    stack.ended(&process, deleted["operationId"].as_str().unwrap()).await;
+    let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
+    assert!(record["unsavedSince"].is_string(), "its host could not be reached: {record}");
+    refused(&stack, &process, &[&format!("svcctl undelete {}", old.machine)]).await;
+    assert_eq!(stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await.status, 202);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_whose_loss_was_accepted_starts_empty() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.running(&process, "user_1").await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", old.machine)).await.body;
+    stack.ended(&process, deleted["operationId"].as_str().unwrap()).await;
+    let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(made.status, 202, "{made:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_is_not_provisioned_while_its_deletion_takes_or_asks_for_the_last_backup() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let deleted = stack.delete(&process, &format!("/vps/{}", old.guest.machine)).await.body;
+    let operation = deleted["operationId"].as_str().unwrap();
+    let early = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
+    early.assert_problem(409, "invalid_state");
+    assert_eq!(early.body["operationId"], operation, "{early:?}");
+    assert!(early.body["detail"].as_str().unwrap().contains("--wait"), "{early:?}");
+
+    let path = format!("/vps/operations/{operation}");
+    let asks = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
+    stack.eventually("the deletion asks", asks).await;
+    let asked = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    asked.assert_problem(409, "invalid_state");
+    assert!(asked.body["detail"].as_str().unwrap().contains("operator's decision"), "{asked:?}");
+    // Both answers are still open: nothing holds the slot.
+    assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
+    assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
+}

@@ -1,0 +1,155 @@
+//! Which machine gets a slot back, and how a removal that an operator gave up ends.
+
+use kit::provider::{Fault, FaultRule, Power};
+use serde_json::{Value, json};
+
+use super::stack::{Guest, Process, Stack, beat_of};
+
+fn power(stack: &Stack, machine: &str) -> Option<Power> {
+    stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
+}
+
+async fn is_gone(stack: &Stack, machine: &str) {
+    stack
+        .eventually("its server is deleted", || async { power(stack, machine).is_none().then_some(()) })
+        .await;
+}
+
+async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
+    stack.get(process, &format!("/vps/{machine}")).await.body
+}
+
+async fn recover(stack: &Stack, process: &Process) -> Guest {
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let answer = stack.post(process, "/vps/recover", &body).await;
+    assert_eq!(answer.status, 202, "{answer:?}");
+    stack.guest(process, answer.body["machineId"].as_str().unwrap()).await
+}
+
+/// A slot whose second machine has lost its server, and whose third one boots.
+async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (Guest, Guest) {
+    let first = stack.running(process, "user_1").await;
+    stack.snapshot("user_1");
+    let second = recover(stack, process).await;
+    stack.register(process, &second).await;
+    let client = stack.database.connect().await.unwrap();
+    let lost = format!(
+        "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'{second_has} \
+         WHERE machine_id = '{}'",
+        second.machine
+    );
+    client.execute(&lost, &[]).await.unwrap();
+    (first, recover(stack, process).await)
+}
+
+async fn boot_fails(stack: &Stack, process: &Process, guest: &Guest) {
+    let path = format!("/vps/{}/boot-failure", guest.machine);
+    let report = stack.request(process, reqwest::Method::POST, &path).bearer_auth(&guest.registration_token);
+    let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
+    assert_eq!(report.status, 202, "{report:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_goes_back_past_a_machine_that_is_gone_and_left_nothing() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let (first, third) = third_machine(&stack, &process, "").await;
+    boot_fails(&stack, &process, &third).await;
+    let on = || async { (power(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
+    stack.eventually("the first machine is on again", on).await;
+    let back = record(&stack, &process, &first.machine).await;
+    assert_eq!((&back["epoch"], &back["retiredAt"]), (&json!(4), &Value::Null), "{back}");
+    assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], first.machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_does_not_go_back_past_a_snapshot() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
+    let (first, third) = third_machine(&stack, &process, ", backup_taken_at = now()").await;
+    boot_fails(&stack, &process, &third).await;
+    let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
+    stack.eventually("the third machine fails", failed).await;
+    assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
+    assert_eq!(power(&stack, &first.machine), Some(Power::Off), "its data is older than the snapshot");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_at_once_keeps_the_servers_that_were_not_named() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let new = recover(&stack, &process).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
+    assert_eq!(deleted.status, 202, "{deleted:?}");
+    is_gone(&stack, &new.machine).await;
+    let off = || async {
+        let old = record(&stack, &process, &old.machine).await;
+        let operations = old["operations"].as_array()?.clone();
+        operations.iter().any(|it| it["kind"] == "delete" && it["state"] == "succeeded").then_some(())
+    };
+    stack.eventually("the deletion of the machine that served ends", off).await;
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
+    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
+}
+
+/// A deleted machine the removal of whose server an operator gave up.
+async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
+    let old = stack.running(process, "user_1").await;
+    stack.snapshot("user_1");
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    stack.delete(process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
+    let removal = || async {
+        let operations = record(stack, process, &old.machine).await["operations"].clone();
+        operations.as_array()?.iter().find(|it| it["kind"] == "remove_server").cloned()
+    };
+    let removal = stack.eventually("its removal is tried", removal).await;
+    let path = format!("/vps/operations/{}/abandon", removal["operationId"].as_str().unwrap());
+    assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
+    let fleet = stack.get(process, "/vps/fleet").await.body;
+    assert_eq!(fleet["attention"][0]["reasons"], json!(["removal_abandoned"]), "{fleet}");
+    // A call that is out is ended with the lease.
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    stack.provider.clear_faults();
+    old
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn discard_ends_an_abandoned_removal() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = abandoned_removal(&stack, &process).await;
+    let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
+    assert_eq!(discarded.status, 202, "{discarded:?}");
+    is_gone(&stack, &old.machine).await;
+    let settled = || async {
+        let fleet = stack.get(&process, "/vps/fleet").await.body;
+        (fleet["attentionTotal"] == 0).then_some(())
+    };
+    stack.eventually("nothing needs attention", settled).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn undelete_ends_an_abandoned_removal() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = abandoned_removal(&stack, &process).await;
+    let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
+    let mut beat = beat_of(&old);
+    beat["epoch"] = json!(2);
+    let runs = || async {
+        if power(&stack, &old.machine) == Some(Power::Running) {
+            stack.beat(&process, &old, &beat).await;
+        }
+        (stack.status(&process, &old.machine).await == "running").then_some(())
+    };
+    stack.eventually("it runs again", runs).await;
+    // Deleted again, its server goes like any other.
+    stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
+    is_gone(&stack, &old.machine).await;
+}
