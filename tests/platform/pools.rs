@@ -1,6 +1,9 @@
 //! Work of one kind does not wait for the database connections of another.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, beat_of};
 
@@ -39,5 +42,45 @@ async fn heartbeats_are_answered_while_slow_reports_hold_their_connections() {
     lock.rollback().await.unwrap();
     for report in reports {
         report.await.unwrap();
+    }
+}
+
+/// More requests than there are connections wait for a store that hangs; none of them holds a connection meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn store_that_hangs_holds_no_connection() {
+    let stack = Arc::new(Stack::start().await);
+    let process = Arc::new(stack.platform());
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let made = stack.provision(&process, "user_2").await;
+    let machine = made["machineId"].as_str().unwrap().to_owned();
+    let booting = Arc::new(stack.guest(&process, &machine).await);
+    stack.store.fault(Rule::new(Fault::Delay(Duration::from_secs(60))).key("latest").always());
+    let register = |_| {
+        let (stack, process, booting) = (stack.clone(), process.clone(), booting.clone());
+        tokio::spawn(async move { stack.register(&process, &booting).await.status })
+    };
+    let recover = |_| {
+        let (stack, process) = (stack.clone(), process.clone());
+        let body = serde_json::json!({"idpUserId": "user_1"});
+        tokio::spawn(async move { stack.post(&process, "/vps/recover", &body).await.status })
+    };
+    let waiting: Vec<_> = (0..REPORTS).map(register).chain((0..REPORTS).map(recover)).collect();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let began = Instant::now();
+    for _ in 0..5 {
+        assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+        assert_eq!(
+            stack
+                .get(&process, &format!("/vps/operations/{}", made["operationId"].as_str().unwrap()))
+                .await
+                .status,
+            200
+        );
+    }
+    assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
+    assert!(waiting.iter().all(|request| !request.is_finished()), "they waited all the time");
+    for request in waiting {
+        assert_eq!(request.await.unwrap(), 503);
     }
 }

@@ -287,6 +287,18 @@ async fn forgotten_registration_is_repeated_by_the_heartbeat() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn registration_of_another_machine_says_nothing() {
+    let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")]).await;
+    let made = it.stack.provision(it.process(), "user_1").await;
+    let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
+    let other = registration("00000000-0000-7000-8000-000000000000", 1);
+    it.beat(&guest, 1, other).await;
+    assert_eq!(it.record(&guest.machine).await["status"], "provisioning");
+    it.stack.delete(it.process(), &format!("/vps/{}", guest.machine)).await;
+    it.stack.assert_no_server();
+}
+
 /// Where it cannot be registered any more, what it holds is not deleted with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn host_that_serves_is_kept_though_its_machine_has_failed() {

@@ -125,7 +125,8 @@ pub async fn handle(
 /// Notes what the host knows and this database, restored from an older copy, does not: that it has registered, or got its
 /// slot back since, under a later epoch. Answers whether it holds its slot although the database says otherwise.
 async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat) -> Result<bool, Problem> {
-    if let Some(registration) = beat.registration.as_ref().filter(|_| machine.registered_at.is_none()) {
+    let registration = beat.registration.as_ref().filter(|registration| registration.is_of(machine.id));
+    if let Some(registration) = registration.filter(|_| machine.registered_at.is_none()) {
         match register::again(platform, machine, registration).await {
             Ok(()) => {
                 tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older")
@@ -138,16 +139,16 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
             }
         }
     }
-    if beat.epoch <= machine.epoch {
+    if beat.epoch <= machine.epoch || beat.epoch > machine.epoch.believable() {
         return Ok(false);
     }
-    let mut session = platform.host_db.session().await?;
-    let found = later_holder::find(platform, &session, &machine.user, &machine.slot).await;
+    let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
     // A store that cannot be read now is asked with the next heartbeat.
     let Some(holder) = found.ok().flatten().filter(|holder| holder.machine == machine.id) else {
         return Ok(false);
     };
     later_holder::warn(platform, machine, holder).await;
+    let mut session = platform.host_db.session().await?;
     if !machine.is_active() {
         machine_changes::serves_after_all(&session, machine.id).await?;
         return Ok(true);

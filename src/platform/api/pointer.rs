@@ -115,11 +115,12 @@ async fn replace(
     sound: Sound,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
     let record = target.on_record(&session).await?;
+    drop(session);
     let inspection = inspect(platform, target, record).await?;
     if inspection.found.is_sound() && sound == Sound::Kept {
         let detail = "The pointer is sound; with force it is replaced all the same.";
@@ -135,9 +136,11 @@ async fn replace(
     let name = format!("{}/{}", target.user, target.slot);
     let changed =
         Changed { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
+    let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     mutation::audit(&tx, ACTOR, &changed).await?;
     db::commit(tx).await?;
+    drop(session);
 
     let prefix = target.prefix();
     let written = within(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
@@ -145,6 +148,7 @@ async fn replace(
         StatusCode::OK,
         json!({"idpUserId": target.user, "slot": target.slot, "pointer": pointer(&written)}),
     );
+    let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     mutation.store(&tx, &reply).await?;
     db::commit(tx).await?;

@@ -91,17 +91,19 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
 }
 
 async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
     let existing = admissible(platform, &session, asked).await?;
-    // Looked up before the transaction, so that no row is held while the store is asked.
+    drop(session);
+    // Looked up before, so that neither row nor session is held while the store is asked.
     let prepared = if existing.as_ref().is_none_or(has_failed) {
-        Some(prepare(platform, &session, asked, existing.as_ref()).await?)
+        Some(prepare(platform, asked, existing.as_ref()).await?)
     } else {
         None
     };
+    let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", asked.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -147,31 +149,25 @@ struct Prepared {
 
 async fn prepare(
     platform: &Platform,
-    client: &impl GenericClient,
     asked: &Asked,
     existing: Option<&MachineRow>,
 ) -> Result<Prepared, Problem> {
     asked.locations.check(platform).await?;
     let image_version = match &asked.image_version {
         Some(version) => version.clone(),
-        None => release(platform, client, &asked.user, &asked.slot).await?,
+        None => release(platform, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
-    let restore = restore_mode(platform, client, asked).await?;
+    let restore = restore_mode(platform, asked).await?;
     let (whose, accepts_loss) = ((&asked.user, &asked.slot), asked.options.accept_loss);
-    restorable::is_held_as_known(platform, client, whose, existing, accepts_loss).await?;
-    let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
+    restorable::is_held_as_known(platform, whose, existing, accepts_loss).await?;
+    let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
     Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
 }
 
 /// The release that the next machine of a slot starts with.
-pub async fn release(
-    platform: &Platform,
-    client: &impl GenericClient,
-    user: &IdpUserId,
-    slot: &Slot,
-) -> Result<ImageVersion, Problem> {
-    let known = db::slots::release(client, user, slot).await?;
+pub async fn release(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<ImageVersion, Problem> {
+    let known = db::slots::release(&platform.db.session().await?, user, slot).await?;
     Ok(known.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
 }
 
@@ -275,11 +271,7 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, P
 }
 
 /// A slot with a snapshot, or with what should be one, never starts empty.
-async fn restore_mode(
-    platform: &Platform,
-    client: &impl GenericClient,
-    asked: &Asked,
-) -> Result<RestoreMode, Problem> {
+async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
     let slot = SlotPrefix::new(&asked.user, &asked.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
@@ -288,9 +280,10 @@ async fn restore_mode(
             Ok(RestoreMode::Required)
         }
         Err(Unusable::Absent) => {
-            restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
+            restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
-                restorable::has_no_unsaved_data(client, &asked.user, &asked.slot).await?;
+                let session = platform.db.session().await?;
+                restorable::has_no_unsaved_data(&session, &asked.user, &asked.slot).await?;
             }
             Ok(RestoreMode::Empty)
         }

@@ -98,47 +98,44 @@ struct Prepared {
     epoch_floor: Epoch,
 }
 
-async fn prepare(
-    platform: &Platform,
-    client: &impl GenericClient,
-    asked: &Asked,
-    machine: &MachineRow,
-) -> Result<Prepared, Problem> {
+async fn prepare(platform: &Platform, asked: &Asked, machine: &MachineRow) -> Result<Prepared, Problem> {
     asked.locations.check(platform).await?;
     let server_type = asked.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
     if server_type != machine.server_type {
-        entitlement::of_machine(platform, client, machine, &server_type).await?;
+        entitlement::of_machine(platform, &platform.db.session().await?, machine, &server_type).await?;
     }
-    let starts = starts_with(platform, client, asked, machine).await?;
+    let starts = starts_with(platform, asked, machine).await?;
     if let Some(side) = &starts.side {
         restorable::fits(platform, side, &server_type).await?;
     }
     let image_version = match &asked.image_version {
         Some(version) => version.clone(),
-        None => provision::release(platform, client, &asked.user, &asked.slot).await?,
+        None => provision::release(platform, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
     let accepts_loss = asked.options.accept_loss;
     let whose = (&asked.user, &asked.slot);
-    restorable::is_held_as_known(platform, client, whose, Some(machine), accepts_loss).await?;
-    let epoch_floor = restorable::epoch_floor(&platform.bucket, client, &asked.user, &asked.slot).await?;
+    restorable::is_held_as_known(platform, whose, Some(machine), accepts_loss).await?;
+    let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
     Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })
 }
 
 async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
     let machine = of_slot(db::machines::of_slot(&session, &asked.user, &asked.slot).await?, asked)?;
-    // Under way, it needs nothing of the store.
+    drop(session);
+    // Under way, it needs nothing of the store. Neither row nor session is held while that is asked.
     let prepared = if machine.status == Status::Recovering {
         None
     } else {
-        Some(prepare(platform, &session, asked, &machine).await?)
+        Some(prepare(platform, asked, &machine).await?)
     };
 
+    let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", asked.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -217,7 +214,6 @@ struct StartsWith {
 /// case: the fence is written into it.
 async fn starts_with(
     platform: &Platform,
-    client: &impl GenericClient,
     asked: &Asked,
     machine: &MachineRow,
 ) -> Result<StartsWith, Problem> {
@@ -236,7 +232,7 @@ async fn starts_with(
             Ok(StartsWith { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(Unusable::Absent) => {
-            restorable::may_start_empty(&platform.bucket, client, &asked.user, &asked.slot).await?;
+            restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
                 return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(Unusable::Absent)));
             }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use deadpool_postgres::{GenericClient, Transaction};
+use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -53,18 +53,19 @@ struct Body {
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
     let (claimed, token) = call.registration()?;
-    let mut session = platform.host_db.session().await?;
-    let machine = db::machines::get(&session, claimed).await?.ok_or_else(registration_rejected)?;
+    let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
+    let machine = machine.ok_or_else(registration_rejected)?;
     admits(token, &machine)?;
-    // Before the transaction, so that no row is held while the store is asked.
-    holds_slot(&platform, &session, &machine).await?;
+    // Before, so that neither row nor session is held while the store is asked.
+    holds_slot(&platform, &machine).await?;
+    let mut session = platform.host_db.session().await?;
     // Whose token it is comes before what the body says; held, so that uses take turns.
     let tx = db::begin(&mut session).await?;
     let machine = authentic(&tx, claimed, token).await?;
     let mut body = call.host_fields()?;
     let said = Registered::read(&mut body);
     let said = body.finish(said)?;
-    if said.body.machine != machine.id {
+    if !said.is_of(machine.id) {
         return Err(registration_rejected());
     }
     let answer = register(&platform, &tx, &machine, &said).await?;
@@ -90,15 +91,11 @@ fn admits(token: &str, machine: &MachineRow) -> Result<(), Problem> {
 }
 
 /// Refuses a machine that the store has fenced out: it could never make a backup.
-async fn holds_slot(
-    platform: &Platform,
-    client: &impl GenericClient,
-    machine: &MachineRow,
-) -> Result<(), Problem> {
+async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     if machine.registered_at.is_some() {
         return Ok(());
     }
-    let found = match later_holder::find(platform, client, &machine.user, &machine.slot).await {
+    let found = match later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         Err(LookError::Db(error)) => return Err(error.into()),
         Err(LookError::Store(error)) => return Err(error.into()),
@@ -120,11 +117,8 @@ async fn holds_slot(
 /// # Errors
 /// As of a registration.
 pub async fn again(platform: &Platform, machine: &MachineRow, said: &Registered) -> Result<(), Problem> {
-    if said.body.machine != machine.id {
-        return Err(registration_rejected());
-    }
+    holds_slot(platform, machine).await?;
     let mut session = platform.host_db.session().await?;
-    holds_slot(platform, &session, machine).await?;
     let tx = db::begin(&mut session).await?;
     let machine = db::machines::locked(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
     register(platform, &tx, &machine, said).await?;
@@ -156,6 +150,11 @@ impl Registered {
             boot_ms,
         };
         Some(Self { body, pin })
+    }
+
+    /// Whether it is this machine's.
+    pub fn is_of(&self, machine: MachineId) -> bool {
+        self.body.machine == machine
     }
 
     /// Its fields: required ones, and those that may be missing.

@@ -16,7 +16,7 @@ use crate::platform::db::{self, DbError};
 use crate::platform::operations::later_holder::{self, LaterHolder, LookError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
-use crate::store::{Bucket, StoreError, epochs, pointer_io};
+use crate::store::{StoreError, epochs, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,14 +78,9 @@ fn needed_bytes(database: u64) -> u64 {
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn epoch_floor(
-    bucket: &Bucket,
-    client: &impl GenericClient,
-    user: &IdpUserId,
-    slot: &Slot,
-) -> Result<Epoch, Problem> {
-    let known = db::machines::highest_epoch(client, user, slot).await?;
-    match epochs::floor(bucket, &SlotPrefix::new(user, slot), known).await {
+pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<Epoch, Problem> {
+    let known = db::machines::highest_epoch(&platform.db.session().await?, user, slot).await?;
+    match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
         Err(error) => Err(error.into()),
@@ -100,12 +95,11 @@ pub async fn epoch_floor(
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
 pub async fn is_held_as_known(
     platform: &Platform,
-    client: &impl GenericClient,
     (user, slot): (&IdpUserId, &Slot),
     current: Option<&MachineRow>,
     accept_loss: bool,
 ) -> Result<(), Problem> {
-    let found = match later_holder::find(platform, client, user, slot).await {
+    let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookError::Db(error)) => return Err(error.into()),
         Err(LookError::Store(StoreError::Corrupt { key, why })) => {
@@ -134,14 +128,10 @@ pub async fn is_held_as_known(
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn may_start_empty(
-    bucket: &Bucket,
-    client: &impl GenericClient,
-    user: &IdpUserId,
-    slot: &Slot,
-) -> Result<(), Problem> {
-    let Some(taken_at) = db::machines::newest_backup(client, user, slot).await? else { return Ok(()) };
-    let pointer = pointer_io::read(bucket, &SlotPrefix::new(user, slot)).await?;
+pub async fn may_start_empty(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<(), Problem> {
+    let newest = db::machines::newest_backup(&platform.db.session().await?, user, slot).await?;
+    let Some(taken_at) = newest else { return Ok(()) };
+    let pointer = pointer_io::read(&platform.bucket, &SlotPrefix::new(user, slot)).await?;
     if pointer.and_then(|read| read.value.emptied_at).is_some_and(|emptied_at| emptied_at > taken_at) {
         return Ok(());
     }

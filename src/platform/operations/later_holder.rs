@@ -3,7 +3,8 @@
 //!
 //! Invariant: only a fence that the platform has signed proves it. A host can write the pointer, too.
 
-use deadpool_postgres::GenericClient;
+use std::time::Duration;
+
 use serde_json::json;
 
 use super::held::Held;
@@ -15,7 +16,7 @@ use crate::machine::name::{IdpUserId, Slot};
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self, DbError};
+use crate::platform::db::{self, Db, DbError};
 use crate::store::StoreError;
 use crate::store::key::SlotPrefix;
 use crate::store::pointer::{Fenced, Pointer};
@@ -25,6 +26,9 @@ use crate::store::pointer_io::{self, PointerError};
 pub const BEHIND_STORE: &str = "database_behind_store";
 /// That an operator was asked, among an operation's facts.
 const ASKED: &str = "askedBehindStore";
+
+/// Of one look at the pointer: longer, and a store that hangs would hold up what waits for the answer.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The machine that the platform gave the slot to, under an epoch that the database does not know.
 #[derive(Debug, Clone, Copy)]
@@ -42,24 +46,31 @@ pub enum LookError {
     Db(#[from] DbError),
 }
 
-/// The holder that the pointer's fence names, if the database does not know it under that epoch.
+/// The holder that the pointer's fence names, if the database does not know it under that epoch. No session of the database
+/// is held while the store is asked.
 ///
 /// # Errors
 /// [`LookError`]; `Corrupt` where the pointer is not readable.
 pub async fn find(
     platform: &Platform,
-    client: &impl GenericClient,
+    db: &Db,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<LaterHolder>, LookError> {
     let prefix = SlotPrefix::new(user, slot);
-    let Some(read) = pointer_io::read(&platform.bucket, &prefix).await? else { return Ok(None) };
-    Ok(of_pointer(platform, client, &prefix, &read.value).await?)
+    let Some(pointer) = read(platform, &prefix).await? else { return Ok(None) };
+    Ok(of_pointer(platform, db, &prefix, &pointer).await?)
+}
+
+async fn read(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
+    let read = pointer_io::read(&platform.bucket, slot);
+    let read = platform.bucket.within(&slot.pointer(), READ_TIMEOUT, read).await?;
+    Ok(read.map(|read| read.value))
 }
 
 async fn of_pointer(
     platform: &Platform,
-    client: &impl GenericClient,
+    db: &Db,
     slot: &SlotPrefix,
     pointer: &Pointer,
 ) -> Result<Option<LaterHolder>, DbError> {
@@ -69,7 +80,7 @@ async fn of_pointer(
     if !platform.mint.has_signed_fence(slot, epoch, machine, proof) {
         return Ok(None);
     }
-    let known = db::machines::get(client, machine).await?;
+    let known = db::machines::get(&db.session().await?, machine).await?;
     let is_known = known.is_some_and(|known| known.epoch >= epoch);
     Ok((!is_known).then_some(LaterHolder { machine, epoch }))
 }
@@ -140,14 +151,12 @@ pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepE
         return Ok(None);
     }
     let machine = held.machine().await?;
-    let session = held.platform.db.session().await?;
-    let found = match find(held.platform, &session, &machine.user, &machine.slot).await {
+    let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         // Whoever needs the pointer says that it is damaged.
         Err(LookError::Store(StoreError::Corrupt { .. })) => None,
         Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
     };
-    drop(session);
     let Some(holder) = found else { return Ok(None) };
     let subject = Subject {
         machine: machine.id,
@@ -198,14 +207,13 @@ pub async fn serves_unknown_to_database(
     machine: &MachineRow,
 ) -> Result<bool, LookError> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let Some(read) = pointer_io::read(&platform.bucket, &slot).await? else { return Ok(false) };
-    let session = platform.db.session().await?;
-    let holder = of_pointer(platform, &session, &slot, &read.value).await?;
+    let Some(pointer) = read(platform, &slot).await? else { return Ok(false) };
+    let holder = of_pointer(platform, &platform.db, &slot, &pointer).await?;
     let own = holder.filter(|holder| holder.machine == machine.id);
     if let Some(holder) = own {
         warn(platform, machine, holder).await;
     }
-    let named = read.value.snapshot.filter(|named| named.machine_id == machine.id);
+    let named = pointer.snapshot.filter(|named| named.machine_id == machine.id);
     Ok(own.is_some() || machine.registered_at.is_none() && named.is_some())
 }
 
