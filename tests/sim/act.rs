@@ -246,7 +246,7 @@ impl World<'_> {
                     "heartbeat",
                     path,
                     &host.upgrade,
-                    host.heartbeat_body(self.ledger.registration(&host.machine)),
+                    host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()),
                 )
             }
             Action::BootFailure { host } => {
@@ -298,7 +298,7 @@ impl World<'_> {
     pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<Answer> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
-        let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine)));
+        let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
         let (key, accepts) = (None, Accepts::Nothing);
         let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key, accepts };
         send(&self.processes[via], via, &self.ledger, &asked).await

@@ -170,7 +170,7 @@ impl Fleet {
                         "heartbeat",
                         path,
                         &host.upgrade,
-                        host.heartbeat_body(self.ledger.registration(&host.machine)),
+                        host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()),
                     )
                 };
                 let body = Some(body);

@@ -74,7 +74,7 @@ impl Host {
             "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
     }
 
-    pub fn heartbeat_body(&self, registration: Option<Value>) -> Value {
+    pub fn heartbeat_body(&self, registration: Option<&Value>) -> Value {
         json!({"registration": registration, "imageVersion": "v1", "epoch": self.epoch, "health": {"gateway": "ok", "database": "ok"},
             "lastBackup": null, "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
     }

@@ -129,7 +129,7 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
     if let Some(registration) = registration.filter(|_| machine.registered_at.is_none()) {
         match register::again(platform, machine, registration).await {
             Ok(()) => {
-                tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older")
+                tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older");
             }
             Err(problem) => {
                 tracing::warn!(machine = %machine.id, %problem, "a machine serves and is not registered");
