@@ -96,8 +96,8 @@ impl Alarm {
             }
             Self::UnknownOperations => "run a release that knows them on at least one platform process",
             Self::DatabaseBehindStore => {
-                "the platform's database was restored from an older copy: operations of the past stop by themselves, and the \
-                 README says under \"A restored platform database\" what is to be looked at"
+                "the platform's database was restored from an older copy: outdated recoveries and deletions stop by themselves, \
+                 and the README says under \"The platform's database was restored from an older copy\" what to look at"
             }
         }
     }
@@ -127,7 +127,11 @@ impl std::str::FromStr for Alarm {
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        alarms::raise(&session, alarm.as_str(), detail, Lasting::For(alarm.lasts())).await
+        let lasting = Lasting::For(alarm.lasts());
+        match alarm {
+            Alarm::DatabaseBehindStore => alarms::raise_case(&session, alarm.as_str(), detail, lasting).await,
+            _ => alarms::raise(&session, alarm.as_str(), detail, lasting).await,
+        }
     };
     match raised.await {
         Ok(row) if row.is_new => {

@@ -3,6 +3,7 @@
 
 use kit::pg::copy::Copy;
 use kit::provider::Power;
+use kit::s3::{Fault, Rule};
 use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_postgres::Client;
@@ -215,6 +216,9 @@ async fn deletion_that_was_undone_since_goes_on_when_told_again() {
     it.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
     it.asks(&operation).await;
+    // To have it look again confirms nothing.
+    assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
+    it.asks(&operation).await;
     let told =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(told.status, 200, "{told:?}");
@@ -245,6 +249,38 @@ async fn server_of_a_deletion_that_was_undone_since_stays() {
     it.shown_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
+    // While the store cannot say whose the slot is, nobody is sent away.
+    it.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
+    assert_eq!(it.beat(&old, 2, Value::Null).await["superseded"], false);
+    it.stack.store.heal();
+    let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
+    let runs = || async {
+        it.beat(&old, 2, Value::Null).await;
+        (it.stack.status(it.process(), &old.machine).await == "running").then_some(())
+    };
+    it.stack.eventually("it runs again", runs).await;
+}
+
+/// The order to discard it was given before the machine got its slot back.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_was_to_be_discarded_stays_until_it_is_discarded_again() {
+    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
+    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
+    it.save().await;
+    let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
+    assert_eq!(undone.status, 202, "{undone:?}");
+    it.fenced_at(2).await;
+    let ordered = "UPDATE saved.user_machines SET discard_ordered_at = now(), unsaved_since = NULL";
+    it.client.execute(ordered, &[]).await.unwrap();
+
+    it.restore(&[]).await;
+    it.shown_in_fleet("database_behind_store").await;
+    it.shown_in_fleet("unsaved_changes").await;
+    assert!(it.power(&old.machine).is_some());
     let discarded = it
         .stack
         .post(it.process(), &format!("/vps/{}/discard", old.machine), &json!({"acceptLoss": true}))

@@ -161,7 +161,8 @@ impl Ledger {
     pub fn restored(&self) {
         let mut book = self.book();
         book.was_restored = true;
-        book.told.clear();
+        // What was accepted may be forgotten. A request that carries an earlier key may still be answered from the copy.
+        book.told.iter_mut().for_each(|told| told.status = 0);
         book.keys.clear();
         book.operations.clear();
         book.accepted.clear();

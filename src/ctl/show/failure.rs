@@ -54,7 +54,8 @@ impl Failure {
             }
             Some("fenced") => {
                 format!(
-                    "a machine with a higher epoch has fenced the slot, as after a restored database: {recover}"
+                    "a machine with a higher epoch has fenced the slot, as after a restored database: `svcctl fleet` shows the \
+                     alarm database_behind_store; once nothing on the other machine is needed, {recover} with --accept-loss"
                 )
             }
             Some("internal") => {

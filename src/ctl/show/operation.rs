@@ -69,8 +69,12 @@ impl Operation {
         let again = self.question().filter(|question| question.may_be_settled());
         let again =
             again.map(|_| format!("`svcctl operation continue {id}`: the last backup is tried again"));
+        let is_outdated =
+            self.question().is_some_and(|question| question.code.as_deref() == Some("database_behind_store"));
+        let what =
+            if is_outdated { "the machine is deleted again" } else { "it goes ahead, and that data is lost" };
         let others = [
-            format!("`svcctl operation continue {id} --accept-loss`: it goes ahead, and that data is lost"),
+            format!("`svcctl operation continue {id} --accept-loss`: {what}"),
             format!("`svcctl operation abandon {id}`: {back}"),
         ];
         again.into_iter().chain(others).collect()

@@ -20,7 +20,7 @@ use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
 };
-use crate::http::problem::{Code, Problem};
+use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
@@ -90,9 +90,9 @@ pub async fn handle(
             proof_kids: &beat.proof_kids,
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
-        // Whatever became of an order to switch it off: it is on, and what it writes must be saved again.
+        // The host is running, even if a power-off was ordered: what it writes must be saved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
-            machine_server::switched_on(&session, id).await?;
+            machine_server::runs_in_slot(&session, id).await?;
         }
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;
@@ -133,9 +133,9 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
             }
             Err(problem) => {
                 tracing::warn!(machine = %machine.id, %problem, "a machine serves and is not registered");
-                // Whatever becomes of the machine now, what it holds must not go with it.
+                // Its server is kept: it may hold the only copy.
                 let session = platform.host_db.session().await?;
-                machine_changes::serves_after_all(&session, machine.id).await?;
+                machine_changes::mark_unsaved(&session, machine.id).await?;
             }
         }
     }
@@ -143,14 +143,19 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
         return Ok(false);
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
-    // A store that cannot be read now is asked with the next heartbeat.
-    let Some(holder) = found.ok().flatten().filter(|holder| holder.machine == machine.id) else {
-        return Ok(false);
+    let holder = match found {
+        Ok(found) => found.filter(|holder| holder.machine == machine.id),
+        // It may hold its slot: it is not sent away before that is known. The next heartbeat asks again.
+        Err(error) => {
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "the fence of the slot is not known");
+            return Ok(true);
+        }
     };
+    let Some(holder) = holder else { return Ok(false) };
     later_holder::warn(platform, machine, holder).await;
     let mut session = platform.host_db.session().await?;
     if !machine.is_active() {
-        machine_changes::serves_after_all(&session, machine.id).await?;
+        machine_changes::mark_unsaved(&session, machine.id).await?;
         return Ok(true);
     }
     let tx = db::begin(&mut session).await?;

@@ -24,7 +24,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, machine_changes};
 use crate::platform::lifecycle::{self, Circumstances};
-use crate::platform::operations::{OperationKind, OperationOptions, Step};
+use crate::platform::operations::{OperationKind, OperationOptions, Step, later_holder};
 
 const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." };
 
@@ -92,10 +92,7 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
         Decision::Retry => {
             resume(&tx, &was, was.options, "the operator had the step run again").await?;
         }
-        Decision::AcceptLoss => {
-            let options = OperationOptions { accept_loss: true, ..was.options };
-            resume(&tx, &was, options, "the operator accepted the loss").await?;
-        }
+        Decision::AcceptLoss => accept_loss(&tx, &was).await?,
         Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
     }
     let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
@@ -108,6 +105,19 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
     platform.nudge.notify_one();
     platform.reconcile.notify_one();
     Ok(reply.into_response())
+}
+
+/// Accepts what the question says is lost. Where it asks whether an outdated deletion is repeated, that is all that is
+/// confirmed: a last backup that is missing is asked about on its own.
+async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Problem> {
+    let is_of_past =
+        was.question.as_ref().is_some_and(|question| question["code"] == later_holder::BEHIND_STORE);
+    if is_of_past {
+        resume(tx, was, was.options, "the operator confirmed the deletion").await?;
+        return Ok(db::operations::add_fact(tx, was.id, later_holder::CONFIRMED, &json!(true)).await?);
+    }
+    let options = OperationOptions { accept_loss: true, ..was.options };
+    resume(tx, was, options, "the operator accepted the loss").await
 }
 
 /// Has the step that asks run again, with what was decided.

@@ -115,7 +115,7 @@ async fn prepare(platform: &Platform, asked: &Asked, machine: &MachineRow) -> Re
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
     let accepts_loss = asked.options.accept_loss;
     let whose = (&asked.user, &asked.slot);
-    restorable::is_held_as_known(platform, whose, Some(machine), accepts_loss).await?;
+    restorable::ensure_no_forgotten_holder(platform, whose, Some(machine), accepts_loss).await?;
     let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
     Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })

@@ -13,7 +13,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::operations::later_holder::{self, LaterHolder, LookError};
+use crate::platform::operations::later_holder::{self, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{StoreError, epochs, pointer_io};
@@ -93,7 +93,7 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
 ///
 /// # Errors
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
-pub async fn is_held_as_known(
+pub async fn ensure_no_forgotten_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     current: Option<&MachineRow>,
@@ -101,11 +101,11 @@ pub async fn is_held_as_known(
 ) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
-        Err(LookError::Db(error)) => return Err(error.into()),
-        Err(LookError::Store(StoreError::Corrupt { key, why })) => {
+        Err(LookupError::Db(error)) => return Err(error.into()),
+        Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
             return Err(fault::unusable(Unusable::Damaged { key, why }));
         }
-        Err(LookError::Store(error)) => return Err(error.into()),
+        Err(LookupError::Store(error)) => return Err(error.into()),
     };
     let is_other =
         |holder: &LaterHolder| current.is_none_or(|current| current.id != holder.machine) && !accept_loss;

@@ -77,8 +77,8 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
         return Err(refused("The machine never served: provision the slot."));
     }
     let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
-    // One that was given up has left the server where it is.
-    let is_removed = removal.is_some_and(|removal| removal.state != "cancelled");
+    // One that was abandoned, or failed because the machine serves in truth, has left the server where it is.
+    let is_removed = removal.is_some_and(|removal| matches!(removal.state.as_str(), "running" | "succeeded"));
     if !machine.server_exists() || is_removed {
         return Err(refused(
             "Its server is deleted or about to be: provision the slot, which restores its snapshot.",

@@ -47,6 +47,8 @@ pub struct Raised {
     pub is_released: bool,
 }
 
+/// Raises an alarm whose detail takes the place of an earlier one.
+///
 /// # Errors
 /// [`DbError`].
 pub async fn raise(
@@ -55,17 +57,44 @@ pub async fn raise(
     detail: &Value,
     lasting: Lasting,
 ) -> Result<Raised, DbError> {
-    let sql = "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
-               VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
-               ON CONFLICT (alarm) DO UPDATE SET detail = excluded.detail, seen_at = excluded.seen_at, \
-               since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
-               expires_at = excluded.expires_at \
-               RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)";
+    raise_with(client, alarm, (detail, "excluded.detail"), lasting).await
+}
+
+/// Raises an alarm about one more case: its detail is an object that is added to those of the cases before, up to 100.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn raise_case(
+    client: &impl GenericClient,
+    alarm: &str,
+    detail: &Value,
+    lasting: Lasting,
+) -> Result<Raised, DbError> {
+    let merged = "CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.detail \
+                  WHEN (SELECT count(*) FROM jsonb_object_keys(known.detail)) >= 100 THEN known.detail \
+                  ELSE known.detail || excluded.detail END";
+    raise_with(client, alarm, (detail, merged), lasting).await
+}
+
+async fn raise_with(
+    client: &impl GenericClient,
+    alarm: &str,
+    (detail, kept): (&Value, &str),
+    lasting: Lasting,
+) -> Result<Raised, DbError> {
+    let sql = format!(
+        "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
+         VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
+         ON CONFLICT (alarm) DO UPDATE SET detail = {kept}, seen_at = excluded.seen_at, \
+         since = CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.since ELSE known.since END, \
+         expires_at = excluded.expires_at \
+         RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)"
+    );
     let seconds = match lasting {
         Lasting::UntilCleared => None,
         Lasting::For(time) => Some(time.as_secs_f64()),
     };
-    let found = row(client, sql, &[&alarm, &detail, &seconds]).await?;
+    let found = row(client, &sql, &[&alarm, &detail, &seconds]).await?;
     let raised = |row: &Row| Raised { is_new: row.get(0), is_released: row.get(1) };
     Ok(found.as_ref().map_or(Raised { is_new: false, is_released: false }, raised))
 }

@@ -183,7 +183,7 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
 }
 
-/// Raises the epoch of a machine whose fence is not written yet.
+/// Raises the epoch of a machine to one that the store knows, or above it.
 ///
 /// # Errors
 /// [`DbError`].
@@ -344,15 +344,26 @@ pub async fn registered(
         .map(drop)
 }
 
-/// Notes that a machine that left its slot serves in truth: its server holds what no snapshot does.
+/// Notes that a machine that left its slot, or never registered, serves in truth: its server holds what no snapshot does.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn serves_after_all(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
                AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)
+}
+
+/// [`mark_unsaved`], of a server that was about to be deleted. An operator's order to discard it is outdated.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn keep_after_all(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    mark_unsaved(tx, id).await?;
+    execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])
+        .await
+        .map(drop)
 }
 
 /// What a heartbeat leaves behind.

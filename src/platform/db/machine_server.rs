@@ -36,15 +36,25 @@ pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<()
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
+/// [`switched_on`], of a machine that still holds its slot: one that was replaced meanwhile keeps its marks.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn runs_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = format!("{SWITCHED_ON} AND deleted_at IS NULL AND retired_at IS NULL");
+    execute(client, &sql, &[&id.0]).await.map(drop)
+}
+
+const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
+     unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
+
 /// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
 /// last backup holds what an earlier one did not.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, unsaved_since = NULL, \
-               final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
-    execute(client, sql, &[&id.0]).await.map(drop)
+    execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
 /// Notes that an operator switches the server off: the machine is not routed to until it is on again.

@@ -236,7 +236,7 @@ pub async fn stopped_for(
     let sql = "SELECT 1 FROM user_machines later WHERE later.idp_user_id = $1 AND later.slot = $2 \
                AND later.epoch > $3 AND later.registered_at IS NOT NULL \
                UNION ALL SELECT 1 FROM operations WHERE machine_id = $4 AND kind = 'remove_server' \
-               AND state <> 'cancelled' LIMIT 1";
+               AND state IN ('running', 'succeeded') LIMIT 1";
     let epoch = i32::try_from(machine.epoch.0).unwrap_or(i32::MAX);
     let params: Params<'_> = &[&machine.user.as_str(), &machine.slot.as_str(), &epoch, &machine.id.0];
     if row(client, sql, params).await?.is_some() {

@@ -313,6 +313,34 @@ pub async fn decide(tx: &Transaction<'_>, id: OperationId, options: OperationOpt
     execute(tx, sql, &[&id.0, &options]).await.map(drop)
 }
 
+/// When an operation of the machine last failed with this code.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn last_failed(
+    client: &impl GenericClient,
+    machine: MachineId,
+    code: &str,
+) -> Result<Option<Timestamp>, DbError> {
+    let sql =
+        "SELECT max(ended_at) FROM operations WHERE machine_id = $1 AND state = 'failed' AND error_code = $2";
+    Ok(row(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
+}
+
+/// Adds to what the operation's step knows.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn add_fact(
+    tx: &Transaction<'_>,
+    id: OperationId,
+    name: &str,
+    value: &serde_json::Value,
+) -> Result<(), DbError> {
+    let sql = "UPDATE operations SET facts = facts || jsonb_build_object($2::text, $3::jsonb) WHERE operation_id = $1";
+    execute(tx, sql, &[&id.0, &name, value]).await.map(drop)
+}
+
 /// The row, held against other writers until the transaction ends.
 ///
 /// # Errors

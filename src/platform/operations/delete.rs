@@ -17,16 +17,25 @@ const POLL: Duration = Duration::from_millis(500);
 /// The server of this machine.
 pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
-    if machine.discard_ordered_at.is_none() {
+    if !is_discard_confirmed(held, &machine).await? {
         let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
         if serves.map_err(|error| StepError::transient("the fence of the slot is not known", error))? {
-            held.serves_after_all(machine.id).await?;
+            held.keep_after_all(machine.id).await?;
             let note = "the store says that it got its slot back or has served, which this database does not know: its server \
                         is kept until an operator discards it";
             return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
     Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+}
+
+/// Whether an operator had the server discarded after it was kept for what the store says. An earlier order may be
+/// outdated, as the database may be.
+async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+    let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
+    let session = held.platform.db.session().await?;
+    let kept_at = db::operations::last_failed(&session, machine.id, later_holder::BEHIND_STORE).await?;
+    Ok(kept_at.is_some_and(|kept_at| kept_at < ordered_at))
 }
 
 /// Deletes the server of one machine; `false` while one may still appear.

@@ -71,12 +71,12 @@ impl Held<'_> {
         self.under_lease(Note::PoweredOn).await
     }
 
-    /// Notes, under the lease, that the machine serves although this database does not know it.
-    pub async fn serves_after_all(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::ServesAfterAll(machine)).await
+    /// Notes, under the lease, that the machine's server is kept: it serves, and this database does not know it.
+    pub async fn keep_after_all(&self, machine: MachineId) -> Result<(), StepError> {
+        self.under_lease(Note::KeptAfterAll(machine)).await
     }
 
-    /// Raises the epoch of a machine whose fence is not written yet.
+    /// Raises the epoch of the machine to one that the store knows, or above it.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.under_lease(Note::EpochRaised(epoch)).await
     }
@@ -114,7 +114,7 @@ impl Held<'_> {
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
             Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
-            Note::ServesAfterAll(machine) => db::machine_changes::serves_after_all(&tx, machine).await?,
+            Note::KeptAfterAll(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
@@ -189,7 +189,7 @@ enum Note {
     PowerOffOrdered(MachineId),
     PoweredOn,
     EpochRaised(Epoch),
-    ServesAfterAll(MachineId),
+    KeptAfterAll(MachineId),
 }
 
 /// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.

@@ -1,5 +1,5 @@
 //! Whether the store knows of a later holder of a slot than the database, which may have been restored from an older copy:
-//! then the operations in it are of the past, and must not take a serving machine out of service.
+//! then the operations in it are outdated, and must not take a serving machine out of service.
 //!
 //! Invariant: only a fence that the platform has signed proves it. A host can write the pointer, too.
 
@@ -10,6 +10,7 @@ use serde_json::json;
 use super::held::Held;
 use super::step::{Answer, Question, StepError};
 use super::{OperationKind, Step};
+use crate::http::problem::chain;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
@@ -24,9 +25,11 @@ use crate::store::pointer_io::{self, PointerError};
 
 /// The code of a question, and of an operation that ended, because the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
-/// That an operator was asked, among an operation's facts.
-const ASKED: &str = "askedBehindStore";
+/// Among an operation's facts: an operator confirmed the deletion after the question.
+pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
 
+/// Until a store that is away is asked again.
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
 /// Of one look at the pointer: longer, and a store that hangs would hold up what waits for the answer.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -39,7 +42,7 @@ pub struct LaterHolder {
 
 /// Why it is not known who holds the slot.
 #[derive(Debug, thiserror::Error)]
-pub enum LookError {
+pub enum LookupError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
@@ -50,13 +53,13 @@ pub enum LookError {
 /// is held while the store is asked.
 ///
 /// # Errors
-/// [`LookError`]; `Corrupt` where the pointer is not readable.
+/// [`LookupError`]; `Corrupt` where the pointer is not readable.
 pub async fn find(
     platform: &Platform,
     db: &Db,
     user: &IdpUserId,
     slot: &Slot,
-) -> Result<Option<LaterHolder>, LookError> {
+) -> Result<Option<LaterHolder>, LookupError> {
     let prefix = SlotPrefix::new(user, slot);
     let Some(pointer) = read(platform, &prefix).await? else { return Ok(None) };
     Ok(of_pointer(platform, db, &prefix, &pointer).await?)
@@ -85,16 +88,16 @@ async fn of_pointer(
     Ok((!is_known).then_some(LaterHolder { machine, epoch }))
 }
 
-/// What a later holder means for an operation.
+/// What becomes of an operation where the store knows of a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Meaning {
-    /// The operation goes on.
+enum Decision {
+    /// The operation continues.
     Nothing,
-    /// Its machine is the holder: it goes on, and the database learns the epoch.
+    /// Its machine is the holder: it continues, and the database learns the epoch.
     RaiseEpoch,
     /// The deletion was undone since: an operator decides.
     AskWhetherToDelete,
-    /// The slot went back to the machine before this one, or on to another: this one is not to be made any more.
+    /// The slot went back to the machine before this one, or on to another: this one must not be created.
     FailMachine,
     /// Another machine holds the slot: this one does not get it back.
     EndOperation,
@@ -106,31 +109,31 @@ struct Subject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// An operator was asked and said so. A loss that was accepted at the request was accepted in the past.
-    is_told_to_delete: bool,
+    /// By an operator, after the question. A loss that was accepted with the request was accepted of another state.
+    is_deletion_confirmed: bool,
 }
 
-fn meaning(kind: OperationKind, of: Subject, holder: LaterHolder) -> Meaning {
+fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
     let is_own = holder.machine == of.machine;
     match kind {
-        OperationKind::Delete if is_own && !of.is_told_to_delete => Meaning::AskWhetherToDelete,
+        OperationKind::Delete if is_own && !of.is_deletion_confirmed => Decision::AskWhetherToDelete,
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
-            Meaning::RaiseEpoch
+            Decision::RaiseEpoch
         }
         // A fence below its own was known when it was requested.
         OperationKind::Provision | OperationKind::Recover
             if !of.is_registered && holder.epoch >= of.epoch =>
         {
-            Meaning::FailMachine
+            Decision::FailMachine
         }
-        OperationKind::Reinstate if !is_own => Meaning::EndOperation,
-        _ => Meaning::Nothing,
+        OperationKind::Reinstate if !is_own => Decision::EndOperation,
+        _ => Decision::Nothing,
     }
 }
 
 /// Whether the step of an operation may stop, switch off, create, fence or delete what a later holder needs. The deletion of
 /// a kept server looks for itself ([`serves_unknown_to_database`]).
-fn looks(kind: OperationKind, step: Step) -> bool {
+fn is_checked(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
@@ -142,19 +145,28 @@ fn looks(kind: OperationKind, step: Step) -> bool {
     }
 }
 
-/// What becomes of an operation that is of the past; `None`: it goes on.
+/// What becomes of an outdated operation; `None`: it continues.
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
-    if !looks(held.kind, step) {
+pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
+    if !is_checked(held.kind, step) {
         return Ok(None);
     }
     let machine = held.machine().await?;
     let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
-        // Whoever needs the pointer says that it is damaged.
-        Err(LookError::Store(StoreError::Corrupt { .. })) => None,
+        // The step that needs the pointer reports the damage.
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => None,
+        // A step that waits for long is not failed by a store that is away: the next look, or the registration, checks.
+        Err(error) if step == Step::AwaitRegistration => {
+            tracing::debug!(error = %chain(&error), "the fence of the slot is not known");
+            None
+        }
+        Err(error) if step == Step::LastBackup => {
+            tracing::info!(error = %chain(&error), "the fence of the slot is not known yet");
+            return Ok(Some(Answer::wait(LOOK_AGAIN)));
+        }
         Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
     };
     let Some(holder) = found else { return Ok(None) };
@@ -162,34 +174,32 @@ pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepE
         machine: machine.id,
         epoch: machine.epoch,
         is_registered: machine.registered_at.is_some(),
-        is_told_to_delete: held.facts().contains_key(ASKED) && held.operation.options.accept_loss,
+        is_deletion_confirmed: held.facts().contains_key(CONFIRMED),
     };
-    let meaning = meaning(held.kind, subject, holder);
-    if !matches!(meaning, Meaning::Nothing | Meaning::RaiseEpoch) {
+    let decision = decide(held.kind, subject, holder);
+    if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
         warn(held.platform, &machine, holder).await;
     }
-    match meaning {
-        Meaning::Nothing => Ok(None),
-        Meaning::RaiseEpoch => {
+    match decision {
+        Decision::Nothing => Ok(None),
+        Decision::RaiseEpoch => {
             held.raise_epoch(holder.epoch).await?;
             Ok(None)
         }
-        Meaning::AskWhetherToDelete => {
+        Decision::AskWhetherToDelete => {
             let detail = format!(
                 "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
                  deleted. Abandon brings it back here as well; continue with acceptLoss deletes it again.",
                 machine.id, holder.epoch
             );
-            let mut facts = held.facts();
-            facts.insert(ASKED.to_owned(), json!(true));
-            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts })))
+            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts: held.facts() })))
         }
-        Meaning::FailMachine => {
+        Decision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
             let what = "the store knows of a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }
-        Meaning::EndOperation => {
+        Decision::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
                         recover with acceptLoss replaces both";
             Ok(Some(Answer::Fail { code: BEHIND_STORE, note }))
@@ -201,11 +211,11 @@ pub async fn answer(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepE
 /// does not know it.
 ///
 /// # Errors
-/// [`LookError`].
+/// [`LookupError`].
 pub async fn serves_unknown_to_database(
     platform: &Platform,
     machine: &MachineRow,
-) -> Result<bool, LookError> {
+) -> Result<bool, LookupError> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let Some(pointer) = read(platform, &slot).await? else { return Ok(false) };
     let holder = of_pointer(platform, &platform.db, &slot, &pointer).await?;
@@ -219,12 +229,10 @@ pub async fn serves_unknown_to_database(
 
 /// Raises the alarm that names the slot.
 pub async fn warn(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
-    let detail = json!({
-        "idpUserId": machine.user,
-        "slot": machine.slot,
-        "machineId": holder.machine,
-        "epoch": holder.epoch,
-    });
+    let LaterHolder { machine: holder, epoch } = holder;
+    let slot = format!("{}/{}", machine.user, machine.slot);
+    tracing::warn!(slot, %holder, %epoch, "the store knows of a later holder of the slot than the database");
+    let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
     alarms::inform(platform, Alarm::DatabaseBehindStore, &detail).await;
 }
 
@@ -235,44 +243,44 @@ mod tests {
     #[test]
     fn later_holder_stops_what_is_of_the_past() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let subject = |is_registered, is_told_to_delete| Subject {
+        let subject = |is_registered, is_deletion_confirmed| Subject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
-            is_told_to_delete,
+            is_deletion_confirmed,
         };
         let holder = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
         let booting = subject(false, false);
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            assert_eq!(meaning(kind, booting, holder(own, 6)), Meaning::RaiseEpoch);
-            assert_eq!(meaning(kind, booting, holder(other, 6)), Meaning::FailMachine);
-            assert_eq!(meaning(kind, booting, holder(other, 5)), Meaning::FailMachine);
+            assert_eq!(decide(kind, booting, holder(own, 6)), Decision::RaiseEpoch);
+            assert_eq!(decide(kind, booting, holder(other, 6)), Decision::FailMachine);
+            assert_eq!(decide(kind, booting, holder(other, 5)), Decision::FailMachine);
             assert_eq!(
-                meaning(kind, booting, holder(other, 4)),
-                Meaning::Nothing,
+                decide(kind, booting, holder(other, 4)),
+                Decision::Nothing,
                 "known when it was requested"
             );
-            assert_eq!(meaning(kind, subject(true, false), holder(other, 6)), Meaning::Nothing, "it serves");
+            assert_eq!(decide(kind, subject(true, false), holder(other, 6)), Decision::Nothing, "it serves");
             let accepted = subject(false, true);
             assert_eq!(
-                meaning(kind, accepted, holder(other, 6)),
-                Meaning::FailMachine,
+                decide(kind, accepted, holder(other, 6)),
+                Decision::FailMachine,
                 "accepted in the past"
             );
         }
         let deleted = subject(true, false);
-        assert_eq!(meaning(OperationKind::Delete, deleted, holder(own, 6)), Meaning::AskWhetherToDelete);
+        assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), Decision::AskWhetherToDelete);
         let told = subject(true, true);
-        assert_eq!(meaning(OperationKind::Delete, told, holder(own, 6)), Meaning::RaiseEpoch);
-        assert_eq!(meaning(OperationKind::Delete, deleted, holder(other, 6)), Meaning::Nothing);
-        assert_eq!(meaning(OperationKind::Reinstate, deleted, holder(other, 4)), Meaning::EndOperation);
-        assert_eq!(meaning(OperationKind::Reinstate, deleted, holder(own, 6)), Meaning::Nothing);
+        assert_eq!(decide(OperationKind::Delete, told, holder(own, 6)), Decision::RaiseEpoch);
+        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), Decision::Nothing);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), Decision::EndOperation);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), Decision::Nothing);
     }
 
     #[test]
     fn every_step_that_takes_out_of_service_looks() {
         for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
-            assert!(kind.steps().iter().all(|step| looks(kind, *step)));
+            assert!(kind.steps().iter().all(|step| is_checked(kind, *step)));
         }
     }
 }

@@ -1,9 +1,12 @@
 //! The steps that bring a machine back into its slot: its server is switched on, its writers are opened, and its host
 //! takes the new epoch from the answer to its heartbeat.
 //!
-//! The invariant: nothing is switched on while a process may still be switching it off.
+//! The invariant: nothing is switched on while a process may still be switching it off, and a host that may still obey an
+//! earlier shutdown does not count as on.
 
 use std::time::Duration;
+
+use jiff::Timestamp;
 
 use super::ask_host;
 use super::held::Held;
@@ -30,10 +33,17 @@ pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
     let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
         return Ok(Answer::End { event: Event::ServerGone, note: "the provider no longer has the server" });
     };
-    if is_on(held, &server).await? {
+    if is_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
         return Ok(Answer::Done { note: None, record: Record::SwitchedOn { machine: machine.id } });
     }
     Ok(Answer::wait(POLL))
+}
+
+/// Whether the host may still obey a shutdown that was requested a moment ago: it is given the time that one may take.
+async fn may_shut_down_late(held: &Held<'_>, ordered_at: Option<Timestamp>) -> Result<bool, StepError> {
+    let Some(ordered_at) = ordered_at else { return Ok(false) };
+    let since = held.now().await?.duration_since(ordered_at).unsigned_abs();
+    Ok(since < held.platform.config.timing.resize_shutdown)
 }
 
 /// Whether the server is on; one that is off is switched on.

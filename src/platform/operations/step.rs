@@ -167,7 +167,7 @@ impl From<ProviderError> for StepError {
 /// # Errors
 /// [`StepError`].
 pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
-    if let Some(answer) = later_holder::answer(held, step).await? {
+    if let Some(answer) = later_holder::check_step(held, step).await? {
         return Ok(answer);
     }
     match step {
