@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Client;
 
 use super::internal_host::{Host, host};
-use super::stack::{Guest, Process, SECRET, Stack, beat_of, registration};
+use super::stack::{Guest, Process, SECRET, Stack, beat_of, provision_body, registration};
 
 const BACKUP: &str = "/_svc/internal/backup";
 
@@ -376,4 +376,44 @@ async fn slot_that_a_forgotten_machine_holds_is_taken_with_an_accepted_loss_alon
     assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
     assert!(it.power(&forgotten).is_some());
     it.fenced_at(3).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_whose_forgotten_machine_left_no_snapshot_starts_empty_only_as_asked() {
+    let mut it = Restorable::start(&[]).await;
+    it.stack.subscribe(it.process(), "user_1").await;
+    it.save().await;
+    let forgotten = it.stack.running(it.process(), "user_1").await;
+    it.restore(&[]).await;
+    let mut body = provision_body("user_1");
+    for accepted in [json!(false), json!(true)] {
+        body["acceptLoss"] = accepted;
+        it.stack.post(it.process(), "/vps/provision", &body).await.assert_problem(409, "invalid_state");
+    }
+    body["allowEmpty"] = json!(true);
+    let made = it.stack.post(it.process(), "/vps/provision", &body).await;
+    assert_eq!((made.status, &made.body["epoch"]), (202, &json!(2)), "{made:?}");
+    assert!(it.power(&forgotten.machine).is_some());
+}
+
+/// The copy still has the machine that was replaced since.
+#[tokio::test(flavor = "multi_thread")]
+async fn replaced_machine_is_not_switched_on() {
+    let mut it = Restorable::start(&[]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    it.save().await;
+    let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
+    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    assert_eq!(it.power(&old.machine), Some(Power::Off));
+    it.restore(&[]).await;
+    let path = format!("/vps/{}/power", old.machine);
+    let on = it.stack.post(it.process(), &path, &json!({"action": "on"})).await;
+    assert_eq!(on.status, 202, "{on:?}");
+    let operation = it.stack.ended(it.process(), &id(&on.body, "operationId")).await;
+    assert_eq!(
+        (&operation["state"], &operation["errorCode"]),
+        (&json!("failed"), &json!("database_behind_store"))
+    );
+    assert_eq!(it.power(&old.machine), Some(Power::Off));
 }

@@ -159,8 +159,10 @@ async fn prepare(
     };
     let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
     let restore = restore_mode(platform, asked).await?;
-    let (whose, accepts_loss) = ((&asked.user, &asked.slot), asked.options.accept_loss);
-    restorable::ensure_no_forgotten_holder(platform, whose, existing, accepts_loss).await?;
+    let whose = (&asked.user, &asked.slot);
+    let starts_as_asked = restore == RestoreMode::Required || asked.empty == EmptyStart::Allowed;
+    let accepted = asked.options.accept_loss && starts_as_asked;
+    restorable::ensure_no_forgotten_holder(platform, whose, existing, accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
     Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
 }

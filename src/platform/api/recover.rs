@@ -113,9 +113,9 @@ async fn prepare(platform: &Platform, asked: &Asked, machine: &MachineRow) -> Re
         None => provision::release(platform, &asked.user, &asked.slot).await?,
     };
     let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
-    let accepts_loss = asked.options.accept_loss;
     let whose = (&asked.user, &asked.slot);
-    restorable::ensure_no_forgotten_holder(platform, whose, Some(machine), accepts_loss).await?;
+    let accepted = asked.options.accept_loss;
+    restorable::ensure_no_forgotten_holder(platform, whose, Some(machine), accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
     let (restore, snapshot) = (starts.restore, starts.key);
     Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })

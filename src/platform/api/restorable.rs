@@ -97,7 +97,7 @@ pub async fn ensure_no_forgotten_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     current: Option<&MachineRow>,
-    accept_loss: bool,
+    accepted: bool,
 ) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
@@ -108,12 +108,12 @@ pub async fn ensure_no_forgotten_holder(
         Err(LookupError::Store(error)) => return Err(error.into()),
     };
     let is_other =
-        |holder: &LaterHolder| current.is_none_or(|current| current.id != holder.machine) && !accept_loss;
+        |holder: &LaterHolder| current.is_none_or(|current| current.id != holder.machine) && !accepted;
     let Some(holder) = found.filter(is_other) else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. What that machine wrote since the newest snapshot is on its server alone. With acceptLoss the \
-         slot starts from the snapshot; that server stays.",
+         from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. With \
+         acceptLoss the slot starts from that snapshot; where there is none, allowEmpty starts it empty.",
         holder.machine, holder.epoch
     );
     let problem = Problem::new(Code::InvalidState, detail).with("allowed", json!([]));

@@ -127,6 +127,9 @@ fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
             Decision::FailMachine
         }
         OperationKind::Reinstate if !is_own => Decision::EndOperation,
+        OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > of.epoch => {
+            Decision::EndOperation
+        }
         _ => Decision::Nothing,
     }
 }
@@ -137,11 +140,9 @@ fn is_checked(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
-        OperationKind::RemoveServer
-        | OperationKind::Resize
-        | OperationKind::PowerOn
-        | OperationKind::PowerOff
-        | OperationKind::Reboot => false,
+        // A replaced machine that is switched on would be routed to, and could not be backed up.
+        OperationKind::PowerOn | OperationKind::Reboot => step != Step::AwaitHeartbeat,
+        OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
 
@@ -275,6 +276,10 @@ mod tests {
         assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), Decision::Nothing);
         assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), Decision::EndOperation);
         assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), Decision::Nothing);
+        for kind in [OperationKind::PowerOn, OperationKind::Reboot] {
+            assert_eq!(decide(kind, deleted, holder(other, 6)), Decision::EndOperation);
+            assert_eq!(decide(kind, deleted, holder(own, 6)), Decision::Nothing);
+        }
     }
 
     #[test]
