@@ -85,6 +85,8 @@ pub struct Timing {
     pub last_backup_deadline: Duration,
     /// How long a last backup may make no progress before an operator is asked.
     pub last_backup_stall: Duration,
+    /// How long a last backup may take in all before an operator is asked.
+    pub last_backup_limit: Duration,
     /// How long, beyond the time for a shutdown, a provider may fail to switch a replaced server off before the
     /// replacement goes ahead: the fence protects the data.
     pub power_off_retry: Duration,
@@ -111,6 +113,8 @@ pub struct Timing {
     pub operation_limit: Duration,
     /// How long a host must have been silent before its server counts as gone.
     pub server_silence: Duration,
+    /// How long the provider is not asked again for the server of a machine because of its heartbeats.
+    pub server_check: Duration,
     /// How long a server of ours that belongs to no known machine is left alone.
     pub orphan_grace: Duration,
     /// How long a host may say nothing of an update that it was asked for.
@@ -168,6 +172,7 @@ impl PlatformConfig {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
             last_backup_stall: seconds(env, "LAST_BACKUP_STALL_SECONDS", 300),
+            last_backup_limit: seconds(env, "LAST_BACKUP_LIMIT_SECONDS", 43_200),
             power_off_retry: seconds(env, "POWER_OFF_RETRY_SECONDS", 120),
             predecessor_keep: seconds(env, "PREDECESSOR_KEEP_SECONDS", 86_400),
             delete_grace: seconds(env, "DELETE_GRACE_SECONDS", 86_400),
@@ -180,6 +185,7 @@ impl PlatformConfig {
             resize_health: seconds(env, "RESIZE_HEALTH_SECONDS", 600),
             operation_deadline: seconds(env, "OPERATION_DEADLINE_SECONDS", 7200),
             operation_limit: seconds(env, "OPERATION_LIMIT_SECONDS", 86_400),
+            server_check: seconds(env, "SERVER_CHECK_SECONDS", 60),
             server_silence: seconds(env, "SERVER_GONE_SILENCE_SECONDS", 120),
             orphan_grace: seconds(env, "ORPHAN_GRACE_SECONDS", 86_400),
             rollout_silence: seconds(env, "ROLLOUT_SILENCE_SECONDS", 1800),

@@ -12,6 +12,7 @@ use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
 use super::router::Freshness;
+use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
 use crate::provider::Provider;
 use crate::store::Bucket;
@@ -40,5 +41,7 @@ pub struct Platform {
     pub nudge: Notify,
     /// Wakes the reconciler of this process before its time.
     pub reconcile: Notify,
+    /// Which heartbeats of this process's hosts may have the provider asked.
+    pub server_checks: ServerChecks,
     pub stop: CancellationToken,
 }

@@ -23,6 +23,7 @@ pub mod process_clock;
 pub mod rate_budget;
 pub mod rollouts;
 pub mod router;
+pub mod server_checks;
 pub mod tokens;
 pub mod userdata;
 
@@ -46,6 +47,7 @@ use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
 use self::router::{Freshness, RouterContext};
+use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::{Env, platform_env_file};
@@ -161,6 +163,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         routes: freshness,
         nudge: Notify::new(),
         reconcile: Notify::new(),
+        server_checks: ServerChecks::new(config.timing.server_check),
         stop: stop.clone(),
         config,
     });

@@ -17,6 +17,7 @@ use serde::de::DeserializeOwned;
 use super::credentials::is_withdrawn;
 use super::multipart::{Identified, OpenUpload};
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
+use crate::untrusted_text::bounded;
 
 /// What went wrong at the store, by what it means.
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +28,7 @@ pub enum StoreError {
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
     #[error("{key} in the object store is not readable: {why}")]
+    /// `why` may quote what somebody else wrote: [`StoreError::corrupt`] bounds it.
     Corrupt { key: String, why: String },
     #[error("the object store refused access to {key}")]
     Denied {
@@ -55,6 +57,11 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// What the object holds may be anybody's text, of any length.
+    pub(crate) fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
+        Self::Corrupt { key: key.to_string(), why: bounded(&why.to_string()) }
+    }
+
     pub(crate) fn of(key: &Path, error: Error) -> Self {
         let key = key.to_string();
         if is_withdrawn(&error) {
@@ -269,8 +276,7 @@ impl Bucket {
         let Some(got) = self.get(key, 1 << 20).await? else {
             return Ok(None);
         };
-        let value = serde_json::from_slice(&got.value)
-            .map_err(|error| StoreError::Corrupt { key: key.to_string(), why: error.to_string() })?;
+        let value = serde_json::from_slice(&got.value).map_err(|error| StoreError::corrupt(key, &error))?;
         Ok(Some(Versioned { value, version: got.version }))
     }
 
@@ -332,7 +338,25 @@ async fn counted<T>(
 }
 
 fn to_json(key: &Path, value: &impl Serialize) -> Result<Bytes, StoreError> {
-    serde_json::to_vec(value)
-        .map(Bytes::from)
-        .map_err(|error| StoreError::Corrupt { key: key.to_string(), why: error.to_string() })
+    serde_json::to_vec(value).map(Bytes::from).map_err(|error| StoreError::corrupt(key, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::store::pointer::Pointer;
+    use crate::untrusted_text::MAX_CHARS;
+
+    #[tokio::test]
+    async fn error_quotes_little_of_an_unreadable_object() {
+        let (bucket, key) = (Bucket::new(Arc::new(InMemory::new())), Path::from("latest"));
+        let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
+        bucket.put(&key, text).await.unwrap();
+        let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
+        let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
+        assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
+        assert!(!why.contains('\u{1b}'));
+    }
 }

@@ -1,8 +1,11 @@
-//! For tests: a store that ignores one kind of condition.
+//! For tests: a store that ignores one kind of condition, and counts the names that its listings gave.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
+use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -21,11 +24,28 @@ pub(crate) enum Ignored {
 pub(crate) struct Lenient {
     inner: InMemory,
     ignored: Ignored,
+    listed: Arc<AtomicUsize>,
 }
 
 impl Lenient {
     pub(crate) fn new(ignored: Ignored) -> Self {
-        Self { inner: InMemory::new(), ignored }
+        Self { inner: InMemory::new(), ignored, listed: Arc::default() }
+    }
+
+    /// How many names listings have given so far.
+    pub(crate) fn listed(&self) -> usize {
+        self.listed.load(Ordering::Relaxed)
+    }
+
+    fn counted(
+        &self,
+        listing: BoxStream<'static, Result<ObjectMeta>>,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        let listed = Arc::clone(&self.listed);
+        let count = move |_: &Result<ObjectMeta>| {
+            listed.fetch_add(1, Ordering::Relaxed);
+        };
+        listing.inspect(count).boxed()
     }
 }
 
@@ -66,7 +86,15 @@ impl ObjectStore for Lenient {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.inner.list(prefix)
+        self.counted(self.inner.list(prefix))
+    }
+
+    fn list_with_offset(
+        &self,
+        prefix: Option<&Path>,
+        offset: &Path,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.counted(self.inner.list_with_offset(prefix, offset))
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

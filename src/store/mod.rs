@@ -16,6 +16,7 @@ pub mod multipart;
 pub mod parallel_probe;
 pub mod pointer;
 pub mod pointer_io;
+mod pointer_log;
 pub mod pointer_repair;
 pub mod policy;
 pub mod protection;

@@ -10,12 +10,10 @@
 
 use std::time::Duration;
 
-use futures_util::TryStreamExt;
-use object_store::ObjectMeta;
-
 use super::bucket::{Bucket, Condition, StoreError, Version};
-use super::key::{self, SlotPrefix};
+use super::key::SlotPrefix;
 use super::pointer::{self, Fence, Fenced, Pointer};
+use super::pointer_log::newest_entry;
 use super::snapshot::Recorded;
 use crate::machine::epoch::MAX_EPOCH;
 
@@ -102,27 +100,6 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
         Some((at, _)) => (entry(bucket, slot, at).await?, true),
     };
     Ok(Some(PointerRead { value, latest: Some(Latest { seq, agrees, version: latest.version }) }))
-}
-
-/// The highest plausible entry of the log from `from` on. The log is listed from there only: a few names, however long it is.
-pub(super) async fn newest_entry(
-    bucket: &Bucket,
-    slot: &SlotPrefix,
-    from: u64,
-) -> Result<Option<(u64, ObjectMeta)>, StoreError> {
-    let log = slot.pointer_log();
-    let listing = match from.checked_sub(1) {
-        Some(before) => bucket.raw().list_with_offset(Some(&log), &slot.pointer_entry(before)),
-        None => bucket.raw().list(Some(&log)),
-    };
-    let numbered = listing.try_filter_map(async |meta| {
-        let plausible = from..=from.saturating_add(pointer::MAX_SEQ_AHEAD);
-        Ok(key::entry_seq(&meta.location).filter(|seq| plausible.contains(seq)).map(|seq| (seq, meta)))
-    });
-    let newest = numbered.try_fold(None, async |newest: Option<(u64, ObjectMeta)>, found| {
-        Ok(Some(newest.filter(|(seq, _)| *seq > found.0).unwrap_or(found)))
-    });
-    newest.await.map_err(|error| StoreError::of(&log, error))
 }
 
 pub(super) async fn entry(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Pointer, StoreError> {

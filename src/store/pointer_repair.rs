@@ -12,7 +12,7 @@ use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, Unusable};
-use super::{epochs, pointer_io, snapshots};
+use super::{epochs, pointer_io, pointer_log, snapshots};
 use crate::clock;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
@@ -259,7 +259,7 @@ async fn newest_whole(
 
 /// The last entry of the whole log: its `seq`, and its value where it can be read.
 async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
-    let Some((seq, _)) = pointer_io::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
+    let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     match pointer_io::entry(bucket, slot, seq).await {
         Ok(pointer) => Ok((seq, Some(pointer))),
         Err(StoreError::Corrupt { .. }) => Ok((seq, None)),

@@ -17,6 +17,7 @@ use super::role_facts::RoleFacts;
 use crate::clock;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
+use crate::untrusted_text::bounded;
 
 pub const FORMAT: u32 = 1;
 
@@ -261,7 +262,8 @@ async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result
 /// # Errors
 /// [`Unusable`]; never `Absent`.
 pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, Unusable> {
-    let damaged = |why: String| Unusable::Damaged { key: key.to_owned(), why };
+    // The pointer may name anything.
+    let damaged = |why: String| Unusable::Damaged { key: bounded(key), why };
     let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
         return Err(damaged("the key is not one of a snapshot".to_owned()));
     };

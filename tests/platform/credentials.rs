@@ -11,7 +11,6 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use reqwest::Method;
 use serde_json::{Value, json};
-use svc::clock::rfc3339_ms;
 use svc::config::{Env, parse_env_file};
 use svc::machine::epoch::Epoch;
 use svc::machine::name::Slot;
@@ -262,7 +261,7 @@ async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
     assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "as short as STS gives them");
     let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", asked).await;
-    stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
+    old.backs_up(&stack, "user_1");
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }

@@ -22,6 +22,8 @@ pub struct Script {
     pub can_stop: bool,
     /// Its writers end when they are stopped.
     pub stops: bool,
+    /// Its release says how far its backups are.
+    pub reports_backups: bool,
     /// How many dispatches it reports as running.
     pub dispatches: u64,
     /// Added to them at each call.
@@ -51,6 +53,22 @@ impl Host {
     }
 }
 
+impl Host {
+    /// It makes a snapshot: at the store, then by its own word.
+    pub fn backs_up(&self, stack: &Stack, user: &str) -> String {
+        let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+        let key = stack.snapshot_by(user, &self.guest.machine, &at);
+        self.reports(&key, &at);
+        at
+    }
+
+    /// It reports this snapshot as that of its last run.
+    pub fn reports(&self, key: &str, at: &str) {
+        self.script.lock().unwrap().progress = json!({"running": false,
+            "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
+    }
+}
+
 impl Drop for Host {
     fn drop(&mut self) {
         self.stop.cancel();
@@ -70,6 +88,7 @@ fn answer(script: &mut Script, method: &str, path: &str) -> Response {
         ("POST", "/_svc/internal/backup") => {
             (StatusCode::ACCEPTED, axum::Json(json!({"requestedAt": now}))).into_response()
         }
+        ("GET", "/_svc/internal/backup") if !script.reports_backups => StatusCode::NOT_FOUND.into_response(),
         ("GET", "/_svc/internal/backup") => axum::Json(script.progress.clone()).into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
     }
@@ -92,6 +111,7 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
     let script = Script {
         can_stop: true,
         stops: true,
+        reports_backups: true,
         dispatches: 0,
         more_dispatches: 0,
         progress: json!({"running": true}),

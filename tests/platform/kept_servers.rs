@@ -291,7 +291,7 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
     assert_eq!(power(&stack, &machine), Some(Power::Running));
 
-    stack.snapshot_by("user_1", &machine, &svc::clock::rfc3339_ms(jiff::Timestamp::now()));
+    old.backs_up(&stack, "user_1");
     let ended = stack.ended(&process, &id(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());

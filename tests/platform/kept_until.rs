@@ -45,11 +45,17 @@ enum Later {
     DeletedServerGone {
         old: bool,
     },
+    /// It had proven itself long ago, and the provider has lost its server.
+    ServerLost,
+    /// The same, and it was deleted since.
+    ServerLostThenDeleted {
+        old: bool,
+    },
     /// Replaced in its turn, and its server is deleted.
     ReplacedServerGone,
 }
 
-const LATER: [Later; 9] = [
+const LATER: [Later; 12] = [
     Later::Absent,
     Later::Unregistered,
     Later::Unproven,
@@ -58,6 +64,9 @@ const LATER: [Later; 9] = [
     Later::DeletedWithServer,
     Later::DeletedServerGone { old: true },
     Later::DeletedServerGone { old: false },
+    Later::ServerLost,
+    Later::ServerLostThenDeleted { old: true },
+    Later::ServerLostThenDeleted { old: false },
     Later::ReplacedServerGone,
 ];
 
@@ -110,11 +119,20 @@ impl Case {
         let unregistered = if self.registered { Until::Never } else { since(self.left_long_ago) };
         let left = match (self.left, self.later) {
             (Left::Deleted | Left::ReplacedThenDeleted, _) => since(self.left_long_ago),
-            (Left::Replaced, Later::Proven { old } | Later::DeletedServerGone { old }) => since(old),
+            (
+                Left::Replaced,
+                Later::Proven { old }
+                | Later::DeletedServerGone { old }
+                | Later::ServerLostThenDeleted { old },
+            ) => since(old),
             (Left::Replaced, Later::DeletedWithServer) => Until::Over,
             (
                 Left::Replaced,
-                Later::Absent | Later::Unregistered | Later::Unproven | Later::ReplacedServerGone,
+                Later::Absent
+                | Later::Unregistered
+                | Later::Unproven
+                | Later::ServerLost
+                | Later::ReplacedServerGone,
             ) => Until::Never,
         };
         unregistered.min(left)
@@ -136,6 +154,7 @@ struct Columns {
     unsaved: &'static str,
     discard: &'static str,
     abandoned: &'static str,
+    failure: &'static str,
 }
 
 impl Columns {
@@ -151,6 +170,7 @@ impl Columns {
             unsaved: when(case.unsaved, OLD),
             discard: when(case.discard_ordered, FRESH),
             abandoned: when(case.abandoned, FRESH),
+            failure: NULL,
         }
     }
 
@@ -165,6 +185,7 @@ impl Columns {
             unsaved: NULL,
             discard: NULL,
             abandoned: NULL,
+            failure: NULL,
         };
         let age = |old: bool| if old { OLD } else { FRESH };
         Some(match later {
@@ -174,23 +195,27 @@ impl Columns {
             Later::Proven { old } => Self { proven: age(old), ..running },
             Later::DeletedWithServer => Self { deleted: OLD, ..running },
             Later::DeletedServerGone { old } => Self { deleted: OLD, server_deleted: age(old), ..running },
+            Later::ServerLost => Self { failure: "'server_gone'", ..running },
+            Later::ServerLostThenDeleted { old } => {
+                Self { failure: "'server_gone'", deleted: age(old), ..running }
+            }
             Later::ReplacedServerGone => Self { retired: OLD, server_deleted: OLD, ..running },
         })
     }
 
     fn insert(&self, id: Uuid, slot: &str) -> String {
-        let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, discard, abandoned } =
-            self;
+        let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, .. } = self;
+        let Self { discard, abandoned, failure, .. } = self;
         // A machine that was replaced names another; which one decides nothing here.
         let replaced_by = if *retired == NULL { NULL.to_owned() } else { format!("'{id}'") };
         format!(
             "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
              server_type, location, image_version, bundle_sha256, provider_server_id, https_port, \
              registration_token_hash, upgrade_token_hash, replaced_by, registered_at, retired_at, deleted_at, \
-             server_deleted_at, proven_at, unsaved_since, discard_ordered_at, removal_abandoned_at) VALUES \
+             server_deleted_at, proven_at, unsaved_since, discard_ordered_at, removal_abandoned_at, failure_cause) VALUES \
              ('{id}', 'user_1', '{slot}', 'ada', 'customer', 'running', {epoch}, 'empty', 'cpx22', 'nbg1', 'v1', '', 1, \
              443, '', '', {replaced_by}, {registered}, {retired}, {deleted}, {server_deleted}, {proven}, {unsaved}, \
-             {discard}, {abandoned});"
+             {discard}, {abandoned}, {failure});"
         )
     }
 }

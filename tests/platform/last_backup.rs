@@ -9,7 +9,7 @@ use svc::clock::rfc3339_ms;
 use svc::http::proof::Route;
 
 use super::internal_host::{Host, host};
-use super::stack::{Process, Stack, heartbeat};
+use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
@@ -93,7 +93,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    old.backs_up(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
@@ -114,14 +114,14 @@ async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
     let recovery = recover(&stack, &process, json!({})).await;
     called(&stack, &old, "POST", BACKUP).await;
     for step in 1..=12 {
-        let bytes = step * 1000;
+        let bytes = step * (2 << 20);
         old.script.lock().unwrap().progress =
             json!({"running": true, "stage": "upload", "uploadedBytes": bytes});
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     let found = operation(&stack, &process, &recovery).await;
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
-    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    old.backs_up(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
@@ -239,7 +239,8 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(accepted.status, 202, "out of service, it still has its last backup to make: {accepted:?}");
     called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
+    let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
+    old.reports(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -268,7 +269,10 @@ async fn host_of_an_older_release_is_backed_up_without_stopping_its_writers() {
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
-    old.script.lock().unwrap().can_stop = false;
+    {
+        let mut script = old.script.lock().unwrap();
+        (script.can_stop, script.reports_backups) = (false, false);
+    }
     let recovery = recover(&stack, &process, json!({})).await;
     called(&stack, &old, "POST", BACKUP).await;
     stack.snapshot_by("user_1", &old.guest.machine, &now());
@@ -318,4 +322,109 @@ async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
     let recovery = recover(&stack, &process, json!({"acceptLoss": true})).await;
     assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
     assert_eq!(audited(&stack, "last_backup.loss_accepted").await[0]["operationId"], recovery["operationId"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_that_counts_up_for_ever_is_bounded() {
+    let stack = Stack::start().await;
+    let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("LAST_BACKUP_LIMIT_SECONDS", "5")];
+    let process = stack.platform_with(&settings);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    // Too little to be progress.
+    let counting = counts_up(&old, 1);
+    let recovery = recover(&stack, &process, json!({})).await;
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("no progress"), "{asks}");
+    counting.abort();
+    // Enough of it, but without an end.
+    let counting = counts_up(&old, 8 << 20);
+    assert_eq!(stack.post(&process, &continue_path(&recovery), &json!({})).await.status, 200);
+    let asks = waiting(&stack, &process, &recovery).await;
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("has not ended within"), "{asks}");
+    counting.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn loss_is_accepted_while_a_host_claims_progress() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let counting = counts_up(&old, 8 << 20);
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", BACKUP).await;
+    let path = continue_path(&recovery);
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+    let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((answer.status, &answer.body["state"]), (200, &json!("running")), "{answer:?}");
+    assert_eq!(note(&stack, &process, &recovery).await, ACCEPTED);
+    counting.abort();
+}
+
+/// The host reports so many bytes more each time.
+fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
+    let script = old.script.clone();
+    tokio::spawn(async move {
+        for n in 1.. {
+            script.lock().unwrap().progress =
+                json!({"running": true, "stage": "dump", "dumpedBytes": n * by, "uploadedBytes": 0});
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    })
+}
+
+/// A session of a machine that was replaced can write all of this.
+#[tokio::test(flavor = "multi_thread")]
+async fn forged_snapshot_is_no_last_backup() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let earlier = now();
+    old.reports("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", BACKUP).await;
+    // Whole in itself, but not by the machine's own word.
+    stack.snapshot_by("user_1", &old.guest.machine, &now());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+
+    // Of a time to come, which would count for every later operation of the slot, too.
+    old.script.lock().unwrap().reports_backups = false;
+    stack.snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+
+    // Without an object, and with one that the side record does not describe.
+    for broken in [".dump", ".dump.json"] {
+        let key = stack.snapshot_by("user_1", &old.guest.machine, &now());
+        let object = format!("user_1/primary/{key}");
+        match broken {
+            ".dump" => stack.store.write(BUCKET, &object, "a dump of another size"),
+            _ => stack.store.write(BUCKET, &format!("{object}.json"), "{}"),
+        }
+        let mut pointer = stack.pointer("user_1");
+        pointer["seq"] = json!(pointer["seq"].as_u64().unwrap() + 1);
+        stack.write_pointer("user_1", &pointer);
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
+
+    old.script.lock().unwrap().reports_backups = true;
+    old.backs_up(&stack, "user_1");
+    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn question_after_an_unreadable_pointer_does_not_say_that_nothing_is_there() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
+    let _old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let recovery = recover(&stack, &process, json!({})).await;
+    stack.store.write(BUCKET, "user_1/primary/system/db/latest", "no JSON");
+    let asks = waiting(&stack, &process, &recovery).await;
+    let detail = asks["question"]["detail"].as_str().unwrap();
+    assert!(detail.contains("cannot be read") && !detail.contains("there is no snapshot"), "{detail}");
 }

@@ -153,3 +153,22 @@ async fn machine_that_left_its_slot_is_not_switched() {
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
     ask(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeats_of_a_switched_off_machine_cost_the_provider_little() {
+    let (stack, process, guest) = set(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
+    done(&stack, &process, &guest, "off").await;
+    let lookups = || stack.provider.call_count("GET", "/servers/");
+    let before = lookups();
+    for _ in 0..20 {
+        stack.beat(&process, &guest, &beat_of(&guest)).await;
+    }
+    assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
+    // A word of another epoch is none of the machine that is off.
+    let process = stack.platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
+    let before = lookups();
+    let mut late = beat_of(&guest);
+    late["epoch"] = json!(0);
+    stack.beat(&process, &guest, &late).await;
+    assert_eq!(lookups(), before);
+}

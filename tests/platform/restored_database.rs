@@ -115,10 +115,6 @@ fn id(answer: &Value, name: &str) -> String {
     answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
 }
 
-fn now() -> String {
-    svc::clock::rfc3339_ms(jiff::Timestamp::now())
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
@@ -135,7 +131,7 @@ async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
 
     it.restore(&[]).await;
     // The copy's last backup would be taken at once.
-    it.stack.snapshot_by("user_1", &machine, &now());
+    old.backs_up(&it.stack, "user_1");
     let back = it.becomes(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
     let failed = it.record(&id(&recovery, "machineId")).await;
@@ -223,7 +219,7 @@ async fn deletion_that_was_undone_since_goes_on_when_told_again() {
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(told.status, 200, "{told:?}");
     let off = || async {
-        it.stack.snapshot_by("user_1", &machine, &now());
+        old.backs_up(&it.stack, "user_1");
         (it.power(&machine) == Some(Power::Off)).then_some(())
     };
     it.stack.eventually("its server is off", off).await;

@@ -12,14 +12,17 @@ impl Stack {
 
     /// One that was taken then.
     pub fn snapshot_at(&self, user: &str, at: &str) -> String {
-        let key = format!("system/db/snapshots/{}-1.dump", at.replace(':', "-"));
-        let machine = uuid::Uuid::nil();
+        self.snapshot_of(user, at, &uuid::Uuid::nil().to_string(), 1)
+    }
+
+    fn snapshot_of(&self, user: &str, at: &str, machine: &str, epoch: u64) -> String {
+        let key = format!("system/db/snapshots/{}-{epoch}.dump", at.replace(':', "-"));
         let named = json!({"key": key, "sizeBytes": 4, "sha256": DIGEST, "etag": null, "machineId": machine,
-            "epoch": 1, "takenAt": at, "verifiedAt": at});
+            "epoch": epoch, "takenAt": at, "verifiedAt": at});
         let side = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": DIGEST, "pgVersion": "16",
-            "machineId": machine, "epoch": 1, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
+            "machineId": machine, "epoch": epoch, "takenAt": at, "verifiedAt": at, "roles": [], "tables": []});
         let seq = self.highest_seq(user) + 1;
-        let pointer = json!({"version": 1, "fenceEpoch": 1, "seq": seq, "snapshot": named});
+        let pointer = json!({"version": 1, "fenceEpoch": epoch, "seq": seq, "snapshot": named});
         let prefix = format!("{user}/primary");
         self.store.write(BUCKET, &format!("{prefix}/{key}"), "dump");
         self.store.write(BUCKET, &format!("{prefix}/{key}.json"), side.to_string());
@@ -36,22 +39,17 @@ impl Stack {
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
     }
 
-    /// One that this machine took then, under the fence as it stands.
-    pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) {
+    /// One that this machine took then, under the fence as it stands; its key.
+    pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
         let fence = self.pointer(user);
-        let object = self.snapshot_at(user, at);
-        let mut side: Value = serde_json::from_slice(
-            &self.store.read(BUCKET, &format!("{object}.json")).expect("a side record"),
-        )
-        .expect("JSON");
-        side["machineId"] = json!(machine);
-        self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
+        let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
+        let object = self.snapshot_of(user, at, machine, epoch);
         let mut pointer = self.pointer(user);
-        pointer["snapshot"]["machineId"] = json!(machine);
         for name in ["fenceEpoch", "fenceMachineId", "fenceProof"] {
             pointer[name] = fence[name].clone();
         }
         self.write_pointer(user, &pointer);
+        object.split_once("/primary/").expect("the slot's").1.to_owned()
     }
 
     /// By the pointer's log, which stays when the pointer is lost.

@@ -80,6 +80,7 @@ impl Stack {
             ("PLATFORM_POLL_MS", "50"),
             ("RECONCILE_SECONDS", "1"),
             ("SERVER_GONE_SILENCE_SECONDS", "1"),
+            ("SERVER_CHECK_SECONDS", "0"),
             ("PROVIDER_AMBIGUOUS_WAIT_SECONDS", "2"),
             ("LAST_BACKUP_DEADLINE_SECONDS", "1"),
             ("LAST_BACKUP_STALL_SECONDS", "3"),

@@ -3,7 +3,6 @@
 
 use kit::provider::Power;
 use serde_json::{Value, json};
-use svc::clock::rfc3339_ms;
 
 use super::internal_host::{Host, host};
 use super::stack::{Process, Stack, beat_of, provision_body};
@@ -23,7 +22,7 @@ async fn backs_up(stack: &Stack, old: &Host) {
     stack
         .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
         .await;
-    stack.snapshot_by("user_1", &old.guest.machine, &rfc3339_ms(jiff::Timestamp::now()));
+    old.backs_up(stack, "user_1");
 }
 
 async fn is_off(stack: &Stack, machine: &str) {
@@ -159,4 +158,15 @@ async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
     stack.assert_only_server(&old.machine);
     let back = stack.post(&process, &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_of_an_unregistered_machine_promises_no_undelete() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
+    let made = stack.provision(&process, "user_1").await;
+    let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
+    let deleted = stack.delete(&process, &path).await;
+    assert_eq!((deleted.status, &deleted.body["undeletableUntil"]), (202, &Value::Null), "{deleted:?}");
+    assert_ne!(stack.post(&process, &format!("{path}/undelete"), &json!({})).await.status, 202);
 }

@@ -82,6 +82,7 @@ impl Look {
         let mut later = self.machines.iter().filter(later);
         let is_replaced = later.any(|it| match it.server_deleted_at {
             Some(_) => it.deleted_at.is_some(),
+            None if it.failure_cause.as_deref() == Some("server_gone") => it.deleted_at.is_some(),
             None => it.proven_at.is_some(),
         });
         machine.unsaved_since.is_some() || (machine.deleted_at.is_none() && !is_replaced)

@@ -22,6 +22,7 @@ use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
 use svc::platform::router::{self, Freshness, RouterContext};
+use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
 use svc::provider::Provider;
 use svc::store::Bucket;
@@ -64,6 +65,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("IDP_AUDIENCE", "svc"),
         ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
         ("PLATFORM_ROUTES_POLL_MS", "500"),
+        ("SERVER_CHECK_SECONDS", "0"),
         ("CUSTOMER_VPS_ENABLED", "true"),
         ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
         // Nobody listens there: a host is asked in vain, and at once.
@@ -115,6 +117,7 @@ impl Process {
             routes: freshness,
             nudge: Notify::new(),
             reconcile: Notify::new(),
+            server_checks: ServerChecks::new(config.timing.server_check),
             stop,
             config,
         });

@@ -19,7 +19,7 @@ impl World {
         // A machine whose server the provider has lost replaces no other.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
-            if other.removed { is_deleted } else { other.proven }
+            if other.is_server_known_gone() { is_deleted } else { other.proven }
         });
         !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }

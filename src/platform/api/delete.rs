@@ -36,7 +36,7 @@ pub async fn handle(
     let options = OperationOptions {
         now: flag(&mut query, "now"),
         accept_loss: flag(&mut query, "acceptLoss"),
-        replace_first: false,
+        ..OperationOptions::default()
     };
     let options = query.finish(Some(options))?;
     let reply = delete(&platform, id, options, &mutation).await?;
@@ -96,7 +96,9 @@ fn body(
     options: OperationOptions,
 ) -> Value {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
-    let until = machine.deleted_at.and_then(|at| at.checked_add(grace).ok()).filter(|_| !options.now);
+    let until = machine.deleted_at.and_then(|at| at.checked_add(grace).ok());
+    // One that never registered has served nobody, and its server is not kept.
+    let until = until.filter(|_| !options.now && machine.registered_at.is_some());
     json!({
         "machineId": machine.id,
         "kind": machine.kind.as_str(),

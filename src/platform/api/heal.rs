@@ -13,10 +13,13 @@ use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
 
 /// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
-/// reports. What is in the way now may not be at the next heartbeat, so a failure costs nothing but the time.
+/// reports. What is in the way now may not be a little later, so a failure costs nothing but the time.
 pub async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
-    if !machine.is_active() || machine.status != Status::Failed || !failed {
+    if !machine.is_active() || machine.status != Status::Failed || !failed || epoch != machine.epoch {
+        return;
+    }
+    if !platform.server_checks.take_turn(machine.id) {
         return;
     }
     match healed(platform, machine, epoch).await {
@@ -56,8 +59,8 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
 }
 
 /// Routes to a machine again that an operator had switched off and that was switched on at the provider.
-pub async fn note_power(platform: &Platform, machine: &MachineRow) {
-    if !machine.is_active() || machine.powered_off_at.is_none() {
+pub async fn note_power(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
+    if !machine.is_active() || machine.powered_off_at.is_none() || epoch != machine.epoch {
         return;
     }
     match found_on(platform, machine).await {
@@ -73,6 +76,9 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     // The operation that switches it off or on says itself how it is.
     if db::operations::under_way(&platform.host_db.session().await?, machine.id).await?.is_some() {
+        return Ok(false);
+    }
+    if !platform.server_checks.take_turn(machine.id) {
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;

@@ -101,7 +101,7 @@ pub async fn handle(
     if is_well {
         heal::heal(&platform, &machine, epoch).await;
     }
-    heal::note_power(&platform, &machine).await;
+    heal::note_power(&platform, &machine, epoch).await;
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
     let session = platform.host_db.session().await?;

@@ -90,7 +90,8 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
     }
     match decision {
         Decision::Retry => {
-            resume(&tx, &was, was.options, "the operator had the step run again").await?;
+            let options = OperationOptions { give_up_backup: false, ..was.options };
+            resume(&tx, &was, options, "the operator had the step run again").await?;
         }
         Decision::AcceptLoss => accept_loss(&tx, &was).await?,
         Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
@@ -116,7 +117,9 @@ async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Pro
         resume(tx, was, was.options, "the operator confirmed the deletion").await?;
         return Ok(db::operations::add_fact(tx, was.id, later_holder::CONFIRMED, &json!(true)).await?);
     }
-    let options = OperationOptions { accept_loss: true, ..was.options };
+    // Its host may claim for hours that the backup makes progress.
+    let give_up_backup = was.question.is_none() && was.step == Step::LastBackup.as_str();
+    let options = OperationOptions { accept_loss: true, give_up_backup, ..was.options };
     resume(tx, was, options, "the operator accepted the loss").await
 }
 
@@ -127,7 +130,7 @@ async fn resume(
     options: OperationOptions,
     why: &str,
 ) -> Result<(), Problem> {
-    if was.question.is_none() {
+    if was.question.is_none() && !options.give_up_backup {
         return Err(invalid(was, "The operation does not wait for a decision."));
     }
     db::operations::decide(tx, was.id, options).await?;
@@ -184,7 +187,7 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for.",
+        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for, and at any time during `last_backup`.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[("acceptLoss", boolean())])),

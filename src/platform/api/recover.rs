@@ -69,7 +69,7 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
     let options = OperationOptions {
         accept_loss: fields.boolean("acceptLoss").unwrap_or(false),
         replace_first: fields.boolean("replaceFirst").unwrap_or(false),
-        now: false,
+        ..OperationOptions::default()
     };
     let server_type = fields.optional("serverType");
     let locations = AskedLocations::read(&mut fields);

@@ -52,14 +52,15 @@ pub struct KeptServerRow {
 
 /// Until when the server of machine `m` is kept, with the retention as `$1` to `$3`. `NULL`: until an operator decides, or
 /// a later machine of the slot has shown that it serves and still has its server; where the later one was deleted, the time
-/// counts from the deletion of its server.
+/// counts from the deletion of its server. One whose server the provider has lost replaces no other.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \
             THEN coalesce(m.deleted_at, m.retired_at) + make_interval(secs => $3) END, \
         CASE WHEN m.deleted_at IS NOT NULL THEN m.deleted_at + make_interval(secs => $2) \
-            ELSE (SELECT min(CASE WHEN later.server_deleted_at IS NULL THEN later.proven_at \
-                    WHEN later.deleted_at IS NOT NULL THEN later.server_deleted_at END) \
+            ELSE (SELECT min(CASE WHEN later.server_deleted_at IS NULL \
+                        AND later.failure_cause IS DISTINCT FROM 'server_gone' THEN later.proven_at \
+                    WHEN later.deleted_at IS NOT NULL THEN coalesce(later.server_deleted_at, later.deleted_at) END) \
                 FROM user_machines later WHERE later.idp_user_id = m.idp_user_id AND later.slot = m.slot \
                 AND later.epoch > m.epoch AND later.registered_at IS NOT NULL) + make_interval(secs => $1) END) \
     END) END";

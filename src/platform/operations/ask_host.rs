@@ -1,7 +1,7 @@
 //! Calls to the internal routes of a host: updates, drills, backups, and the stop of its writers.
 //!
 //! Each call carries a proof for exactly this machine, method and path, and has a deadline. Whether a snapshot exists is
-//! never taken from an answer: the pointer alone says so.
+//! never taken from an answer alone: the store must say the same.
 
 use std::time::Duration;
 
@@ -133,6 +133,8 @@ pub struct BackupEnd {
     pub status: String,
     #[serde(with = "crate::clock::wire_option")]
     pub began_at: Option<Timestamp>,
+    /// The snapshot that it made the latest.
+    pub key: Option<String>,
     pub error: Option<String>,
     /// Its snapshot is whole and did not become the latest. Hosts of earlier releases do not say so.
     pub held: Option<HeldBack>,

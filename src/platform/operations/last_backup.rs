@@ -5,10 +5,12 @@
 //! decides; one that cannot be reached for a bounded time is passed over.
 
 mod progress;
+mod saved_copy;
 
 use std::fmt;
 use std::time::Duration;
 
+use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 
 use super::ask_host::{self, BackupEnd, BackupProgress, HostCallError};
@@ -23,11 +25,13 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 use crate::untrusted_text::bounded;
 use progress::Progress;
+use saved_copy::HostReport;
 
 const POLL: Duration = Duration::from_millis(500);
 const MAX_REQUESTS: u32 = 3;
 /// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
 const HELD_BACK_HINT: &str = "svc-db-backup accept";
+
 /// How one try ended.
 enum Attempt {
     Saved {
@@ -86,13 +90,15 @@ enum Saved {
     Snapshot(Timestamp),
     /// No snapshot of the slot exists: nothing that was written since its registration is saved.
     Nothing(Option<Timestamp>),
+    /// The pointer cannot be read, and no host has reported a snapshot.
+    Unknown(Option<Timestamp>),
 }
 
 impl Saved {
     fn until(&self) -> Option<Timestamp> {
         match self {
             Self::Snapshot(at) => Some(*at),
-            Self::Nothing(registered_at) => *registered_at,
+            Self::Nothing(registered_at) | Self::Unknown(registered_at) => *registered_at,
         }
     }
 }
@@ -105,6 +111,7 @@ impl fmt::Display for Saved {
                 write!(f, "none: there is no snapshot, and it registered at {}", clock::rfc3339_ms(*at))
             }
             Self::Nothing(None) => f.write_str("none: there is no snapshot"),
+            Self::Unknown(_) => f.write_str("not known, because the snapshot pointer cannot be read"),
         }
     }
 }
@@ -117,13 +124,15 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     if let Some(answer) = needs_none(held, &machine, &mut progress).await? {
         return Ok(answer);
     }
-    let now = held.now().await?;
-    if progress.trouble.is_some() {
+    let (now, options) = (held.now().await?, held.operation.options);
+    if progress.trouble.is_some() || options.give_up_backup {
         // An operator has answered: a snapshot that was held back may be the latest by now.
-        if let Some(taken_at) = snapshot_since(held, &machine, progress.first_requested_at()).await {
+        if let Ok(report) = host_report(held, &machine).await
+            && let Some(taken_at) = saved_copy::find(held, &machine, &progress, &report, now).await
+        {
             return Ok(saved(&machine, taken_at));
         }
-        if held.operation.options.accept_loss {
+        if options.accept_loss {
             return Ok(accepted(held, &machine).await);
         }
         progress = progress.again_from_the_start();
@@ -202,24 +211,26 @@ async fn attempt(
         progress.requested(taken.unwrap_or(now), now);
         return Ok(Attempt::Wait(POLL));
     };
-    if let Some(taken_at) = snapshot_since(held, machine, progress.first_requested_at()).await {
+    let report = host_report(held, machine).await?;
+    if let Some(taken_at) = saved_copy::find(held, machine, progress, &report, now).await {
         return Ok(Attempt::Saved { taken_at });
     }
-    match ask_host::backup_progress(held.platform, machine).await {
-        Ok(host) => {
-            progress.note(&host, now);
-            match failure_since(&host, requested_at) {
-                Some(Trouble::Failed(error)) => return Ok(progress.again(error)),
-                Some(trouble @ Trouble::HeldBack { .. }) => return Ok(Attempt::Trouble(trouble)),
-                None => {}
-            }
+    if let HostReport::Backups(host) = &report {
+        progress.note(host, now);
+        match failure_since(host, requested_at) {
+            Some(Trouble::Failed(error)) => return Ok(progress.again(error)),
+            Some(trouble @ Trouble::HeldBack { .. }) => return Ok(Attempt::Trouble(trouble)),
+            None => {}
         }
-        // A release that does not say how far it is.
-        Err(HostCallError::Refused(_)) => {}
-        Err(error) => return Err(error),
     }
     if progress.is_stalled(held, now) {
         return Ok(Attempt::Trouble(Trouble::Failed("its backup makes no progress".to_owned())));
+    }
+    if progress.is_overdue(held, now) {
+        let hours = held.platform.config.timing.last_backup_limit.as_secs_f64() / 3600.0;
+        return Ok(Attempt::Trouble(Trouble::Failed(format!(
+            "its backup has not ended within {hours:.1} h"
+        ))));
     }
     Ok(Attempt::Wait(POLL))
 }
@@ -238,7 +249,7 @@ async fn stop_writers(
                 progress.note_running(quiesced.running_dispatches, now);
             }
         }
-        Err(HostCallError::Refused(status)) if status.as_u16() == 404 || status.as_u16() == 405 => {
+        Err(HostCallError::Refused(status)) if is_unsupported(status) => {
             tracing::warn!(machine = %machine.id, "its release cannot stop its writers before the last backup");
             progress.has_stopped = true;
         }
@@ -250,31 +261,33 @@ async fn stop_writers(
     Ok(progress.has_stopped)
 }
 
-/// When the snapshot was taken that the pointer names, if this machine took it since. Writers have stopped before the
-/// first request, so every snapshot after it holds all.
-async fn snapshot_since(
-    held: &Held<'_>,
-    machine: &MachineRow,
-    first_requested_at: Option<Timestamp>,
-) -> Option<Timestamp> {
-    let since = first_requested_at?;
-    let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let pointer = pointer_io::read(&held.platform.bucket, &slot).await.ok()??;
-    let named = pointer.value.snapshot?;
-    (named.machine_id == machine.id && named.taken_at >= since).then_some(named.taken_at)
+async fn host_report(held: &Held<'_>, machine: &MachineRow) -> Result<HostReport, HostCallError> {
+    match ask_host::backup_progress(held.platform, machine).await {
+        Ok(host) => Ok(HostReport::Backups(host)),
+        Err(HostCallError::Refused(status)) if is_unsupported(status) => Ok(HostReport::Unsupported),
+        Err(error) => Err(error),
+    }
+}
+
+/// How a release answers that does not know the route.
+fn is_unsupported(status: StatusCode) -> bool {
+    matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
 
 /// What the pointer says, or where it cannot be read, what hosts have reported.
 async fn saved_until(held: &Held<'_>, machine: &MachineRow) -> Saved {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let newest = match pointer_io::read(&held.platform.bucket, &slot).await {
-        Ok(pointer) => pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at),
+    match pointer_io::read(&held.platform.bucket, &slot).await {
+        Ok(pointer) => {
+            let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at);
+            newest.map_or(Saved::Nothing(machine.registered_at), Saved::Snapshot)
+        }
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "the snapshot pointer cannot be read");
-            reported(held, machine).await.unwrap_or_default()
+            let newest = reported(held, machine).await.unwrap_or_default();
+            newest.map_or(Saved::Unknown(machine.registered_at), Saved::Snapshot)
         }
-    };
-    newest.map_or(Saved::Nothing(machine.registered_at), Saved::Snapshot)
+    }
 }
 
 async fn reported(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Timestamp>, DbError> {

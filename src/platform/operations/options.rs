@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct OperationOptions {
     /// What no snapshot holds may be lost, if a last backup cannot be made.
     pub accept_loss: bool,
+    /// An operator accepted the loss while the last backup was being taken: it is not waited for any more.
+    pub give_up_backup: bool,
     /// The predecessor's server is deleted before the new one is created.
     pub replace_first: bool,
     /// The server of a deleted machine is not kept.

@@ -163,6 +163,7 @@ impl Stack {
         set("PROVIDER_API_URL", &provider.base_url());
         set("PROVIDER_API_TOKEN", provider.token());
         set("LAST_BACKUP_DEADLINE_SECONDS", if machines { "60" } else { "5" });
+        set("SERVER_CHECK_SECONDS", if machines { "60" } else { "1" });
         set("SERVER_GONE_SILENCE_SECONDS", if machines { "120" } else { "15" });
         if machines {
             // There, 127.0.0.1 is the machine itself.

@@ -1,0 +1,74 @@
+//! How often a heartbeat may make the platform ask the provider for its machine's server: the provider's calls are one
+//! budget for all machines, and a host can send as many heartbeats as it likes.
+//!
+//! Each process counts for itself, in bounded memory.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::machine::id::MachineId;
+
+/// Machines that one process remembers; beyond that, others wait.
+const MAX_MACHINES: usize = 4096;
+
+#[derive(Debug)]
+pub struct ServerChecks {
+    interval: Duration,
+    last: Mutex<HashMap<MachineId, Instant>>,
+}
+
+impl ServerChecks {
+    pub fn new(interval: Duration) -> Self {
+        Self { interval, last: Mutex::default() }
+    }
+
+    /// Whether the provider may be asked for this machine's server now; then not again within the interval.
+    pub fn take_turn(&self, machine: MachineId) -> bool {
+        self.take_turn_at(machine, Instant::now())
+    }
+
+    fn take_turn_at(&self, machine: MachineId, now: Instant) -> bool {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_recent = |at: &Instant| now.saturating_duration_since(*at) < self.interval;
+        if last.get(&machine).is_some_and(is_recent) {
+            return false;
+        }
+        if last.len() >= MAX_MACHINES {
+            last.retain(|_, at| is_recent(at));
+        }
+        if last.len() >= MAX_MACHINES {
+            return false;
+        }
+        last.insert(machine, now);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn machine_has_one_turn_in_each_interval() {
+        let (checks, machine, start) = (ServerChecks::new(MINUTE), MachineId::new(), Instant::now());
+        assert!(checks.take_turn_at(machine, start));
+        assert!(!checks.take_turn_at(machine, start + MINUTE / 2));
+        assert!(checks.take_turn_at(MachineId::new(), start + MINUTE / 2), "another machine");
+        assert!(checks.take_turn_at(machine, start + MINUTE));
+        assert!(!checks.take_turn_at(machine, start + MINUTE));
+    }
+
+    #[test]
+    fn memory_is_bounded_and_freed() {
+        let (checks, start) = (ServerChecks::new(MINUTE), Instant::now());
+        for _ in 0..MAX_MACHINES {
+            assert!(checks.take_turn_at(MachineId::new(), start));
+        }
+        assert!(!checks.take_turn_at(MachineId::new(), start));
+        assert!(checks.take_turn_at(MachineId::new(), start + MINUTE));
+        assert_eq!(checks.last.lock().unwrap().len(), 1);
+    }
+}

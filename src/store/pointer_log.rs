@@ -1,0 +1,187 @@
+//! The newest entry of the pointer's log, found at a bounded cost.
+//!
+//! Any session of the slot can put any number of objects below the log, so it is never listed to its end. A listing that
+//! does not end within a few names is followed by probes of single keys: entries are consecutive but for a few gaps, which
+//! releases before the log and rebuilt pointers have left.
+//!
+//! Too low an answer is safe: a `seq` whose entry exists cannot be claimed.
+
+use futures_util::TryStreamExt;
+use object_store::ObjectMeta;
+
+use super::bucket::{Bucket, StoreError};
+use super::key::{self, SlotPrefix};
+use super::pointer::MAX_SEQ_AHEAD;
+
+/// Names that are read of one listing. By protocol at most one entry is ahead of `latest`.
+const MAX_LISTED: usize = 64;
+/// Listings, where the log has gaps.
+const MAX_LISTINGS: u32 = 8;
+
+/// An entry that exists.
+type Entry = (u64, ObjectMeta);
+
+/// The highest plausible entry of the log from `from` on.
+pub(super) async fn newest_entry(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    from: u64,
+) -> Result<Option<Entry>, StoreError> {
+    let limit = from.saturating_add(MAX_SEQ_AHEAD);
+    let mut newest: Option<Entry> = None;
+    for _ in 0..MAX_LISTINGS {
+        let start = newest.as_ref().map_or(from, |(seq, _)| seq.saturating_add(1));
+        let (found, is_complete) = list(bucket, slot, start, limit).await?;
+        if is_complete {
+            return Ok(found.or(newest));
+        }
+        let known = match found.or_else(|| newest.clone()) {
+            Some(known) => Some(known),
+            None => probe(bucket, slot, start).await?,
+        };
+        let Some(known) = known else { return Ok(None) };
+        let top = gallop(bucket, slot, known, limit).await?;
+        if newest.as_ref().is_some_and(|(seq, _)| *seq == top.0) {
+            return Ok(Some(top));
+        }
+        newest = Some(top);
+    }
+    tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; its newest entry may be a later one");
+    Ok(newest)
+}
+
+/// The highest entry among the first names from `start` on, and whether there are no more names.
+async fn list(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    start: u64,
+    limit: u64,
+) -> Result<(Option<Entry>, bool), StoreError> {
+    let log = slot.pointer_log();
+    let mut listing = match start.checked_sub(1) {
+        Some(before) => bucket.raw().list_with_offset(Some(&log), &slot.pointer_entry(before)),
+        None => bucket.raw().list(Some(&log)),
+    };
+    let mut newest: Option<Entry> = None;
+    for _ in 0..MAX_LISTED {
+        let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? else {
+            return Ok((newest, true));
+        };
+        let seq = key::entry_seq(&meta.location).filter(|seq| (start..=limit).contains(seq));
+        if let Some(seq) = seq.filter(|seq| newest.as_ref().is_none_or(|(newest, _)| newest < seq)) {
+            newest = Some((seq, meta));
+        }
+    }
+    Ok((newest, false))
+}
+
+/// The last of the consecutive entries that begin at `known`: steps that double, then halves.
+async fn gallop(bucket: &Bucket, slot: &SlotPrefix, known: Entry, limit: u64) -> Result<Entry, StoreError> {
+    let (mut newest, mut step) = (known, 1);
+    let mut missing = loop {
+        let at = newest.0.saturating_add(step);
+        if at > limit {
+            break limit.saturating_add(1);
+        }
+        let Some(found) = probe(bucket, slot, at).await? else { break at };
+        (newest, step) = (found, step * 2);
+    };
+    while missing - newest.0 > 1 {
+        let middle = newest.0 + (missing - newest.0) / 2;
+        match probe(bucket, slot, middle).await? {
+            Some(found) => newest = found,
+            None => missing = middle,
+        }
+    }
+    Ok(newest)
+}
+
+async fn probe(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Entry>, StoreError> {
+    Ok(bucket.head(&slot.pointer_entry(seq)).await?.map(|meta| (seq, meta)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::path::Path;
+
+    use super::*;
+    use crate::machine::name::Slot;
+    use crate::store::lenient::{Ignored, Lenient};
+
+    struct Log {
+        store: Arc<Lenient>,
+        bucket: Bucket,
+        slot: SlotPrefix,
+    }
+
+    impl Log {
+        async fn of(entries: impl IntoIterator<Item = u64>) -> Self {
+            let store = Arc::new(Lenient::new(Ignored::Replace));
+            let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+            let log = Self { bucket: Bucket::new(store.clone()), store, slot };
+            for seq in entries {
+                log.put(&log.slot.pointer_entry(seq)).await;
+            }
+            log
+        }
+
+        async fn put(&self, key: &Path) {
+            self.bucket.put(key, "{}").await.unwrap();
+        }
+
+        async fn newest(&self, from: u64) -> Option<u64> {
+            newest_entry(&self.bucket, &self.slot, from).await.unwrap().map(|(seq, _)| seq)
+        }
+    }
+
+    #[tokio::test]
+    async fn finds_the_top_from_anywhere() {
+        let log = Log::of(7..=3000).await;
+        for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
+            assert_eq!(log.newest(from).await, Some(3000), "{from}");
+        }
+        assert_eq!(log.newest(3001).await, None);
+        assert_eq!(Log::of([]).await.newest(0).await, None);
+    }
+
+    #[tokio::test]
+    async fn finds_the_top_beyond_gaps() {
+        let log = Log::of((1..=500).chain(900..=1200).chain([1202, 1300])).await;
+        for from in [0, 1, 400, 500, 501, 1200, 1300] {
+            assert_eq!(log.newest(from).await, Some(1300), "{from}");
+        }
+    }
+
+    #[tokio::test]
+    async fn implausible_entries_do_not_count() {
+        let log = Log::of([5, 6, 7 + MAX_SEQ_AHEAD]).await;
+        assert_eq!(log.newest(6).await, Some(6));
+        assert_eq!(log.newest(7).await, Some(7 + MAX_SEQ_AHEAD));
+    }
+
+    #[tokio::test]
+    async fn names_that_are_no_entries_cost_little_and_hide_nothing() {
+        let log = Log::of(1..=10).await;
+        let folder = log.slot.pointer_log();
+        for n in 0..2000 {
+            // After all entries, and between the tenth and the one after it.
+            log.put(&folder.clone().join(format!("zz{n:07}"))).await;
+            log.put(&folder.clone().join(format!("0000000000000010.json{n:07}"))).await;
+        }
+        for from in [0, 1, 9, 10] {
+            let before = log.store.listed();
+            assert_eq!(log.newest(from).await, Some(10), "{from}");
+            let listed = log.store.listed() - before;
+            assert!(listed <= 2 * MAX_LISTED, "{from}: {listed}");
+        }
+        assert_eq!(log.newest(11).await, None);
+        for seq in 11..=200 {
+            log.put(&log.slot.pointer_entry(seq)).await;
+        }
+        for from in [0, 1, 10, 11, 200] {
+            assert_eq!(log.newest(from).await, Some(200), "{from}");
+        }
+    }
+}
