@@ -32,6 +32,7 @@ mod pools;
 mod power;
 mod process_clock;
 mod provisioning;
+mod query_cost;
 mod reconciling;
 mod recovery;
 mod registration;
