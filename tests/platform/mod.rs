@@ -27,6 +27,7 @@ mod kills;
 mod last_backup;
 mod lives;
 mod metrics;
+mod operation_log;
 mod pointer;
 mod pools;
 mod power;
