@@ -295,6 +295,8 @@ pub fn operation() -> Value {
         &[
             ("detail", nullable(text())),
             ("requestId", nullable(text())),
+            // Grows from line to line of an operation, not by one.
+            ("seq", count()),
             ("repeats", count()),
             ("repeatedAt", time()),
         ],

@@ -19,11 +19,13 @@ const MAX_SHOWN: i64 = 200;
 /// Retries that are kept of one step.
 const MAX_RETRIES: i64 = 200;
 
-pub(super) const COLUMNS: &str = "at, step, outcome, detail, repeats, repeated_at";
+pub(super) const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
 pub(super) fn line(row: &Row) -> Value {
     let (at, step, outcome): (Timestamp, &str, &str) = (row.get("at"), row.get("step"), row.get("outcome"));
-    let mut line = json!({"at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": row.get::<_, Option<&str>>("detail")});
+    let (seq, detail): (i64, Option<&str>) = (row.get("seq"), row.get("detail"));
+    let mut line =
+        json!({"seq": seq, "at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": detail});
     if let Some(repeated_at) = row.get::<_, Option<Timestamp>>("repeated_at") {
         line["repeats"] = json!(row.get::<_, i32>("repeats"));
         line["repeatedAt"] = json!(rfc3339_ms(repeated_at));
