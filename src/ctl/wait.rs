@@ -175,7 +175,7 @@ impl Holder {
 struct Seen {
     progress: Progress,
     state: String,
-    entries: usize,
+    last_entry: u64,
     stages: usize,
     /// Of the boot's progress, the tens of its percent.
     tens: u64,
@@ -187,7 +187,7 @@ impl Seen {
         Self {
             progress: Progress::start(),
             state: String::new(),
-            entries: 0,
+            last_entry: 0,
             stages: 0,
             tens: 0,
             trouble: false,
@@ -198,11 +198,12 @@ impl Seen {
         self.trouble = false;
         let mut news: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
-            let entries = operation.log.iter().skip(self.entries).filter(|entry| entry.is_news());
+            let (entries, last) = operation.entries_after(self.last_entry);
+            let entries = entries.into_iter().filter(|entry| entry.is_news());
             news.extend(
                 entries.map(|entry| (entry.at.as_str(), operation.line(self.progress.view(), entry))),
             );
-            self.entries = operation.log.len();
+            self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
         // A resize boots a machine that had its first boot long before.

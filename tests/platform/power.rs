@@ -1,6 +1,8 @@
 //! POST `/vps/:id/power`: an operator switches a machine off and on, or restarts it; nothing else brings back one that is
 //! to be off.
 
+use std::time::Duration;
+
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
 
@@ -87,6 +89,40 @@ async fn power_off_cuts_host_that_ignores_shutdown() {
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
     assert_eq!(power(&stack), Power::Off);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn long_shutdown_asks_the_provider_rarely_and_orders_the_cut_once() {
+    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    ask(&stack, &process, &guest, "off").await;
+    let asked = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
+    stack.eventually("the host is asked to shut down", asked).await;
+    let client = stack.database.connect().await.unwrap();
+    let age = |interval: &'static str| {
+        let sql =
+            format!("UPDATE operation_log SET at = at - interval '{interval}' WHERE step = 'stop_server'");
+        let client = &client;
+        async move { client.execute(&sql, &[]).await.unwrap() }
+    };
+    age("1 minute").await;
+    let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
+    let before = stack.provider.call_count("GET", &path);
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    let calls = stack.provider.call_count("GET", &path) - before;
+    assert!((1..=5).contains(&calls), "{calls} calls in 7 s of a shutdown that takes minutes");
+
+    // The shutdown is overdue, and the cut of the power fails.
+    stack.provider.fault(FaultRule::times(100, "POST", "/actions/poweroff", Fault::ActionError));
+    age("1 hour").await;
+    let cut = || async { (actions(&stack, "poweroff") >= 1).then_some(()) };
+    stack.eventually("the power is cut", cut).await;
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert_eq!(actions(&stack, "poweroff"), 1, "ordered again at each look");
+    stack.provider.clear_faults();
+    age("1 minute").await;
+    let off = || async { (power(&stack) == Power::Off).then_some(()) };
+    stack.eventually("the power is cut again after a while", off).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -338,3 +338,27 @@ async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
     };
     stack.eventually("the other is named", said).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn census_matches_listed_servers_in_one_statement() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let machines = 8;
+    for n in 1..=machines {
+        stack.running(&process, &format!("user_{n}")).await;
+    }
+    let client = stack.database.connect().await.unwrap();
+    let count = "CREATE TABLE matches (n bigint);
+        CREATE FUNCTION count_match() RETURNS trigger LANGUAGE plpgsql AS \
+            'BEGIN INSERT INTO matches VALUES (1); RETURN NULL; END';
+        CREATE TRIGGER count_match AFTER UPDATE OF server_deleted_at ON user_machines
+            FOR EACH STATEMENT EXECUTE FUNCTION count_match()";
+    client.batch_execute(count).await.unwrap();
+    let listed = || stack.provider.call_count("GET", "/servers?label_selector");
+    let before = listed();
+    let rounds = || async { (listed() >= before + 4).then_some(()) };
+    stack.eventually("the servers are listed a few times", rounds).await;
+    let rounds = i64::try_from(listed() - before).unwrap();
+    let statements: i64 = client.query_one("SELECT count(*) FROM matches", &[]).await.unwrap().get(0);
+    assert!((1..=rounds + 1).contains(&statements), "{statements} statements in {rounds} rounds");
+}

@@ -21,6 +21,9 @@ pub struct Operation {
     pub question: Option<Question>,
     #[serde(default)]
     pub log: Vec<LogEntry>,
+    /// How many older entries the platform left out.
+    #[serde(default)]
+    pub log_omitted: u64,
 }
 
 /// What an operation waits for an operator to decide.
@@ -38,11 +41,18 @@ impl Question {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct LogEntry {
+    /// Grows from entry to entry; earlier platforms do not send it.
+    pub seq: Option<u64>,
     pub at: String,
     pub step: String,
     pub outcome: Option<String>,
     pub detail: Option<Value>,
+    /// How often it was repeated after `at`, and when last.
+    #[serde(default)]
+    pub repeats: u64,
+    pub repeated_at: Option<String>,
 }
 
 impl LogEntry {
@@ -97,8 +107,23 @@ impl Operation {
             entry.step.clone(),
             view.paint(Colour::of_state(outcome), outcome),
             view.paint(Some(Colour::Faint), &detail),
+            self.repeats(entry),
         ];
         parts.iter().filter(|part| !part.is_empty()).cloned().collect::<Vec<_>>().join("  ")
+    }
+
+    fn repeats(&self, entry: &LogEntry) -> String {
+        let last = entry.repeated_at.as_deref().filter(|_| entry.repeats > 0);
+        last.map_or_else(String::new, |last| {
+            format!("(repeated {} times, last at {})", entry.repeats, self.offset(last).trim())
+        })
+    }
+
+    /// The entries after the one with this number, and the number of the last.
+    pub fn entries_after(&self, seen: u64) -> (Vec<&LogEntry>, u64) {
+        let numbered = self.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
+        let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
+        (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
     }
 
     /// A time of the API, from the operation's start.
@@ -125,6 +150,9 @@ pub fn one(view: &View, o: &Operation) -> String {
     let mut shown = head.join("  ") + "\n";
     for line in o.question_lines() {
         shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
+    }
+    if o.log_omitted > 0 {
+        shown.push_str(&format!("({} older entries are not shown)\n", o.log_omitted));
     }
     for entry in o.log.iter().filter(|entry| entry.is_news()) {
         shown.push_str(&format!("{}\n", o.line(view, entry)));

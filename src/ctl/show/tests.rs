@@ -104,6 +104,30 @@ fn an_operation_under_way() {
     insta::assert_snapshot!(operation::one(&plain(), &read(operation("resize", "running"))));
 }
 
+#[test]
+fn repeated_and_omitted_log_entries_are_counted() {
+    let mut long = operation("delete", "running");
+    long["log"][1]["repeats"] = 4319.into();
+    long["log"][1]["repeatedAt"] = "2026-11-20T11:00:00.400Z".into();
+    long["logOmitted"] = 7.into();
+    let shown = operation::one(&plain(), &read(long.clone()));
+    assert!(shown.contains("(7 older entries are not shown)"), "{shown}");
+    assert!(shown.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{shown}");
+
+    // An earlier platform sends no numbers: the place counts.
+    let after = |value: &Value, seen| {
+        let operation: operation::Operation = read(value.clone());
+        let (news, last) = operation.entries_after(seen);
+        (news.len(), last)
+    };
+    assert_eq!(after(&long, 2), (1, 3));
+    for (place, seq) in [(0, 40), (1, 52), (2, 97)] {
+        long["log"][place]["seq"] = seq.into();
+    }
+    assert_eq!(after(&long, 40), (2, 97));
+    assert_eq!(after(&long, 97), (0, 97));
+}
+
 fn with_copies(mut machine: Value, copies: Value) -> machine::Machine {
     machine["copies"] = copies;
     read(machine)

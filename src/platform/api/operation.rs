@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use deadpool_postgres::GenericClient;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, OPERATOR, told};
@@ -34,8 +34,12 @@ pub async fn handle(
     Ok(Json(record(&session, &found).await?).into_response())
 }
 
+/// With the newest lines of its log, and how many older ones were left out.
 pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Result<Value, DbError> {
-    Ok(operation.record(&db::operations::log_of(client, operation.id).await?))
+    let log = db::operation_log::newest(client, operation.id).await?;
+    let mut record = operation.record(&log.lines);
+    record["logOmitted"] = json!(log.omitted);
+    Ok(record)
 }
 
 /// The route and its description.

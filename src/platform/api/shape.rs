@@ -292,7 +292,14 @@ pub fn machine_with_operations() -> Value {
 pub fn operation() -> Value {
     let line = object(
         &[("at", time()), ("step", text()), ("outcome", text())],
-        &[("detail", nullable(text())), ("requestId", nullable(text()))],
+        &[
+            ("detail", nullable(text())),
+            ("requestId", nullable(text())),
+            // Grows from line to line of an operation, not by one.
+            ("seq", count()),
+            ("repeats", count()),
+            ("repeatedAt", time()),
+        ],
     );
     object(
         &[
@@ -310,7 +317,8 @@ pub fn operation() -> Value {
             ("requestId", nullable(text())),
             ("log", array(line)),
         ],
-        &[],
+        // How many older lines of the log are left out.
+        &[("logOmitted", count())],
     )
 }
 

@@ -28,10 +28,12 @@ pub struct EndedMachineRow {
 pub async fn needing_attention(client: &impl GenericClient) -> Result<Vec<EndedMachineRow>, DbError> {
     let sql = "SELECT * FROM (SELECT m.machine_id, m.idp_user_id, m.slot, m.handle, m.status, m.deleted_at IS NOT NULL, \
                    m.unsaved_since IS NOT NULL AND m.discard_ordered_at IS NULL AS unsaved, \
-                   m.removal_abandoned_at IS NOT NULL AS abandoned, \
-                   (SELECT operation_id FROM operations WHERE operations.machine_id = m.machine_id \
-                       AND state = 'running' AND question IS NOT NULL ORDER BY created_at LIMIT 1) AS waiting \
-               FROM user_machines m WHERE m.server_deleted_at IS NULL \
+                   m.removal_abandoned_at IS NOT NULL AS abandoned, o.operation_id AS waiting \
+               FROM user_machines m \
+               LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, operation_id FROM operations \
+                   WHERE state = 'running' AND question IS NOT NULL ORDER BY machine_id, created_at) o \
+                   ON o.machine_id = m.machine_id \
+               WHERE m.server_deleted_at IS NULL \
                    AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)) ended \
                WHERE unsaved OR abandoned OR waiting IS NOT NULL ORDER BY machine_id";
     let found = rows(client, sql, &[]).await?;

@@ -1,4 +1,6 @@
 //! What is known of every active machine, in one statement, for the view of the whole fleet.
+//!
+//! The invariant: running operations and backups are each read once for the whole fleet, never once for each machine.
 
 use deadpool_postgres::GenericClient;
 
@@ -50,8 +52,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                extract(epoch FROM now() - m.created_at)::float8, \
                extract(epoch FROM now() - m.heartbeat_at)::float8, \
                m.health ->> 'gateway', m.health ->> 'database', \
-               extract(epoch FROM now() - (SELECT max(every.backup_taken_at) FROM user_machines every \
-                   WHERE every.idp_user_id = m.idp_user_id AND every.slot = m.slot))::float8, \
+               extract(epoch FROM now() - b.taken_at)::float8, \
                m.last_backup ->> 'status', extract(epoch FROM now() - o.created_at)::float8, \
                coalesce(o.attempts, 0), m.last_update ->> 'outcome', \
                coalesce(jsonb_array_length(m.checks #> '{verify,damaged}') > 0, false), \
@@ -59,10 +60,13 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                coalesce(o.error_code = 'provider_account', false), \
                extract(epoch FROM now() - m.powered_off_at)::float8, \
                ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item) \
-               FROM user_machines m LEFT JOIN LATERAL (SELECT created_at, attempts, error_code, \
+               FROM user_machines m \
+               LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
-                   WHERE operations.machine_id = m.machine_id AND state = 'running' \
-                   ORDER BY created_at LIMIT 1) o ON true \
+                   WHERE state = 'running' ORDER BY machine_id, created_at) o ON o.machine_id = m.machine_id \
+               LEFT JOIN (SELECT idp_user_id, slot, max(backup_taken_at) AS taken_at FROM user_machines \
+                   WHERE backup_taken_at IS NOT NULL GROUP BY idp_user_id, slot) b \
+                   ON b.idp_user_id = m.idp_user_id AND b.slot = m.slot \
                WHERE m.deleted_at IS NULL AND m.retired_at IS NULL ORDER BY m.machine_id";
     let found = rows(client, sql, &[]).await?;
     Ok(found

@@ -303,23 +303,6 @@ pub async fn server_deleted(client: &impl GenericClient, id: MachineId) -> Resul
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes a server that showed up after its machine had ended and was thought to have none; says whether it was so.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn server_came_back(
-    client: &impl GenericClient,
-    id: MachineId,
-    server: i64,
-    listed_at: Timestamp,
-) -> Result<bool, DbError> {
-    // What was deleted while the servers were listed has not come back.
-    let sql = "UPDATE user_machines SET provider_server_id = $2, server_deleted_at = NULL WHERE machine_id = $1 \
-               AND (deleted_at IS NOT NULL OR retired_at IS NOT NULL) \
-               AND server_deleted_at < $3::timestamptz - interval '5 seconds'";
-    Ok(execute(client, sql, &[&id.0, &server, &listed_at]).await? == 1)
-}
-
 /// What a host says of itself when it registers.
 pub struct Registration<'a> {
     pub image_version: &'a ImageVersion,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
+use tokio_postgres::types::ToSql;
 
 use super::machine_row::{COLUMNS, MachineRow};
 use super::{DbError, Params, row, rows};
@@ -201,13 +202,14 @@ pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> R
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
-/// Machines that boot and whose registration has run out.
+/// Machines that boot and whose registration has run out. `now()` is stable within a statement, so that the index serves
+/// it.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE status IN ('provisioning', 'recovering') \
-               AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= clock_timestamp()";
+               AND deleted_at IS NULL AND retired_at IS NULL AND registration_expires_at <= now()";
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
@@ -217,7 +219,7 @@ pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbEr
 /// [`DbError`].
 pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<MachineId>, DbError> {
     let sql = "SELECT machine_id FROM user_machines WHERE kind = 'preview' AND deleted_at IS NULL \
-               AND retired_at IS NULL AND preview_expires_at <= clock_timestamp()";
+               AND retired_at IS NULL AND preview_expires_at <= now()";
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
@@ -290,6 +292,9 @@ pub enum Which {
     Ended,
 }
 
+/// A handle belongs to one user, by whom machines are indexed.
+const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
+
 /// A page, the newest first; ids are in time order.
 ///
 /// # Errors
@@ -308,10 +313,23 @@ pub async fn list(
     let user = filter.user.as_ref().map(IdpUserId::as_str);
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
-    let rest = format!(
-        "{which} AND ($1::text IS NULL OR status = $1) AND ($2::text IS NULL OR idp_user_id = $2) \
-         AND ($3::text IS NULL OR slot = $3) AND ($4::text IS NULL OR handle = $4) \
-         AND ($5::uuid IS NULL OR machine_id < $5) ORDER BY machine_id DESC LIMIT $6"
-    );
-    many(client, &rest, &[&status, &user, &slot, &handle, &before, &limit]).await
+    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    let mut rest = which.to_owned();
+    let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
+    let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [
+        ("status = $", status.as_ref().map(|value| value as _)),
+        ("idp_user_id = $", user.as_ref().map(|value| value as _)),
+        ("slot = $", slot.as_ref().map(|value| value as _)),
+        (OF_HANDLE, handle.as_ref().map(|value| value as _)),
+        ("machine_id < $", before.as_ref().map(|value| value as _)),
+    ];
+    for (condition, value) in filters {
+        if let Some(value) = value {
+            params.push(value);
+            rest += &format!(" AND {}", condition.replace('$', &format!("${}", params.len())));
+        }
+    }
+    params.push(&limit);
+    rest += &format!(" ORDER BY machine_id DESC LIMIT ${}", params.len());
+    many(client, &rest, &params).await
 }

@@ -17,6 +17,7 @@ pub mod machine_row;
 pub mod machine_server;
 pub mod machines;
 pub mod migrate;
+pub mod operation_log;
 pub mod operations;
 pub mod retention;
 pub mod rollouts;

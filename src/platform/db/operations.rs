@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
-use super::{DbError, execute, row, rows};
+use super::{DbError, execute, operation_log, row, rows};
 use crate::clock::rfc3339_ms;
 use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
@@ -152,15 +152,9 @@ pub async fn under_way(
 /// # Errors
 /// [`DbError`].
 pub async fn log_of(client: &impl GenericClient, id: OperationId) -> Result<Vec<Value>, DbError> {
-    let sql = "SELECT at, step, outcome, detail FROM operation_log WHERE operation_id = $1 ORDER BY seq";
-    let found = rows(client, sql, &[&id.0]).await?;
-    Ok(found
-        .iter()
-        .map(|row| {
-            let (at, step, outcome): (Timestamp, &str, &str) = (row.get(0), row.get(1), row.get(2));
-            json!({"at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": row.get::<_, Option<&str>>(3)})
-        })
-        .collect())
+    let columns = operation_log::COLUMNS;
+    let sql = format!("SELECT {columns} FROM operation_log WHERE operation_id = $1 ORDER BY seq");
+    Ok(rows(client, &sql, &[&id.0]).await?.iter().map(operation_log::line).collect())
 }
 
 /// # Errors

@@ -1,6 +1,6 @@
 //! What is known of servers apart from their machines' states: which should be there, which are missing; and the label that marks them as ours.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
@@ -94,6 +94,27 @@ pub async fn seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), Db
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
     execute(client, sql, &[&servers]).await.map(drop)
+}
+
+/// Notes the servers that the provider listed of machines that have ended and were thought to have none; which those are.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn came_back(
+    client: &impl GenericClient,
+    listed: &HashMap<MachineId, i64>,
+    listed_at: Timestamp,
+) -> Result<Vec<(MachineId, i64)>, DbError> {
+    // What was deleted while the servers were listed has not come back.
+    let sql = "UPDATE user_machines m SET provider_server_id = listed.server, server_deleted_at = NULL \
+               FROM unnest($1::uuid[], $2::bigint[]) AS listed (machine, server) \
+               WHERE m.machine_id = listed.machine AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \
+               AND m.server_deleted_at < $3::timestamptz - interval '5 seconds' \
+               RETURNING m.machine_id, m.provider_server_id";
+    let (machines, servers): (Vec<Uuid>, Vec<i64>) =
+        listed.iter().map(|(machine, server)| (machine.0, *server)).unzip();
+    let found = rows(client, sql, &[&machines, &servers, &listed_at]).await?;
+    Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
 /// Notes that the machine's server is not there; for how long that has been so.

@@ -62,10 +62,8 @@ async fn strays(platform: &Platform, listed: &[Server], began: Timestamp) -> any
     let named: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in named {
-        if db::machine_changes::server_came_back(&session, machine, server, began).await? {
-            tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
-        }
+    for (machine, server) in db::servers::came_back(&session, &named, began).await? {
+        tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
     }
     Ok(())
 }

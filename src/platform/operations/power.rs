@@ -50,8 +50,7 @@ pub async fn stop(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(Answer::wait(POLL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(no_server()) };
-    let overdue = held.step_age().await? >= held.platform.config.timing.resize_shutdown;
-    let answer = predecessor::switch_off(held, ServerId(id), overdue).await?;
+    let answer = predecessor::switch_off(held, ServerId(id), held.step_age().await?).await?;
     Ok(answer.unwrap_or_else(no_server))
 }
 

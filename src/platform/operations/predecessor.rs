@@ -6,11 +6,11 @@
 
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::held::Held;
 use super::step::{Answer, Question, Record, StepError};
-use super::{OperationKind, delete};
+use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
@@ -18,6 +18,10 @@ use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL: Duration = Duration::from_millis(500);
 const SHUTDOWN_ASKED: &str = "shutdownAsked";
+/// The age of the step in seconds when the power was last cut.
+const POWER_CUT_AT: &str = "powerCutAt";
+/// A cut of the power that has not switched the server off is repeated after this time.
+const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
 /// That the provider has denied the server once.
 const ABSENT: &str = "absent";
 /// Between two denials that both must say that a server is gone.
@@ -65,41 +69,51 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         ));
     }
     held.power_off_ordered(machine.id).await?;
-    match switch_off(held, ServerId(id), age >= shutdown).await {
+    match switch_off(held, ServerId(id), age).await {
         Ok(Some(answer)) => Ok(answer),
         Ok(None) => Ok(gone(held, &machine)),
         // A provider that refuses does not keep the slot from its new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
-            Ok(Answer::wait((age / 4).clamp(POLL, Duration::from_secs(10))))
+            Ok(Answer::wait(resize::soon(age).max(POLL)))
         }
     }
 }
 
-/// Asks the host to shut down, or cuts the power once that is overdue; `None` where the provider has no such server.
+/// Asks the host to shut down, or cuts the power once that is overdue; `None` where the provider has no such server. The
+/// older the step, the less often the provider is asked: its rate limit is shared by all machines.
 pub(super) async fn switch_off(
     held: &Held<'_>,
     id: ServerId,
-    overdue: bool,
+    age: Duration,
 ) -> Result<Option<Answer>, ProviderError> {
     let provider = &held.platform.provider;
     let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
         return Ok(Some(Answer::done()));
     }
-    if locked {
-        return Ok(Some(Answer::wait(POLL)));
-    }
-    if overdue {
-        provider.power_off(id).await?;
-        return Ok(Some(Answer::wait(POLL)));
-    }
     let mut facts = held.facts();
-    if !facts.contains_key(SHUTDOWN_ASKED) {
-        provider.shutdown(id).await?;
-        facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
+    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| since(cut_at, age));
+    if locked {
+        return Ok(Some(Answer::wait(resize::soon(since_cut.unwrap_or(age)))));
     }
-    Ok(Some(Answer::Wait { again_in: POLL, facts: Some(facts) }))
+    if age < held.platform.config.timing.resize_shutdown {
+        if !facts.contains_key(SHUTDOWN_ASKED) {
+            provider.shutdown(id).await?;
+            facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
+        }
+        return Ok(Some(Answer::Wait { again_in: resize::soon(age), facts: Some(facts) }));
+    }
+    if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
+        provider.power_off(id).await?;
+        facts.insert(POWER_CUT_AT.to_owned(), json!(age.as_secs_f64()));
+        return Ok(Some(Answer::Wait { again_in: POLL, facts: Some(facts) }));
+    }
+    Ok(Some(Answer::wait(resize::soon(since_cut.unwrap_or(age)))))
+}
+
+fn since(cut_at: f64, age: Duration) -> Duration {
+    age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
 /// Absent twice, a server is gone: there is nothing to keep, and nothing to go back to.

@@ -235,6 +235,6 @@ pub(super) fn started(held: &Held<'_>, action: ActionId, age: Duration) -> Answe
 }
 
 /// The longer it takes, the less often it is looked at.
-fn soon(age: Duration) -> Duration {
+pub(super) fn soon(age: Duration) -> Duration {
     (age / 4).clamp(Duration::from_millis(200), Duration::from_secs(5))
 }

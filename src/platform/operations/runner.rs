@@ -24,6 +24,7 @@ use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::alarms;
 use crate::platform::context::Platform;
+use crate::platform::db::operation_log::RETRY;
 use crate::platform::db::operations::{Advance, OperationRow};
 use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
@@ -265,7 +266,7 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
         return Ok(());
     }
     let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
-    set_aside(held, to, Some(("retry", Some(&error.to_string())))).await
+    set_aside(held, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
 /// Whether its machine fails with it: the slot then goes back to the machine before it, if that is still there.
@@ -320,7 +321,7 @@ async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), 
 /// [`set_aside`], marked so that no deadline of the operation ends it.
 async fn wait_for_account(held: &Held<'_>, to: Next<'_>, why: &str) -> Result<(), StepError> {
     let error_code = Some(db::operations::WAITS_FOR_ACCOUNT);
-    write(held, to, Writing { lease: None, line: Some(("retry", Some(why))), error_code }, Record::Nothing)
+    write(held, to, Writing { lease: None, line: Some((RETRY, Some(why))), error_code }, Record::Nothing)
         .await
 }
 
@@ -362,8 +363,12 @@ async fn write(
     if !db::operations::advance(&tx, id, held.owner, &advance).await? {
         return Err(StepError::Lost);
     }
-    if let Some((outcome, detail)) = line {
-        db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
+    match line {
+        Some((RETRY, detail)) => db::operation_log::retried(&tx, id, &held.operation.step, detail).await?,
+        Some((outcome, detail)) => {
+            db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
+        }
+        None => {}
     }
     write_record(held, &tx, record).await?;
     Ok(db::commit(tx).await?)

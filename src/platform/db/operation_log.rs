@@ -1,0 +1,80 @@
+//! The log of an operation, bounded: a retry that fails like the one before it is counted in its line, and of each step the
+//! newest retries are kept.
+//!
+//! The invariant: the line that a step begins with is never changed or deleted, because the step's age is counted from it.
+
+use deadpool_postgres::GenericClient;
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+
+use super::{DbError, execute, rows};
+use crate::clock::rfc3339_ms;
+use crate::machine::id::OperationId;
+
+/// The outcome of a step that failed and runs again.
+pub const RETRY: &str = "retry";
+/// Lines that are shown of one operation.
+const MAX_SHOWN: i64 = 200;
+/// Retries that are kept of one step.
+const MAX_RETRIES: i64 = 200;
+
+pub(super) const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
+
+pub(super) fn line(row: &Row) -> Value {
+    let (at, step, outcome): (Timestamp, &str, &str) = (row.get("at"), row.get("step"), row.get("outcome"));
+    let (seq, detail): (i64, Option<&str>) = (row.get("seq"), row.get("detail"));
+    let mut line =
+        json!({"seq": seq, "at": rfc3339_ms(at), "step": step, "outcome": outcome, "detail": detail});
+    if let Some(repeated_at) = row.get::<_, Option<Timestamp>>("repeated_at") {
+        line["repeats"] = json!(row.get::<_, i32>("repeats"));
+        line["repeatedAt"] = json!(rfc3339_ms(repeated_at));
+    }
+    line
+}
+
+/// The newest lines of an operation, the oldest of them first.
+#[derive(Debug)]
+pub struct NewestLines {
+    pub lines: Vec<Value>,
+    /// How many older lines there are.
+    pub omitted: i64,
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<NewestLines, DbError> {
+    let sql = format!(
+        "SELECT {COLUMNS}, count(*) OVER () AS total FROM operation_log WHERE operation_id = $1 \
+         ORDER BY seq DESC LIMIT $2"
+    );
+    let found = rows(client, &sql, &[&id.0, &MAX_SHOWN]).await?;
+    let total: i64 = found.first().map_or(0, |row| row.get("total"));
+    let lines: Vec<Value> = found.iter().rev().map(line).collect();
+    let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
+    Ok(NewestLines { lines, omitted })
+}
+
+/// Logs that a step failed and runs again.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn retried(
+    client: &impl GenericClient,
+    id: OperationId,
+    step: &str,
+    detail: Option<&str>,
+) -> Result<(), DbError> {
+    let repeat = "UPDATE operation_log SET repeats = repeats + 1, repeated_at = clock_timestamp() \
+                  WHERE operation_id = $1 \
+                  AND seq = (SELECT max(seq) FROM operation_log WHERE operation_id = $1) \
+                  AND step = $2 AND outcome = $3 AND detail IS NOT DISTINCT FROM $4";
+    if execute(client, repeat, &[&id.0, &step, &RETRY, &detail]).await? == 1 {
+        return Ok(());
+    }
+    super::operations::log(client, id, step, RETRY, detail).await?;
+    let trim = "DELETE FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
+                AND seq <= (SELECT seq FROM operation_log WHERE operation_id = $1 AND step = $2 AND outcome = $3 \
+                  ORDER BY seq DESC OFFSET $4 LIMIT 1)";
+    execute(client, trim, &[&id.0, &step, &RETRY, &MAX_RETRIES]).await.map(drop)
+}

@@ -1,0 +1,72 @@
+//! The log of an operation that is retried for long: bounded in the database and in answers, and the age of its step stays
+//! right.
+
+use std::time::Duration;
+
+use kit::pg::test_database_from;
+use serde_json::{Value, json};
+use svc::machine::id::OperationId;
+use svc::platform::db::{Db, operation_log, operations};
+use uuid::Uuid;
+
+const FILL: &str = "
+    INSERT INTO handles VALUES ('user-1', 'user_1');
+    INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, server_type,
+        location, image_version, bundle_sha256, https_port, registration_token_hash, upgrade_token_hash)
+        VALUES (gen_random_uuid(), 'user_1', 'primary', 'user-1', 'customer', 'running', 1, 'empty', 'cpx22', 'nbg1', 'v1',
+        'x', 443, 'x', 'x');
+    INSERT INTO operations (operation_id, machine_id, kind, state, step)
+        SELECT gen_random_uuid(), machine_id, 'delete', 'running', 'last_backup' FROM user_machines;
+    INSERT INTO operation_log (operation_id, step, outcome, at)
+        SELECT operation_id, 'last_backup', 'begun', now() - interval '30 days' FROM operations";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn retries_for_a_month_leave_a_bounded_log() {
+    let database =
+        test_database_from(
+            "platform",
+            |url| async move { svc::platform::db::migrate::run(&url.parse()?).await },
+        );
+    let database = database.await.expect("a database");
+    let session = Db::new(&database.url().parse().unwrap(), 1).unwrap().session().await.unwrap();
+    session.batch_execute(FILL).await.unwrap();
+    let id: Uuid = session.query_one("SELECT operation_id FROM operations", &[]).await.unwrap().get(0);
+    let id = OperationId(id);
+    let newest = || async { operation_log::newest(&session, id).await.unwrap() };
+
+    // Left by a release that added a line for each retry.
+    let old = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
+               SELECT operation_id, 'last_backup', 'retry', 'silent' FROM operations, generate_series(1, 5000)";
+    session.batch_execute(old).await.unwrap();
+    let many = newest().await;
+    assert_eq!((many.lines.len(), many.omitted), (200, 4801));
+
+    for _ in 0..300 {
+        operation_log::retried(&session, id, "last_backup", Some("silent")).await.unwrap();
+    }
+    let counted = newest().await;
+    assert_eq!(counted.omitted, 4801, "the same failure adds no line");
+    let last = counted.lines.last().unwrap();
+    assert_eq!((&last["detail"], &last["repeats"]), (&json!("silent"), &json!(300)), "{last}");
+    assert!(last["repeatedAt"].is_string(), "{last}");
+
+    for n in 0..300 {
+        operation_log::retried(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
+    }
+    let kept = newest().await;
+    assert_eq!((kept.lines.len(), kept.omitted), (200, 1), "only the line that it begins with is older");
+    let details: Vec<&Value> = kept.lines.iter().map(|line| &line["detail"]).collect();
+    assert_eq!((details[0], details[199]), (&json!("failure 100"), &json!("failure 299")));
+    assert!(kept.lines.iter().all(|line| line["repeats"].is_null()));
+
+    let age = operations::step_age(&session, id, "last_backup").await.unwrap();
+    assert!(age > Duration::from_secs(29 * 86_400), "{age:?}");
+    session
+        .batch_execute("SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off")
+        .await
+        .unwrap();
+    let plan = "EXPLAIN SELECT min(at) FROM operation_log WHERE operation_id = gen_random_uuid() AND step = 'x' \
+                AND outcome = 'begun'";
+    let plan: Vec<String> = session.query(plan, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+    assert!(plan.join("\n").contains("operation_log_begun"), "{plan:#?}");
+}

@@ -1,0 +1,179 @@
+//! What statements read at the database, counted by the database: it does not grow with machines and operations that do
+//! not matter to them.
+
+use deadpool_postgres::Object;
+use kit::pg::{TestDatabase, test_database_from};
+use svc::machine::id::MachineId;
+use svc::machine::name::Handle;
+use svc::platform::db::machines::{self, Filter};
+use svc::platform::db::{Db, ended_machines, fleet, servers};
+use uuid::Uuid;
+
+const ACTIVE: i64 = 2_000;
+/// Of the active ones, those that boot.
+const BOOTING: i64 = 300;
+/// Machines that ended long ago, and those whose servers may still exist.
+const ENDED: i64 = 20_000;
+const KEPT: i64 = 500;
+const RUNNING: i64 = 400;
+/// What a statement may read that looks for a few rows.
+const FEW: i64 = 60;
+
+struct Fleet {
+    session: Object,
+    _database: TestDatabase,
+}
+
+impl Fleet {
+    async fn start() -> Self {
+        let database = test_database_from("platform", |url| async move {
+            svc::platform::db::migrate::run(&url.parse()?).await
+        });
+        let database = database.await.expect("a database");
+        let db = Db::new(&database.url().parse().expect("its address"), 1).expect("a pool");
+        let session = db.session().await.expect("a connection");
+        session.batch_execute(&fill()).await.expect("many rows");
+        session.batch_execute("VACUUM ANALYZE user_machines, operations, handles").await.unwrap();
+        // As after a statement has been prepared for long.
+        session.batch_execute("SET plan_cache_mode = force_generic_plan").await.unwrap();
+        Self { session, _database: database }
+    }
+
+    /// Rows of a table that were read so far, in sequence or by an index.
+    async fn rows_read(&self, table: &str) -> i64 {
+        self.session.query_one("SELECT pg_stat_force_next_flush()", &[]).await.unwrap();
+        self.session.batch_execute("SELECT pg_stat_clear_snapshot()").await.unwrap();
+        let sql = "SELECT (seq_tup_read + (SELECT coalesce(sum(idx_tup_read), 0) FROM pg_stat_user_indexes i \
+                   WHERE i.relname = $1))::int8 FROM pg_stat_user_tables t WHERE t.relname = $1";
+        self.session.query_one(sql, &[&table]).await.unwrap().get(0)
+    }
+
+    async fn machine(&self, which: &str) -> MachineId {
+        let sql = format!("SELECT machine_id FROM user_machines WHERE {which} ORDER BY machine_id LIMIT 1");
+        MachineId(self.session.query_one(&sql, &[]).await.unwrap().get(0))
+    }
+}
+
+fn fill() -> String {
+    let columns = "machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, server_type, location, \
+                   image_version, bundle_sha256, https_port, registration_token_hash, upgrade_token_hash, \
+                   provider_server_id, registration_expires_at, preview_expires_at, backup_taken_at, \
+                   retired_at, deleted_at, server_deleted_at, replaced_by";
+    let rest = "'empty', 'cpx22', 'nbg1', 'v1', 'x', 443, 'x', 'x'";
+    format!(
+        "SET statement_timeout = '60s';
+         INSERT INTO handles SELECT 'user-' || n, 'user_' || n FROM generate_series(1, {ACTIVE}) n;
+         INSERT INTO user_machines ({columns}) SELECT gen_random_uuid(), 'user_' || n, 'primary', 'user-' || n,
+             CASE WHEN n % 10 = 0 THEN 'preview' ELSE 'customer' END,
+             CASE WHEN n <= {BOOTING} THEN 'provisioning' ELSE 'running' END, 1000, {rest}, n,
+             now() + interval '1 hour', now() + interval '1 hour', now(), NULL, NULL, NULL, NULL
+             FROM generate_series(1, {ACTIVE}) n;
+         INSERT INTO user_machines ({columns}) SELECT gen_random_uuid(), 'user_' || n % {ACTIVE} + 1, 'primary',
+             'user-' || n % {ACTIVE} + 1, CASE WHEN n % 10 = 0 THEN 'preview' ELSE 'customer' END, 'provisioning',
+             n / {ACTIVE} + 1, {rest}, {ACTIVE} + n, now() - interval '1 day', now() - interval '1 day',
+             now() - interval '1 day', NULL, now(), CASE WHEN n > {KEPT} THEN now() END, NULL
+             FROM generate_series(1, {ENDED}) n;
+         UPDATE user_machines SET registration_expires_at = now() - interval '1 second'
+             WHERE provider_server_id IN (1, 2);
+         UPDATE user_machines SET preview_expires_at = now() - interval '1 second'
+             WHERE provider_server_id IN (10, 20);
+         UPDATE user_machines SET server_missing_since = now() WHERE provider_server_id IN (5, 6, {ACTIVE} + 7);
+         UPDATE user_machines old SET deleted_at = NULL, retired_at = now(), replaced_by = new.machine_id
+             FROM user_machines new WHERE old.provider_server_id = {ACTIVE} + 1 AND new.provider_server_id = 2;
+         INSERT INTO operations (operation_id, machine_id, kind, state, step)
+             SELECT gen_random_uuid(), machine_id, 'provision', 'succeeded', 'await_registration'
+             FROM user_machines, generate_series(1, 2);
+         INSERT INTO operations (operation_id, machine_id, kind, state, step, question)
+             SELECT gen_random_uuid(), machine_id, 'power_off', 'running', 'stop_server',
+                 CASE WHEN provider_server_id % 2 = 0 THEN '{{\"code\": \"x\"}}'::jsonb END
+             FROM user_machines WHERE provider_server_id <= {RUNNING} / 2
+                 OR provider_server_id BETWEEN {ACTIVE} + 1 AND {ACTIVE} + {RUNNING} / 2"
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_reads_running_operations_and_backups_once() {
+    let fleet = Fleet::start().await;
+    let (operations, read) = (fleet.rows_read("operations").await, fleet.rows_read("user_machines").await);
+    let found = fleet::all(&fleet.session).await.unwrap();
+    let ended = ended_machines::needing_attention(&fleet.session).await.unwrap();
+    let operations = fleet.rows_read("operations").await - operations;
+    let read = fleet.rows_read("user_machines").await - read;
+    assert!(operations <= 3 * RUNNING, "{operations} rows of operations read");
+    assert!(read <= 2 * (ACTIVE + ENDED), "{read} rows of machines read");
+    let (half, quarter) = (usize::try_from(RUNNING / 2).unwrap(), usize::try_from(RUNNING / 4).unwrap());
+    let count = |has: fn(&fleet::FleetRow) -> bool| found.iter().filter(|row| has(row)).count();
+    assert_eq!(found.len(), usize::try_from(ACTIVE).unwrap());
+    assert_eq!(count(|row| row.operation_age.is_some()), half);
+    assert_eq!(count(|row| row.waiting_operation.is_some()), quarter);
+    assert_eq!(count(|row| row.backup_age.is_some_and(|age| age < 3600.0)), found.len());
+    assert_eq!(ended.iter().filter(|row| row.waiting_operation.is_some()).count(), quarter);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rare_rows_are_read_by_an_index() {
+    let fleet = Fleet::start().await;
+    let session = &fleet.session;
+    let before = fleet.rows_read("user_machines").await;
+    assert_eq!(machines::expired(session).await.unwrap().len(), 2);
+    let expired = fleet.rows_read("user_machines").await;
+    assert!(expired - before <= FEW, "{} rows read for expired registrations", expired - before);
+
+    assert_eq!(machines::expired_previews(session).await.unwrap().len(), 2);
+    let previews = fleet.rows_read("user_machines").await;
+    assert!(previews - expired <= FEW, "{} rows read for expired previews", previews - expired);
+
+    let listed: Vec<i64> = (1..=ACTIVE).collect();
+    servers::seen(session, &listed).await.unwrap();
+    let seen = fleet.rows_read("user_machines").await;
+    assert!(seen - previews <= FEW, "{} rows read for servers that are there", seen - previews);
+    assert_eq!(
+        fleet.machine("server_missing_since IS NOT NULL").await,
+        fleet.machine(&format!("provider_server_id = {ACTIVE} + 7")).await
+    );
+
+    let successor = fleet.machine("provider_server_id = 2").await;
+    let before = fleet.rows_read("user_machines").await;
+    assert!(machines::replaced_by(session, successor).await.unwrap().is_some());
+    let replaced = fleet.rows_read("user_machines").await;
+    assert!(replaced - before <= FEW, "{} rows read for the replaced machine", replaced - before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn list_by_handle_reads_the_machines_of_its_user() {
+    let fleet = Fleet::start().await;
+    let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
+    let before = fleet.rows_read("user_machines").await;
+    let filter = Filter { handle: handle("user-7"), ..Filter::default() };
+    let found = machines::list(&fleet.session, &filter, 50).await.unwrap();
+    assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
+    let read = fleet.rows_read("user_machines").await - before;
+    assert!(read <= FEW, "{read} rows read");
+    let below =
+        Filter { handle: handle("user-7"), before: Some(MachineId(Uuid::nil())), ..Filter::default() };
+    assert!(machines::list(&fleet.session, &below, 50).await.unwrap().is_empty());
+    let unknown = Filter { handle: handle("nobody"), ..Filter::default() };
+    assert!(machines::list(&fleet.session, &unknown, 50).await.unwrap().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn digest_of_the_routers_poll_is_read_from_an_index_alone() {
+    let fleet = Fleet::start().await;
+    let sql = "EXPLAIN SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) FROM user_machines \
+               WHERE deleted_at IS NULL AND retired_at IS NULL";
+    let plan: Vec<String> =
+        fleet.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+    assert!(plan.join("\n").contains("Index Only Scan using user_machines_routed"), "{plan:#?}");
+}
+
+/// An index that names a column which heartbeats write would have each of them write to every index.
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeats_stay_heap_only_updates() {
+    let fleet = Fleet::start().await;
+    let sql = "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = 'user_machines'::regclass \
+               AND pg_get_indexdef(indexrelid) ~ \
+               '(heartbeat_at|image_version|health|last_backup|backup_taken_at|last_update|updating|checks|attention)'";
+    let found: Vec<String> =
+        fleet.session.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
+    assert_eq!(found, Vec::<String>::new());
+}
