@@ -18,7 +18,7 @@ use crate::platform::config::Timing;
 pub struct ServerRetention {
     /// After a later machine of the slot has shown that it serves.
     pub replaced: Duration,
-    /// After the deletion.
+    /// After the deletion, or after its server was switched off: a deletion may wait for an operator before.
     pub deleted: Duration,
     /// Of machines that never registered: within this time a host that this database has forgotten sends a heartbeat.
     pub unregistered: Duration,
@@ -57,7 +57,8 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \
             THEN coalesce(m.deleted_at, m.retired_at) + make_interval(secs => $3) END, \
-        CASE WHEN m.deleted_at IS NOT NULL THEN m.deleted_at + make_interval(secs => $2) \
+        CASE WHEN m.deleted_at IS NOT NULL \
+            THEN greatest(m.deleted_at, m.power_off_ordered_at) + make_interval(secs => $2) \
             ELSE (SELECT min(CASE WHEN later.server_deleted_at IS NULL \
                         AND later.failure_cause IS DISTINCT FROM 'server_gone' THEN later.proven_at \
                     WHEN later.deleted_at IS NOT NULL THEN coalesce(later.server_deleted_at, later.deleted_at) END) \

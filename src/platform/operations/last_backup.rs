@@ -145,6 +145,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
         }
         Ok(Attempt::Trouble(trouble)) => Ok(ask(held, &machine, progress, trouble).await),
         Err(HostCallError::Refused(status)) => {
+            progress.unreachable_since = None;
             let trouble = Trouble::Failed(format!("the host answers {status}"));
             if progress.is_stalled(held, now) {
                 Ok(ask(held, &machine, progress, trouble).await)

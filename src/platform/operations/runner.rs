@@ -34,6 +34,8 @@ use crate::provider::{ErrorKind, ProviderError};
 const AT_ONCE: usize = 16;
 /// A new machine that could not be made for this long fails; recover can be asked again.
 const GIVE_UP: Duration = Duration::from_secs(3600);
+/// So many failures in a row, at least.
+const TRIES_IN_A_ROW: i32 = 5;
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Between two tries of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
@@ -260,7 +262,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
         let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
         return wait_for_account(held, to, &error.to_string()).await;
     }
-    if makes_a_machine(held.kind) && held.step_age().await? > GIVE_UP {
+    // A step may take long: one failure late in it is no reason to give up.
+    if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
         let message = format!("retries exhausted after 1 h: {error}");
         held.give_up(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());

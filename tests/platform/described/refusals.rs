@@ -11,9 +11,7 @@ use super::{World, ids, operations};
 use crate::contract::{Side, right_call, wrong_ways};
 
 /// What takes more than one request to provoke: where it is tried instead, or why it is not.
-const EXCUSED: [(&str, &str); 3] = [
-    // A restored platform database: platform::restored_database.
-    ("recover", "invalid_state"),
+const EXCUSED: [(&str, &str); 2] = [
     // A fault of our own that no request leads to.
     ("*", "internal"),
     // A store of files: platform::credentials.
