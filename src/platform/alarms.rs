@@ -215,7 +215,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     alarms::release(client, alarm.as_str(), RELEASED_FOR).await
 }
 
-/// How many of so many machines may be lost at once before it is no accident of theirs.
+/// How many machines may be lost at once before the fuse trips.
 pub fn limit(live: usize) -> usize {
     const MIN: usize = 4;
     (live / 50).max(MIN)

@@ -208,7 +208,7 @@ async fn reinstate_predecessor(
     machine_changes::leave_slot(tx, was.id, last.id).await?;
     let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
-    // Where it keeps a failure of its own, that stays told as it was.
+    // It keeps the message of a failure of its own.
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";

@@ -129,6 +129,12 @@ async fn many_unknown_servers_of_ours_are_not_deleted_unless_released() {
         (&seen["detail"]["unknown"], seen["detail"]["servers"].as_array().map(Vec::len)),
         (&json!(5), Some(5))
     );
+    let named = &seen["detail"]["servers"][0];
+    assert_eq!(
+        (&named["epoch"], named["slot"].as_str().map(|slot| slot.ends_with("/primary"))),
+        (&json!("1"), Some(true))
+    );
+    assert!(named["machineId"].is_string() && named["providerServerId"].is_string(), "{named}");
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 6, "{}", stack.log());
     let answer = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;

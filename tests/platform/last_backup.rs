@@ -171,7 +171,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
     old.script.lock().unwrap().stops = false;
     let recovery = recover(&stack, &process, json!({})).await;
     let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("do not end"), "{asks}");
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{asks}");
     let path = format!("/vps/operations/{}/abandon", recovery["operationId"].as_str().unwrap());
     let answer = stack.post(&process, &path, &json!({})).await;
     assert_eq!((answer.status, &answer.body["state"]), (200, &json!("failed")), "{answer:?}");
@@ -312,7 +312,7 @@ async fn growing_dispatch_count_does_not_hold_up_the_operation() {
     let (stack, process, old) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["question"]["detail"].as_str().unwrap().contains("do not end"), "{asks}");
+    assert!(asks["question"]["detail"].as_str().unwrap().contains("did not stop in time"), "{asks}");
     assert!(old.script.lock().unwrap().dispatches > 1);
 }
 

@@ -76,9 +76,12 @@ async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
     assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
     assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
     // The fence stands before the server does; tokens are nowhere in the database or the log.
+    let pointer = stack.pointer("user_1");
+    let proof = pointer["fenceProof"].clone();
+    assert_eq!(proof.as_str().map(str::len), Some(64), "{pointer}");
     assert_eq!(
-        stack.pointer("user_1"),
-        json!({"version": 1, "fenceEpoch": 1, "fenceMachineId": machine, "seq": 1, "snapshot": null})
+        pointer,
+        json!({"version": 1, "fenceEpoch": 1, "fenceMachineId": machine, "fenceProof": proof, "seq": 1, "snapshot": null})
     );
     let client = stack.database.connect().await.unwrap();
     let rows = client.query("SELECT to_jsonb(m)::text FROM user_machines m", &[]).await.unwrap();

@@ -1,6 +1,8 @@
 //! Delete takes a last backup and keeps the server for a grace, in which the machine can be brought back; provision over
 //! a failed machine and the end of a preview do the same.
 
+use std::time::Duration;
+
 use kit::provider::Power;
 use serde_json::{Value, json};
 
@@ -102,6 +104,25 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
         .post(&process, &format!("/vps/{machine}/undelete"), &json!({}))
         .await
         .assert_problem(409, "invalid_state");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn grace_of_a_deletion_that_asked_counts_from_its_power_off() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
+    let old = host(&stack, &process).await;
+    let machine = old.guest.machine.clone();
+    let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
+    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
+    is_off(&stack, &machine).await;
+    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(power(&stack, &machine).is_some(), "it can still be brought back");
+    let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -28,7 +28,7 @@ noticed! {
     running_without_a_registration: Broken::RUNS_AT_ONCE => RunningUnregistered, then OperationNeverEnds;
     a_second_host_of_one_machine: Broken::REGISTRATION_IS_FORGOTTEN => RegisteredTwice,
         then AuditIncomplete OperationNeverEnds Orphan HostNotTold InternalError;
-    an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow;
+    an_epoch_that_does_not_grow: Broken::EPOCH_STAYS => EpochDidNotGrow, then LostRows;
     a_deleted_machine_that_comes_back: Broken::COMES_BACK => CameBack,
         then TwoActiveMachinesOfOneSlot AuditIncomplete;
     a_server_before_its_fence: Broken::FenceIsNotWritten => ServerBeforeFence;

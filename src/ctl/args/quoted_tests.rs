@@ -158,7 +158,7 @@ fn wrong_commands_are_noticed() {
         commands.iter().filter_map(|(command, quoting)| wrong(&svcctl, command, *quoting)).collect()
     };
     for (text, part) in [
-        ("`svcctl provision <user> --allow-empty`", "has no --allow-empty"),
+        ("`svcctl provision <user> --replace-first`", "has no --replace-first"),
         ("`svcctl backups list ada`", "has no command backups"),
         ("`svcctl backup take ada`", "has no command take"),
         ("`svcctl pointer show user_1 second`", "takes no argument second"),

@@ -19,7 +19,7 @@ use crate::host::lock::Lock;
 use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, SideRecord, Unusable};
 
-/// So many hourly snapshots in a row are no accident of a moment.
+/// So many hourly snapshots in a row show a lasting change.
 const ENOUGH: u32 = 3;
 
 /// Why a snapshot is taken.

@@ -15,14 +15,14 @@ impl From<DbError> for Problem {
         if !error.is_transient() {
             return Self::internal(&error);
         }
-        tracing::warn!(error = %chain(&error), "the database did not do its part");
+        tracing::warn!(error = %chain(&error), "database error");
         Self::new(Code::DatabaseUnavailable, "The database cannot be reached; try again.").retry_after(2)
     }
 }
 
 impl From<StoreError> for Problem {
     fn from(error: StoreError) -> Self {
-        tracing::warn!(error = %chain(&error), "the object store did not do its part");
+        tracing::warn!(error = %chain(&error), "object store error");
         store_unavailable()
     }
 }
@@ -78,7 +78,7 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
 
 /// A failed call to the provider; what it said is in the log alone.
 pub fn provider(error: &ProviderError) -> Problem {
-    tracing::warn!(error = %chain(error), "the provider did not do its part");
+    tracing::warn!(error = %chain(error), "provider error");
     provisioning_error()
 }
 

@@ -1,5 +1,6 @@
 //! Subscriptions of slots, and who owns a handle.
 
+use std::collections::HashMap;
 use std::str::FromStr;
 
 use deadpool_postgres::GenericClient;
@@ -188,6 +189,22 @@ pub async fn set_release_of(
                SELECT idp_user_id, slot, $2 FROM user_machines WHERE machine_id = $1 \
                ON CONFLICT (idp_user_id, slot) DO UPDATE SET image_version = $2, set_at = clock_timestamp()";
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
+}
+
+/// Slots by the labels that their servers carry, as `user/slot`. Reads every slot: only for the few servers that an alarm
+/// names.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_labels(
+    client: &impl GenericClient,
+    labels: &[String],
+) -> Result<HashMap<String, String>, DbError> {
+    let sql = "WITH known AS (SELECT idp_user_id || '/' || slot AS name FROM slots \
+                 UNION SELECT idp_user_id || '/' || slot FROM user_machines), \
+               labelled AS (SELECT left(encode(sha256(convert_to(name, 'UTF8')), 'hex'), 32) AS label, name FROM known) \
+               SELECT label, name FROM labelled WHERE label = ANY($1)";
+    Ok(rows(client, sql, &[&labels]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
 #[cfg(test)]

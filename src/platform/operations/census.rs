@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use deadpool_postgres::Object;
 use jiff::Timestamp;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::create::{INSTALLATION_LABEL, MACHINE_LABEL};
+use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -29,13 +29,13 @@ const CONFIRM: Duration = Duration::from_secs(10);
 const WINDOW: Duration = Duration::from_secs(3600);
 /// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
 const MAX_UNLISTED: usize = 20;
-/// So many unknown servers are named.
+/// How many unknown servers the alarm names.
 const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
 const NONE_SHOWN: usize = 4;
 
 /// # Errors
-/// Where provider or database do not do their part; then the next pass goes on.
+/// Errors of provider or database; the next pass continues.
 pub async fn take(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let began = db::servers::now(&session).await?;
@@ -182,26 +182,44 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What the labels say of servers: the machine, its epoch, and the slot where the database knows it.
+async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
+    let label = |server: &Server, name: &str| server.labels.get(name).cloned();
+    let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
+    let named = if slots.is_empty() { HashMap::new() } else { db::slots::of_labels(session, &slots).await? };
+    let described = |server: &&Server| {
+        let slot = label(server, SLOT_LABEL).and_then(|slot| named.get(&slot).cloned());
+        json!({
+            "providerServerId": server.id.0.to_string(),
+            "machineId": label(server, MACHINE_LABEL),
+            "epoch": label(server, EPOCH_LABEL),
+            "slot": slot,
+        })
+    };
+    Ok(servers.iter().map(described).collect())
+}
+
 /// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
 /// copy: an alarm is raised, and those that an operator releases are deleted when their grace ends. Servers of another
 /// platform in the same project are ignored.
 async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
     let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
-    let claimed: Vec<(ServerId, Option<MachineId>)> =
-        ours.map(|server| (server.id, machine_of(server))).collect();
+    let claimed: Vec<(&Server, Option<MachineId>)> =
+        ours.map(|server| (server, machine_of(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
     let known = db::servers::known(&session, &named).await?;
-    let unknown: Vec<i64> = claimed
+    let unknown: Vec<&Server> = claimed
         .iter()
         .filter(|(_, machine)| machine.is_none_or(|machine| !known.contains(&machine)))
-        .map(|(server, _)| server.0)
+        .map(|(server, _)| *server)
         .collect();
-    db::unknown_servers::note(&session, &unknown).await?;
+    let ids: Vec<i64> = unknown.iter().map(|server| server.id.0).collect();
+    db::unknown_servers::note(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
     let counted = db::unknown_servers::count(&session, grace).await?;
-    let shown = &unknown[..unknown.len().min(SHOWN)];
+    let shown = described(&session, &unknown[..unknown.len().min(SHOWN)]).await?;
     let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
     alarms::raise_while(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::due(&session, grace).await?;

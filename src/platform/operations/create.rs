@@ -27,6 +27,11 @@ pub const MACHINE_LABEL: &str = "svc-machine";
 /// The label that names the platform that made a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
+/// The label that names a server's slot: the start of a hash of `user/slot`, since a label has no room for it.
+pub const SLOT_LABEL: &str = "svc-slot";
+
+pub const EPOCH_LABEL: &str = "svc-epoch";
+
 /// How many locations had no capacity, among an operation's facts.
 const LOCATIONS_TRIED: &str = "locationsTried";
 /// How often a server whose create is in doubt is looked for.
@@ -140,8 +145,8 @@ async fn order(
     let labels = BTreeMap::from([
         (MACHINE_LABEL.to_owned(), machine.id.to_string()),
         (INSTALLATION_LABEL.to_owned(), platform.installation.to_string()),
-        ("svc-slot".to_owned(), hex::encode(&slot[..16])),
-        ("svc-epoch".to_owned(), machine.epoch.to_string()),
+        (SLOT_LABEL.to_owned(), hex::encode(&slot[..16])),
+        (EPOCH_LABEL.to_owned(), machine.epoch.to_string()),
     ]);
     Ok(ServerOrder {
         name: machine.server_name(),

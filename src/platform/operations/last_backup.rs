@@ -204,7 +204,7 @@ async fn attempt(
     progress.progress_at.get_or_insert(now);
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
-        let what = Trouble::Failed("its dispatches and apps do not end".to_owned());
+        let what = Trouble::Failed("its dispatches and apps did not stop in time".to_owned());
         return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(POLL) });
     }
     let Some(requested_at) = progress.requested_at else {

@@ -26,7 +26,7 @@ use crate::store::pointer_io::{self, PointerError};
 pub enum Answer {
     /// On to the next step; the record is written together with it.
     Done { note: Option<Cow<'static, str>>, record: Record },
-    /// Nothing to do but look again; these facts are kept.
+    /// The step runs again later; these facts are kept.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
     /// The rest of the change is left out: on to what puts things right.
     Abandon { why: &'static str },
@@ -34,7 +34,7 @@ pub enum Answer {
     End { event: Event, note: &'static str },
     /// The operation ends here as failed; the machine stays as it is.
     Fail { code: &'static str, note: &'static str },
-    /// An operator decides how the operation goes on.
+    /// An operator decides how the operation continues.
     Ask(Question),
 }
 
@@ -100,7 +100,7 @@ pub enum Record {
     },
 }
 
-/// Why a step did not get on.
+/// Why a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     /// Tried again with a growing pause.
@@ -134,7 +134,7 @@ impl StepError {
 
 impl From<DbError> for StepError {
     fn from(error: DbError) -> Self {
-        Self::transient("the database did not do its part", error)
+        Self::transient("database error", error)
     }
 }
 
