@@ -28,7 +28,7 @@ pub struct HeldSnapshot {
     /// Since when snapshots in a row have lost as much.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// How many snapshots in a row agree, taken at least [`MIN_APART`] from each other.
+    /// How many snapshots in a row agree, taken at least `MIN_APART` from each other.
     pub agreeing: u32,
     /// How long the system had been up when the last of these was taken. Steps of the clock do not change that.
     #[serde(default)]
