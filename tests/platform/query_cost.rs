@@ -152,7 +152,7 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
     let below =
         Filter { handle: handle("user-7"), before: Some(MachineId(Uuid::nil())), ..Filter::default() };
     assert!(machines::list(&fleet.session, &below, 50).await.unwrap().is_empty());
-    let unknown = Filter { handle: handle("nobody"), ..Filter::default() };
+    let unknown = Filter { handle: handle("unknown"), ..Filter::default() };
     assert!(machines::list(&fleet.session, &unknown, 50).await.unwrap().is_empty());
 }
 

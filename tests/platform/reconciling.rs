@@ -188,7 +188,7 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
     stack.eventually("the released one is deleted", gone).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
-    assert!(stack.provider.server_by_name("later").is_some(), "nobody released it");
+    assert!(stack.provider.server_by_name("later").is_some(), "it was not released");
 }
 
 #[tokio::test(flavor = "multi_thread")]

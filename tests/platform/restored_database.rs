@@ -39,7 +39,7 @@ impl Restorable {
         self.copy.save(&self.client).await.unwrap();
     }
 
-    /// Puts the copy back under a platform that starts anew, with other settings where there are any.
+    /// Stops the platform, restores the copy and starts the platform again; these settings come on top of the first ones.
     async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
         if let Some(mut process) = self.process.take() {
             process.kill();
@@ -187,7 +187,7 @@ async fn deletion_that_was_undone_since_asks() {
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
     it.asks(&operation).await;
     assert_eq!(it.power(&machine), Some(Power::Running));
-    // A host that holds its slot by the store's word is not sent away.
+    // A host that the store's fence names is not told that it is superseded.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
     it.abandon(&operation).await;
     let runs = || async {
@@ -245,7 +245,7 @@ async fn server_of_a_deletion_that_was_undone_since_stays() {
     it.shown_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
-    // While the store cannot say whose the slot is, nobody is sent away.
+    // While the store cannot be read, the host is not told that it is superseded.
     it.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
     assert_eq!(it.beat(&old, 2, Value::Null).await["superseded"], false);
     it.stack.store.heal();

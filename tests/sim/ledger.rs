@@ -161,7 +161,7 @@ impl Ledger {
     pub fn restored(&self) {
         let mut book = self.book();
         book.was_restored = true;
-        // What was accepted may be forgotten. A request that carries an earlier key may still be answered from the copy.
+        // Accepted requests may be missing in the copy. A repeated request with an earlier key may be answered from the copy.
         book.told.iter_mut().for_each(|told| told.status = 0);
         book.keys.clear();
         book.operations.clear();

@@ -56,7 +56,7 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     finish(api, answer, args.wait, out).await
 }
 
-/// What is at stake in a slot whose machine is replaced; nothing where no machine holds it.
+/// What a replacement of the slot's machine may lose; nothing where no machine holds it.
 async fn stake_of_slot(api: &Api, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: Machines = api.get(&["vps"], &query).await?.read()?;

@@ -25,7 +25,7 @@ fn owners(tables: &[TableCount]) -> impl Iterator<Item = &TableCount> {
     tables.iter().filter(|table| census::is_owners(&table.name))
 }
 
-/// What is missing, in words, where that is at least half of the rows, or a table that held rows.
+/// A sentence that names what is missing, where that is at least half of the rows, or a table that held rows.
 pub fn shrunk(before: &[TableCount], now: &[TableCount]) -> Option<String> {
     let gone: Vec<&TableCount> = owners(before)
         .filter(|table| table.rows > 0 && !now.iter().any(|other| other.name == table.name))

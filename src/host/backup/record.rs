@@ -36,7 +36,7 @@ pub struct Record {
 pub struct HeldBack {
     /// The snapshot that stays the latest.
     pub latest: String,
-    /// What is missing, in words.
+    /// A sentence that names the missing tables and rows.
     pub loss: String,
 }
 

@@ -97,7 +97,7 @@ fn body(
 ) -> Value {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
     let until = machine.deleted_at.and_then(|at| at.checked_add(grace).ok());
-    // One that never registered has served nobody, and its server is not kept.
+    // A machine that never registered holds no data: its server is not kept.
     let until = until.filter(|_| !options.now && machine.registered_at.is_some());
     json!({
         "machineId": machine.id,

@@ -13,7 +13,7 @@ use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
 
 /// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
-/// reports. What is in the way now may not be a little later, so a failure costs nothing but the time.
+/// reports. A failure is temporary: the next heartbeat tries again.
 pub async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
     if !machine.is_active() || machine.status != Status::Failed || !failed || epoch != machine.epoch {

@@ -145,7 +145,8 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
     let holder = match found {
         Ok(found) => found.filter(|holder| holder.machine == machine.id),
-        // It may hold its slot: it is not sent away before that is known. The next heartbeat asks again.
+        // The machine may hold its slot: it is not told that it is superseded before the fence is known. The next heartbeat
+        // looks again.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "the fence of the slot is not known");
             return Ok(true);

@@ -256,7 +256,7 @@ impl MachineRow {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none() && !gone
     }
 
-    /// [`Self::server_exists`], and nobody has ordered that it is deleted before its time.
+    /// [`Self::server_exists`], and no operator has ordered its early deletion.
     pub fn is_server_kept(&self) -> bool {
         self.server_exists() && self.discard_ordered_at.is_none()
     }

@@ -1,4 +1,5 @@
-//! What is known of servers apart from their machines' states: which should be there, which are missing; and the label that marks them as ours.
+//! Servers as the census compares them with the provider's list: which must exist, which are missing, and the
+//! installation's id, which labels them.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -105,7 +106,7 @@ pub async fn came_back(
     listed: &HashMap<MachineId, i64>,
     listed_at: Timestamp,
 ) -> Result<Vec<(MachineId, i64)>, DbError> {
-    // What was deleted while the servers were listed has not come back.
+    // The list may be older than a deletion: a server that was deleted meanwhile is not noted again.
     let sql = "UPDATE user_machines m SET provider_server_id = listed.server, server_deleted_at = NULL \
                FROM unnest($1::uuid[], $2::bigint[]) AS listed (machine, server) \
                WHERE m.machine_id = listed.machine AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \

@@ -143,7 +143,7 @@ pub struct BackupEnd {
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(default)]
 pub struct HeldBack {
-    /// What is missing, in words.
+    /// A sentence that names the missing tables and rows.
     pub loss: String,
 }
 

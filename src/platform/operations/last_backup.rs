@@ -348,7 +348,7 @@ async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trou
     Answer::Ask(Question { code: trouble.code(), detail, facts: progress.facts(held) })
 }
 
-/// Says since when data is lost, so that it can be told how much that is.
+/// Continues without a last backup, and records since when data is lost.
 async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
     let saved = saved_until(held, machine).await;
     let note = format!(

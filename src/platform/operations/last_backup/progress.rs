@@ -132,7 +132,7 @@ impl Progress {
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
-    /// Whether the host has been given as long as any last backup may take, whatever it reports.
+    /// Whether the time limit of a last backup has passed. The host's reports do not extend it.
     pub fn is_overdue(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed(held.platform.config.timing.last_backup_limit)
