@@ -102,6 +102,15 @@ impl Restorable {
         self.stack.beat(self.process(), guest, &beat).await.body
     }
 
+    /// Sends heartbeats under this epoch until the machine runs.
+    async fn runs(&self, guest: &Guest, epoch: u64) {
+        let runs = || async {
+            self.beat(guest, epoch, Value::Null).await;
+            (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
+        };
+        self.stack.eventually("it runs", runs).await;
+    }
+
     async fn shown_in_fleet(&self, what: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
@@ -164,54 +173,42 @@ async fn registration_of_a_recovery_that_failed_since_is_refused() {
     it.becomes(&old.machine, "failed").await;
     assert_eq!(it.record(&old.machine).await["failure"]["cause"], "reinstating");
     it.fenced_at(3).await;
-    let runs = || async {
-        it.beat(&old, 3, Value::Null).await;
-        (it.stack.status(it.process(), &old.machine).await == "running").then_some(())
-    };
-    it.stack.eventually("the old machine runs", runs).await;
+    it.runs(&old, 3).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_was_undone_since_asks() {
+/// A deletion that was undone after the copy was made and asks under the restored copy; the path of its operation.
+async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = host(&it.stack, it.process()).await;
     let machine = old.guest.machine.clone();
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}")).await.body;
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}{query}")).await.body;
     it.asked_for_backup(&old).await;
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
     it.fenced_at(2).await;
-
     it.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
     it.asks(&operation).await;
+    (it, old, operation)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_that_was_undone_since_asks() {
+    let (it, old, operation) = undone_deletion("").await;
+    let machine = old.guest.machine.clone();
     assert_eq!(it.power(&machine), Some(Power::Running));
     // A host that the store's fence names is not told that it is superseded.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
     it.abandon(&operation).await;
-    let runs = || async {
-        it.beat(&old.guest, 2, Value::Null).await;
-        (it.stack.status(it.process(), &machine).await == "running").then_some(())
-    };
-    it.stack.eventually("it runs again", runs).await;
+    it.runs(&old.guest, 2).await;
 }
 
 /// What an operator accepted before the copy was made was accepted of another state.
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_that_was_undone_since_goes_on_when_told_again() {
-    let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
-    let old = host(&it.stack, it.process()).await;
+    let (it, old, operation) = undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
-    let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}?acceptLoss=true")).await.body;
-    it.asked_for_backup(&old).await;
-    it.save().await;
-    it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
-    it.fenced_at(2).await;
-
-    it.restore(&[]).await;
-    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks(&operation).await;
     // To have it look again confirms nothing.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
     it.asks(&operation).await;
@@ -251,11 +248,7 @@ async fn server_of_a_deletion_that_was_undone_since_stays() {
     it.stack.store.heal();
     let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    let runs = || async {
-        it.beat(&old, 2, Value::Null).await;
-        (it.stack.status(it.process(), &old.machine).await == "running").then_some(())
-    };
-    it.stack.eventually("it runs again", runs).await;
+    it.runs(&old, 2).await;
 }
 
 /// The order to discard it was given before the machine got its slot back.
