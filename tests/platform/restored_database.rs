@@ -204,9 +204,9 @@ async fn deletion_that_was_undone_since_asks() {
     it.runs(&old.guest, 2).await;
 }
 
-/// What an operator accepted before the copy was made was accepted of another state.
+/// An operator's acceptance from before the copy concerned an earlier state.
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_was_undone_since_goes_on_when_told_again() {
+async fn deletion_that_was_undone_since_continues_when_confirmed() {
     let (it, old, operation) = undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
     // To have it look again confirms nothing.

@@ -269,8 +269,7 @@ async fn under_way(
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(fault::machine_not_found("that this one replaces"));
     };
-    let log = db::operations::log_of(client, operation.id).await?;
-    let has_moved = log.iter().any(|entry| entry["outcome"] == "location");
+    let has_moved = db::operation_log::has(client, operation.id, "location").await?;
     let other = other_options(asked, machine, operation.options, has_moved);
     if !other.is_empty() {
         let detail = format!(

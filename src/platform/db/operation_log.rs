@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio_postgres::Row;
 
-use super::{DbError, execute, rows};
+use super::{DbError, execute, row, rows};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::OperationId;
 
@@ -19,9 +19,9 @@ const MAX_SHOWN: i64 = 200;
 /// Retries that are kept of one step.
 const MAX_RETRIES: i64 = 200;
 
-pub(super) const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
+const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
 
-pub(super) fn line(row: &Row) -> Value {
+fn line(row: &Row) -> Value {
     let (at, step, outcome): (Timestamp, &str, &str) = (row.get("at"), row.get("step"), row.get("outcome"));
     let (seq, detail): (i64, Option<&str>) = (row.get("seq"), row.get("detail"));
     let mut line =
@@ -53,6 +53,15 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
     let lines: Vec<Value> = found.iter().rev().map(line).collect();
     let omitted = total - i64::try_from(lines.len()).unwrap_or(total);
     Ok(NewestLines { lines, omitted })
+}
+
+/// Whether any line of an operation has this outcome.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn has(client: &impl GenericClient, id: OperationId, outcome: &str) -> Result<bool, DbError> {
+    let sql = "SELECT 1 FROM operation_log WHERE operation_id = $1 AND outcome = $2 LIMIT 1";
+    Ok(row(client, sql, &[&id.0, &outcome]).await?.is_some())
 }
 
 /// Logs that a step failed and runs again.

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio_postgres::Row;
 use uuid::Uuid;
 
-use super::{DbError, execute, operation_log, row, rows};
+use super::{DbError, execute, row, rows};
 use crate::clock::rfc3339_ms;
 use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
@@ -147,14 +147,6 @@ pub async fn under_way(
         "SELECT {COLUMNS} FROM operations WHERE machine_id = $1 AND state = 'running' ORDER BY operation_id LIMIT 1"
     );
     Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
-}
-
-/// # Errors
-/// [`DbError`].
-pub async fn log_of(client: &impl GenericClient, id: OperationId) -> Result<Vec<Value>, DbError> {
-    let columns = operation_log::COLUMNS;
-    let sql = format!("SELECT {columns} FROM operation_log WHERE operation_id = $1 ORDER BY seq");
-    Ok(rows(client, &sql, &[&id.0]).await?.iter().map(operation_log::line).collect())
 }
 
 /// # Errors

