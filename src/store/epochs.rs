@@ -14,21 +14,17 @@ use crate::machine::epoch::Epoch;
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can write
-/// all three: what is far above `known`, the highest epoch in the database, is not believed.
+/// all three: what is far above `known`, the highest epoch in the database, is not believed. Such a fence is left out, since
+/// the platform's own replaces it.
 ///
 /// # Errors
-/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known, and so is one whose fence is not believed. Unreadable metadata is left out: its
-/// machine's fence was written before it.
+/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known, and so is one whose snapshot has an epoch
+/// that is not believed. Unreadable metadata is left out: its machine's fence was written before it.
 pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.believable();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
-        let fence = pointer.map_or(Epoch::NONE, |read| fence_of(&read.value));
-        if fence > bound {
-            let why =
-                format!("its fence {fence} is far above epoch {known}, the highest that the platform knows");
-            return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
-        }
+        let fence = pointer.map_or(Ok(Epoch::NONE), |read| believed_fence(slot, &read.value, known))?;
         Ok(fence.max(beside_pointer(bucket, slot, bound).await?))
     };
     bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
@@ -65,9 +61,20 @@ pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) ->
     }
 }
 
-fn fence_of(pointer: &Pointer) -> Epoch {
-    let named = pointer.snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-    pointer.fence_epoch.max(named)
+fn believed_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
+    let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
+    let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
+    if named > known.believable() {
+        let why = format!(
+            "its snapshot's epoch {named} is far above epoch {known}, the highest that the platform knows"
+        );
+        return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
+    }
+    if *fence > known.believable() {
+        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows: it is left out");
+        return Ok(named);
+    }
+    Ok(named.max(*fence))
 }
 
 #[cfg(test)]

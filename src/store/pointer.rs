@@ -1,6 +1,6 @@
 //! `system/db/latest`, pure: what the pointer says, and what a fence or a new snapshot makes of it.
 //!
-//! Invariants: `seq` and `fenceEpoch` only grow; a machine below the fence, or another machine of the fence's own epoch,
+//! Invariants: `seq` and `fenceEpoch` only grow, but for a fence that no machine can have; a machine below the fence, or another machine of the fence's own epoch,
 //! never moves the pointer; the clocks of hosts decide nothing.
 
 use jiff::Timestamp;
@@ -121,14 +121,16 @@ impl Pointer {
     }
 }
 
-/// The pointer with this fence; `None` when it is there already.
+/// The pointer with this fence; `None` when it is there already. A fence of the platform's, which is signed, also replaces one
+/// that is far above it: no machine of ours ever had such an epoch, so that a host wrote it.
 ///
 /// # Errors
 /// [`Fenced`] when a later machine, or another machine of the same epoch, has fenced already.
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
     let mut known = None;
-    if let Some(now) = current {
+    let is_invented = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.believable();
+    if let Some(now) = current.filter(|now| !is_invented(now)) {
         now.admit(*epoch, *machine)?;
         known = now.proof_of(*epoch, *machine);
         let is_there = now.fence_epoch == *epoch && now.fence_machine_id == Some(*machine);
@@ -176,11 +178,13 @@ pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
     let fence = if latest.fence_epoch > claimed.fence_epoch { latest } else { claimed };
+    let holder = fence.fence_holder();
+    let proof_of = |pointer: &Pointer| holder.and_then(|holder| pointer.proof_of(fence.fence_epoch, holder));
     Pointer {
         version: FORMAT,
         fence_epoch: fence.fence_epoch,
-        fence_machine_id: fence.fence_holder(),
-        fence_proof: fence.fence_proof.clone(),
+        fence_machine_id: holder,
+        fence_proof: proof_of(claimed).or_else(|| proof_of(latest)),
         seq: claimed.seq.max(latest.seq),
         emptied_at: claimed.emptied_at.max(latest.emptied_at).filter(|_| snapshot.is_none()),
         snapshot: snapshot.clone(),
@@ -306,6 +310,30 @@ pub(crate) mod tests {
             assert_eq!(merged.snapshot, latest.snapshot);
             assert_eq!(merged.seq, 2);
         }
+    }
+
+    #[test]
+    fn merge_of_equal_fences_keeps_the_proof_that_one_of_them_has() {
+        let unsigned = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
+        let signed = Pointer { fence_proof: Some("a".into()), ..unsigned.clone() };
+        for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
+            assert_eq!(merged.fence_proof.as_deref(), Some("a"));
+        }
+        let others =
+            Pointer { fence_machine_id: Some(machine(2)), fence_proof: Some("b".into()), ..unsigned.clone() };
+        assert_eq!(merge(&unsigned, &others).fence_proof, None, "it is of another machine");
+    }
+
+    #[test]
+    fn invented_fence_gives_way_to_a_signed_one_alone() {
+        let invented = fence(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
+        assert!(fence(Some(&invented), &Fence::unsigned(Epoch(3), machine(2))).is_err());
+        let platforms = Fence { epoch: Epoch(3), machine: machine(2), proof: Some("a".into()) };
+        let fenced = fence(Some(&invented), &platforms).unwrap().unwrap();
+        assert_eq!((fenced.fence_epoch, fenced.fence_machine_id), (Epoch(3), Some(machine(2))));
+        assert_eq!((fenced.seq, fenced.fence_proof.as_deref()), (2, Some("a")));
+        let believable = fence(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
+        assert!(fence(Some(&believable), &platforms).is_err());
     }
 
     proptest! {

@@ -10,27 +10,22 @@ use object_store::ObjectStoreExt;
 
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
-use super::pointer::{FORMAT, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
+use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
 use super::snapshot::{self, SideRecord, Unusable};
 use super::{epochs, pointer_io, pointer_log, snapshots};
 use crate::clock;
 use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
 
 /// How much of an unreadable pointer is kept.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
 /// How many snapshots are tried before a whole one is found.
 const MAX_TRIED: usize = 64;
 
-/// The slot's current machine, as the platform knows it. Its fence was written before it was created.
-#[derive(Debug, Clone, Copy)]
-pub struct Holder {
-    pub epoch: Epoch,
-    pub machine: MachineId,
-}
+/// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
+pub type Holder = Fence;
 
 /// What the platform's database says of a slot.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct OnRecord {
     /// Of any machine that it ever had.
     pub highest: Epoch,
@@ -120,7 +115,7 @@ pub async fn inspect(
     record: OnRecord,
     wanted: Wanted<'_>,
 ) -> Result<Inspection, RepairError> {
-    let OnRecord { highest, holder } = record;
+    let OnRecord { highest, holder } = &record;
     let bound = highest.believable();
     let (found, condition) = found(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
@@ -135,7 +130,7 @@ pub async fn inspect(
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
         let meta = epochs::of_meta(bucket, slot, bound).await?;
-        let known = Known { found: &found, keys: &keys, top: &top, meta, holder, bound };
+        let known = Known { found: &found, keys: &keys, top: &top, meta, holder: holder.as_ref(), bound };
         known.next(candidate.map(|side| side.named()), emptied_at)
     } else {
         None
@@ -158,22 +153,26 @@ pub async fn rebuild(
     };
     let next = inspection.next.clone().ok_or_else(none)?;
     let entry = slot.pointer_entry(next.seq);
-    for (key, condition) in [(entry, Condition::Absent), (slot.pointer(), inspection.condition.clone())] {
-        match bucket.put_json_if(&key, &next, condition).await {
-            Ok(()) => {}
-            // The client repeats a write whose answer was lost, and is then refused by its own.
-            Err(StoreError::Precondition { .. }) => {
-                let written = bucket.get_json::<Pointer>(&key).await;
-                if !matches!(written, Ok(Some(written)) if written.value == next) {
-                    return Err(RepairError::Changed);
-                }
+    match bucket.put_json_if(&entry, &next, Condition::Absent).await {
+        Ok(()) => {}
+        // The client repeats a write whose answer was lost, and is then refused by its own.
+        Err(StoreError::Precondition { .. }) => {
+            let written = bucket.get_json::<Pointer>(&entry).await;
+            if !matches!(written, Ok(Some(written)) if written.value == next) {
+                return Err(RepairError::Changed);
             }
-            Err(error) => return Err(error.into()),
         }
+        Err(error) => return Err(error.into()),
     }
-    // What was written must be what holds: anything else at the store could still be in its way.
+    match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
+        // A writer that found the entry has put it into `latest`, or another thing is in its way: what holds now tells.
+        Ok(()) | Err(StoreError::Precondition { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.value == next => Ok(next),
+        // It took effect, and a host or the platform has moved it since.
+        Ok(Some(read)) if read.value.seq > next.seq && read.value.fence_epoch >= next.fence_epoch => Ok(next),
         Ok(_) => Err(RepairError::Changed),
         Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
         Err(error) => Err(error.into()),
@@ -273,7 +272,7 @@ struct Known<'a> {
     keys: &'a [String],
     top: &'a (u64, Option<Pointer>),
     meta: Epoch,
-    holder: Option<Holder>,
+    holder: Option<&'a Holder>,
     /// What is above it was not written by a machine of ours.
     bound: Epoch,
 }
@@ -287,8 +286,7 @@ impl Known<'_> {
         let others = [epochs::of_keys(self.keys, self.bound), self.meta, written];
         let held = self.holder.map(|holder| holder.epoch);
         let fence_epoch = fences.chain(others).chain(held).max().filter(|epoch| *epoch > Epoch::NONE)?;
-        let by_platform =
-            self.holder.filter(|holder| holder.epoch == fence_epoch).map(|holder| holder.machine);
+        let by_platform = self.holder.filter(|holder| holder.epoch == fence_epoch);
         let by_pointer = || {
             pointers().filter(|pointer| pointer.fence_epoch == fence_epoch).find_map(Pointer::fence_holder)
         };
@@ -296,12 +294,15 @@ impl Known<'_> {
             let named = snapshot.as_ref().filter(|named| named.epoch == fence_epoch);
             named.map(|named| named.machine_id)
         };
-        let fence_machine_id = by_platform.or_else(by_pointer).or_else(by_snapshot);
-        let fence_proof = pointers()
-            .filter(|pointer| {
+        let fence_machine_id =
+            by_platform.map(|holder| holder.machine).or_else(by_pointer).or_else(by_snapshot);
+        let of_pointer = || {
+            let same = pointers().filter(|pointer| {
                 pointer.fence_epoch == fence_epoch && pointer.fence_holder() == fence_machine_id
-            })
-            .find_map(|pointer| pointer.fence_proof.clone());
+            });
+            same.filter_map(|pointer| pointer.fence_proof.clone()).next()
+        };
+        let fence_proof = by_platform.and_then(|holder| holder.proof.clone()).or_else(of_pointer);
         Some(Pointer {
             version: FORMAT,
             fence_epoch,

@@ -387,7 +387,7 @@ async fn slot_whose_forgotten_machine_left_no_snapshot_starts_empty_only_as_aske
 
 /// The copy still has the machine that was replaced since.
 #[tokio::test(flavor = "multi_thread")]
-async fn replaced_machine_is_not_switched_on() {
+async fn replaced_machine_is_neither_switched_on_nor_resized() {
     let mut it = Restorable::start(&[]).await;
     let old = it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
@@ -405,4 +405,9 @@ async fn replaced_machine_is_not_switched_on() {
         (&json!("failed"), &json!("database_behind_store"))
     );
     assert_eq!(it.power(&old.machine), Some(Power::Off));
+    let (path, to) = (format!("/vps/{}/resize", old.machine), json!({"serverType": "cpx32"}));
+    let refused = it.stack.post(it.process(), &path, &to).await;
+    refused.assert_problem(409, "invalid_state");
+    let holder = id(&recovery, "machineId");
+    assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }

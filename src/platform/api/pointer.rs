@@ -30,6 +30,7 @@ use crate::http::problem::{Code, Problem};
 use crate::machine::name::{IdpUserId, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db::{self, DbError};
+use crate::platform::tokens::TokenMint;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
 use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
@@ -66,9 +67,12 @@ impl Target {
         }
     }
 
-    async fn on_record(&self, client: &impl GenericClient) -> Result<OnRecord, DbError> {
+    async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
         let machine = db::machines::of_slot(client, &self.user, &self.slot).await?;
-        let holder = machine.map(|machine| Holder { epoch: machine.epoch, machine: machine.id });
+        let holder = machine.map(|machine| {
+            let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
+            Holder { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
+        });
         let highest = db::machines::highest_epoch(client, &self.user, &self.slot).await?;
         Ok(OnRecord { highest, holder })
     }
@@ -88,7 +92,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let target = Target::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
-    let record = target.on_record(&session).await?;
+    let record = target.on_record(&session, &platform.mint).await?;
     drop(session);
     let inspection = inspect(&platform, &target, record).await?;
     Ok(Json(shown(&target, &inspection)).into_response())
@@ -119,9 +123,9 @@ async fn replace(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let record = target.on_record(&session).await?;
+    let record = target.on_record(&session, &platform.mint).await?;
     drop(session);
-    let inspection = inspect(platform, target, record).await?;
+    let inspection = inspect(platform, target, record.clone()).await?;
     if inspection.found.is_sound() && sound == Sound::Kept {
         let detail = "The pointer is sound; with force it is replaced all the same.";
         return Err(Problem::new(Code::Conflict, detail));
@@ -150,6 +154,10 @@ async fn replace(
     );
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
+    // A repetition may have come while the first was under way.
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply);
+    }
     mutation.store(&tx, &reply).await?;
     db::commit(tx).await?;
     tracing::warn!(slot = name, key = written.snapshot.as_ref().map(|named| &*named.key), "pointer rebuilt");

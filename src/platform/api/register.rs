@@ -29,7 +29,7 @@ use crate::platform::db::machine_changes::{self, Registration};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
-use crate::platform::operations::later_holder::{self, LookupError};
+use crate::platform::operations::later_holder;
 use crate::platform::tokens;
 use crate::store::bundle::parse_digest;
 use axum::routing::post;
@@ -95,11 +95,7 @@ async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Pro
     if machine.registered_at.is_some() {
         return Ok(());
     }
-    let found = match later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await {
-        Ok(found) => found,
-        Err(LookupError::Db(error)) => return Err(error.into()),
-        Err(LookupError::Store(error)) => return Err(error.into()),
-    };
+    let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await?;
     let Some(holder) = found.filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
     else {
         return Ok(());

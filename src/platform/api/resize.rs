@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, server_type, status, told};
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
-use super::{entitlement, fault};
+use super::{entitlement, fault, restorable};
 use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -55,8 +55,12 @@ async fn resize(
     let seen = found(db::machines::get(&session, id).await?, id)?;
     if changes(&seen, to)? {
         entitlement::of_machine(platform, &session, &seen, to).await?;
+        // No session is held while provider and store are asked.
+        drop(session);
         let info = offered(platform, to).await?;
         fits(platform, &seen, &info).await?;
+        restorable::ensure_holds_slot(platform, &seen).await?;
+        session = platform.db.session().await?;
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", seen.user)).await?;
@@ -180,6 +184,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             Code::DiskWouldShrink,
             Code::ProvisioningError,
             Code::Unavailable,
+            Code::StoreUnavailable,
             Code::DatabaseUnavailable,
             Code::IdempotencyMismatch,
         ],

@@ -101,26 +101,51 @@ pub async fn ensure_no_forgotten_holder(
 ) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
-        Err(LookupError::Db(error)) => return Err(error.into()),
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
             return Err(fault::unusable(Unusable::Damaged { key, why }));
         }
-        Err(LookupError::Store(error)) => return Err(error.into()),
+        Err(error) => return Err(error.into()),
     };
-    let is_other =
-        |holder: &LaterHolder| current.is_none_or(|current| current.id != holder.machine) && !accepted;
-    let Some(holder) = found.filter(is_other) else { return Ok(()) };
+    let Some(holder) = found.filter(|holder| !accepted && is_other(holder, current)) else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
          from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. With \
          acceptLoss the slot starts from that snapshot; where there is none, allowEmpty starts it empty.",
         holder.machine, holder.epoch
     );
+    Err(held_by_another(detail, current))
+}
+
+/// Refuses a change of a machine's server where the store says that another machine holds its slot, which this database does
+/// not know. A pointer that is not readable says nothing of it.
+///
+/// # Errors
+/// `invalid_state`, `store_unavailable`.
+pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
+    let found = match later_holder::find(platform, &platform.db, &machine.user, &machine.slot).await {
+        Ok(found) => found,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => None,
+        Err(error) => return Err(error.into()),
+    };
+    let Some(holder) = found.filter(|holder| is_other(holder, Some(machine))) else { return Ok(()) };
+    let detail = format!(
+        "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
+         from an older copy. Nothing was changed; `svcctl recover` replaces both machines.",
+        holder.machine, holder.epoch
+    );
+    Err(held_by_another(detail, Some(machine)))
+}
+
+fn is_other(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {
+    current.is_none_or(|current| current.id != holder.machine)
+}
+
+fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
     let problem = Problem::new(Code::InvalidState, detail).with("allowed", json!([]));
-    Err(match current {
+    match current {
         Some(current) => problem.with("machineStatus", json!(current.status)),
         None => problem,
-    })
+    }
 }
 
 /// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent, unless an

@@ -13,6 +13,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
+use super::reconcile::Failures;
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -29,6 +30,8 @@ const CONFIRM: Duration = Duration::from_secs(10);
 const WINDOW: Duration = Duration::from_secs(3600);
 /// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
 const MAX_UNLISTED: usize = 20;
+/// A provider that answers so many lookups of one pass with errors is not asked for the others.
+const MAX_FAILED_LOOKUPS: usize = 3;
 /// How many unknown servers the alarm names.
 const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
@@ -47,10 +50,16 @@ pub async fn take(platform: &Platform) -> anyhow::Result<()> {
             return Err(error.into());
         }
     };
-    strays(platform, &listed, began).await?;
-    vanished(platform, &listed).await?;
-    unlisted(platform, &listed).await?;
-    orphans(platform, &listed).await
+    let mut failures = Failures::default();
+    let outcome = strays(platform, &listed, began).await;
+    failures.note("servers that came back", outcome);
+    let outcome = vanished(platform, &listed, &mut failures).await;
+    failures.note("missing servers", outcome);
+    let outcome = unlisted(platform, &listed, &mut failures).await;
+    failures.note("missing servers that may hold data", outcome);
+    let outcome = orphans(platform, &listed, &mut failures).await;
+    failures.note("unknown servers", outcome);
+    failures.end()
 }
 
 fn machine_of(server: &Server) -> Option<MachineId> {
@@ -69,7 +78,7 @@ async fn strays(platform: &Platform, listed: &[Server], began: Timestamp) -> any
 }
 
 /// Machines whose servers are gone. Nothing takes their place by itself.
-async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let live = db::servers::live(&session).await?;
     let there: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
@@ -81,7 +90,7 @@ async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
         return Ok(());
     }
     drop(session);
-    let missing = confirmed(platform, missing).await?;
+    let missing = confirmed(platform, missing, failures).await;
     let session = platform.db.session().await?;
     if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
         return Ok(());
@@ -96,20 +105,20 @@ async fn vanished(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
     }
     drop(session);
     for machine in lost {
-        gone(platform, machine).await?;
+        failures.note(machine.machine, gone(platform, machine).await);
     }
     Ok(())
 }
 
 /// Notes which kept servers, and servers of failed machines, the provider has lost: the copies of a slot say so. Nothing
 /// else follows from it.
-async fn unlisted(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let there: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
     let watched = db::servers::holding_data(&session).await?;
     drop(session);
     let missing = watched.iter().filter(|machine| !there.contains(&machine.server)).take(MAX_UNLISTED);
-    let missing = confirmed(platform, missing.collect()).await?;
+    let missing = confirmed(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for machine in missing {
         db::servers::missing(&session, machine).await?;
@@ -118,19 +127,37 @@ async fn unlisted(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Those that the provider does not know by their id either.
-async fn confirmed<'a>(platform: &Platform, missing: Vec<&'a Live>) -> anyhow::Result<Vec<&'a Live>> {
-    let mut confirmed = Vec::new();
+/// Those that the provider does not know by their id either. One that cannot be looked up is passed over, and those after a
+/// few of them as well: they are missing in the next pass again.
+async fn confirmed<'a>(
+    platform: &Platform,
+    missing: Vec<&'a Live>,
+    failures: &mut Failures,
+) -> Vec<&'a Live> {
+    let (mut confirmed, mut failed) = (Vec::new(), 0);
     for machine in missing {
-        if platform.provider.get(ServerId(machine.server)).await?.is_some() {
-            // Its label was taken away; it is there.
-            let session = platform.db.session().await?;
-            db::servers::seen(&session, &[machine.server]).await?;
-        } else {
-            confirmed.push(machine);
+        match is_lost(platform, machine).await {
+            Ok(true) => confirmed.push(machine),
+            Ok(false) => {}
+            Err(error) => {
+                failures.note(machine.machine, Err(error));
+                failed += 1;
+            }
+        }
+        if failed == MAX_FAILED_LOOKUPS {
+            break;
         }
     }
-    Ok(confirmed)
+    confirmed
+}
+
+async fn is_lost(platform: &Platform, machine: &Live) -> anyhow::Result<bool> {
+    let is_there = platform.provider.get(ServerId(machine.server)).await?.is_some();
+    if is_there {
+        // Its label was taken away.
+        db::servers::seen(&platform.db.session().await?, &[machine.server]).await?;
+    }
+    Ok(!is_there)
 }
 
 /// Those of this pass count with those of the last hour: a slow loss is a mass loss, too.
@@ -202,7 +229,7 @@ async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<
 /// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
 /// copy: an alarm is raised, and those that an operator releases are deleted when their grace ends. Servers of another
 /// platform in the same project are ignored.
-async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
+async fn orphans(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
     let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
@@ -225,21 +252,26 @@ async fn orphans(platform: &Platform, listed: &[Server]) -> anyhow::Result<()> {
     let due = db::unknown_servers::due(&session, grace).await?;
     drop(session);
     for server in due {
-        platform.provider.delete(ServerId(server)).await?;
-        let mut session = platform.db.session().await?;
-        let tx = db::begin(&mut session).await?;
-        let target = server.to_string();
-        let entry = db::audit::Entry {
-            actor: "platform",
-            action: "orphan.deleted",
-            target: &target,
-            before: Some(&json!({"providerServerId": target})),
-            after: None,
-            request_id: &request_id::current(),
-        };
-        db::audit::write(&tx, &entry).await?;
-        db::commit(tx).await?;
-        tracing::warn!(server, "a server without a machine was deleted");
+        failures.note(format!("server {server}"), delete_unknown(platform, server).await);
     }
+    Ok(())
+}
+
+async fn delete_unknown(platform: &Platform, server: i64) -> anyhow::Result<()> {
+    platform.provider.delete(ServerId(server)).await?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let target = server.to_string();
+    let entry = db::audit::Entry {
+        actor: "platform",
+        action: "orphan.deleted",
+        target: &target,
+        before: Some(&json!({"providerServerId": target})),
+        after: None,
+        request_id: &request_id::current(),
+    };
+    db::audit::write(&tx, &entry).await?;
+    db::commit(tx).await?;
+    tracing::warn!(server, "a server without a machine was deleted");
     Ok(())
 }

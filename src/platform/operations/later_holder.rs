@@ -10,7 +10,7 @@ use serde_json::json;
 use super::held::Held;
 use super::step::{Answer, Question, StepError};
 use super::{OperationKind, Step};
-use crate::http::problem::chain;
+use crate::http::problem::{Problem, chain};
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
@@ -47,6 +47,15 @@ pub enum LookupError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Db(#[from] DbError),
+}
+
+impl From<LookupError> for Problem {
+    fn from(error: LookupError) -> Self {
+        match error {
+            LookupError::Store(error) => error.into(),
+            LookupError::Db(error) => error.into(),
+        }
+    }
 }
 
 /// The holder that the pointer's fence names, if the database does not know it under that epoch. No session of the database

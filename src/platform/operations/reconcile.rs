@@ -71,10 +71,10 @@ fn report(part: &'static str, end: anyhow::Result<()>) {
 
 /// The failures of one part: one machine's error does not keep the part from the others.
 #[derive(Default)]
-struct Failures(usize);
+pub(super) struct Failures(usize);
 
 impl Failures {
-    fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
+    pub fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
             tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skips what it could not process");
@@ -82,7 +82,7 @@ impl Failures {
     }
 
     /// Whether the part succeeded as a whole.
-    fn end(self) -> anyhow::Result<()> {
+    pub fn end(self) -> anyhow::Result<()> {
         anyhow::ensure!(self.0 == 0, "{} could not be processed", self.0);
         Ok(())
     }
