@@ -37,6 +37,8 @@ pub struct Rules {
     pub reinstates_older: bool,
     /// Whether it does so only where no snapshot holds what the last one wrote.
     pub respects_snapshots: bool,
+    /// Whether a successor whose server is lost leaves the server before it kept.
+    pub distrusts_lost_successors: bool,
 }
 
 /// Acknowledged rows of an owner, by number.

@@ -71,15 +71,18 @@ fn s3() -> Result<Kept> {
     Ok((Arc::clone(config.open()?.raw()), server))
 }
 
-/// Plays seeds until one breaks something, several at a time; panics with its log.
+/// Plays seeds until one breaks something, several at a time; panics with its log. `SVC_SIM_SEED` plays that seed alone, and
+/// `SVC_SIM_FROM` goes on with a run of many that was ended.
 pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> Tally {
-    let only: Option<u64> =
-        std::env::var("SVC_SIM_SEED").ok().map(|text| text.parse().expect("SVC_SIM_SEED is a number"));
-    let seeds = match only {
-        Some(seed) if seeds.contains(&seed) => seed..seed + 1,
-        Some(_) => return Tally::default(),
-        None => seeds,
+    let seeds = match (seed_of("SVC_SIM_SEED"), seed_of("SVC_SIM_FROM")) {
+        (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,
+        (None, Some(from)) => seeds.start.max(from)..seeds.end,
+        (None, None) => seeds,
+        (Some(_), _) => 0..0,
     };
+    if seeds.is_empty() {
+        return Tally::default();
+    }
     let next = Arc::new(AtomicU64::new(seeds.start));
     let mut seats = tokio::task::JoinSet::new();
     for _ in 0..at_once.min((seeds.end - seeds.start) as usize) {
@@ -111,6 +114,11 @@ pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> 
         }
     }
     tally
+}
+
+fn seed_of(variable: &str) -> Option<u64> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is not a number")))
 }
 
 fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) -> String {

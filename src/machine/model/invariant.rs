@@ -24,6 +24,8 @@ pub enum Violation {
     CameBack,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted that.
     LostRows,
+    /// The server of a replaced machine was deleted, and no later machine of the slot that served has one.
+    LastServerRemoved,
     /// A machine that never served holds the slot, and one whose data is the newest still has its server.
     NotReinstated,
     /// A machine has a server, and the slot's fence is below its epoch.

@@ -21,6 +21,7 @@ const SOUND: Rules = Rules {
     stops_writers: true,
     reinstates_older: true,
     respects_snapshots: true,
+    distrusts_lost_successors: true,
 };
 
 /// Enough tries for the longest operation, which has five steps, behind a deletion.
@@ -221,6 +222,13 @@ fn loss_of_unsaved_rows_is_noticed() {
 fn deletion_of_predecessor_before_successor_serves_is_noticed() {
     let found = found_under(Rules { keeps_predecessors: false, ..SOUND }, Violation::LostRows);
     assert!(found.contains(&Violation::LostRows), "{found:?}");
+}
+
+#[test]
+fn deletion_of_predecessor_of_lost_successor_is_noticed() {
+    let violation = Violation::LastServerRemoved;
+    let found = found_under(Rules { distrusts_lost_successors: false, ..SOUND }, violation);
+    assert!(found.contains(&violation), "{found:?}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! When a server may go: the reconciler of the model, with no time to wait, and what goes with a server.
 
-use super::World;
+use super::invariant::Violation;
+use super::{Row, World};
 use crate::machine::state::State;
 
 impl World {
@@ -19,7 +20,11 @@ impl World {
         // A machine whose server the provider has lost replaces no other.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
-            if other.is_server_known_gone() { is_deleted } else { other.proven }
+            if other.is_server_known_gone() && self.rules.distrusts_lost_successors {
+                is_deleted
+            } else {
+                other.proven
+            }
         });
         !row.unsaved && (matches!(row.machine.state, State::Deleted { .. }) || later.next().is_some())
     }
@@ -32,9 +37,23 @@ impl World {
     pub fn reconcile(&mut self) {
         for id in 0..self.rows.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
+                if self.is_last_copy(id) {
+                    self.seen.insert(Violation::LastServerRemoved);
+                }
                 self.remove(id);
             }
         }
+    }
+
+    /// Whether a machine that was replaced, and served, is the only one of its slot whose server may still exist.
+    fn is_last_copy(&self, id: usize) -> bool {
+        let row = &self.rows[id];
+        let is_other = |other: &&Row| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
+        let holds = |other: &Row| other.registered && !other.is_server_known_gone();
+        let is_deleted = |other: &Row| matches!(other.machine.state, State::Deleted { .. });
+        let mut later = self.rows.iter().filter(is_other);
+        let was_there = row.registered && self.cloud.of(id).is_some() && !is_deleted(row);
+        was_there && !later.any(|other| holds(other) || is_deleted(other))
     }
 
     /// Deletes a server. What it alone held is lost; an operator may have accepted that.
