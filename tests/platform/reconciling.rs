@@ -195,6 +195,23 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     assert!(stack.provider.server_by_name("later").is_some(), "it was not released");
 }
 
+/// While it is not known whether this database has forgotten machines, no kept server is deleted.
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_server_stays_while_the_census_cannot_be_taken() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    looks(&stack, 3).await;
+    assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
+    stack.provider.clear_faults();
+    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
+    stack.eventually("the server that is no longer kept is deleted", gone).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_comes_up_after_its_machines_end_is_deleted() {
     let stack = Stack::start().await;

@@ -13,7 +13,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
-use super::reconcile::Failures;
+use super::reconcile::{Census, Failures};
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -37,9 +37,11 @@ const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
 const NONE_SHOWN: usize = 4;
 
+/// `census` becomes `Taken` once the servers that this database does not know are noted, whatever else fails.
+///
 /// # Errors
 /// Errors of provider or database; the next pass continues.
-pub async fn take(platform: &Platform) -> anyhow::Result<()> {
+pub(super) async fn take(platform: &Platform, census: &mut Census) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let began = db::servers::now(&session).await?;
     drop(session);
@@ -58,6 +60,9 @@ pub async fn take(platform: &Platform) -> anyhow::Result<()> {
     let outcome = unlisted(platform, &listed, &mut failures).await;
     failures.note("missing servers that may hold data", outcome);
     let outcome = orphans(platform, &listed, &mut failures).await;
+    if outcome.is_ok() {
+        *census = Census::Taken;
+    }
     failures.note("unknown servers", outcome);
     failures.end()
 }

@@ -51,8 +51,9 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("previews", previews(platform).await);
     report("hanging_operations", hanging(platform).await);
     report("unknown_operations", unknown_operations(platform).await);
-    report("servers", servers(platform, unless_within).await);
-    report("leftovers", leftovers(platform).await);
+    let mut census = Census::NotTaken;
+    report("servers", servers(platform, unless_within, &mut census).await);
+    report("leftovers", if census == Census::Taken { leftovers(platform).await } else { Ok(()) });
     report("retention", retention::prune(platform).await);
 }
 
@@ -176,15 +177,23 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
     Ok(db::commit(tx).await?)
 }
 
+/// Whether a pass has noted which servers at the provider this database does not know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Census {
+    Taken,
+    NotTaken,
+}
+
 /// One process at a time asks the provider for all servers.
-async fn servers(platform: &Platform, unless_within: Duration) -> anyhow::Result<()> {
+async fn servers(platform: &Platform, unless_within: Duration, census: &mut Census) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let ours = db::tasks::take_turn(&session, "servers", unless_within).await?;
     drop(session);
-    if ours { census::take(platform).await } else { Ok(()) }
+    if ours { census::take(platform, census).await } else { Ok(()) }
 }
 
-/// Deletes servers that are no longer kept; none while the database may have forgotten machines.
+/// Deletes servers that are no longer kept; none while the database may have forgotten machines, which only a pass knows
+/// that has taken the census itself: another process's may be under way, and the noted ones those of a restored copy.
 async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
