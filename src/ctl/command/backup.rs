@@ -19,6 +19,7 @@ use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups, list, one};
 use crate::ctl::show::{View, compact};
 use crate::ctl::wait::{self, Clock};
+use crate::untrusted_text::one_line;
 
 pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -147,8 +148,10 @@ async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) ->
 }
 
 fn drilled(told: &Value) -> String {
-    let word = |name: &str| told[name].as_str().unwrap_or("-").to_owned();
-    let error = told["error"].as_str().map(|error| format!("error   {error}\n")).unwrap_or_default();
+    let word =
+        |name: &str| told[name].as_str().map_or_else(|| "-".to_owned(), |word| one_line(word).into_owned());
+    let error =
+        told["error"].as_str().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
     format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
 }
 

@@ -69,8 +69,7 @@ impl Attention {
             "snapshot_held" => format!("; where that is meant: `svcctl backup accept {handle}`"),
             _ => String::new(),
         };
-        let detail = self.detail.replace("\n  ", "; ");
-        Cell::painted(Some(Colour::Bad), format!("{}: {detail}{next}", self.code))
+        Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", self.code, self.detail))
     }
 }
 

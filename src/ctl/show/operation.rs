@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::human::{ago, seconds};
 use super::{Colour, View, compact};
+use crate::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -95,7 +96,7 @@ impl Operation {
         let Some(question) = self.question() else { return Vec::new() };
         let words = std::iter::once("either").chain(std::iter::repeat("or"));
         let answers = words.zip(self.answers()).map(|(word, answer)| format!("  {word:<6}  {answer}"));
-        std::iter::once(format!("question: {}", question.detail)).chain(answers).collect()
+        std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
     }
 
     /// `  12.3 s  create_server  done`; the time counts from the operation's start.
