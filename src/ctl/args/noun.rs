@@ -121,7 +121,7 @@ Example: svcctl backup accept ada"
     List {
         /// A machine's id, or the handle of its user
         machine: Target,
-        /// Snapshots of one page
+        /// Snapshots of one page, 1 to 200; 50 without it
         #[arg(long)]
         limit: Option<u32>,
         /// Where an earlier page ended

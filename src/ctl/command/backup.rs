@@ -201,7 +201,7 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
     progress.at("the host takes and verifies a backup".to_owned());
     let mut clock = Clock::start(within);
     loop {
-        let answer = first_page(api, asked.id).await?;
+        let answer = latest_page(api, asked.id).await?;
         let page: Backups = answer.read()?;
         if page.latest.is_some() && page.latest != asked.before {
             let mut all: Value = answer.read()?;
@@ -233,11 +233,11 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
 }
 
 async fn latest(api: &Api, id: &str) -> Result<Backups, Failure> {
-    Ok(first_page(api, id).await?.read()?)
+    Ok(latest_page(api, id).await?.read()?)
 }
 
-async fn first_page(api: &Api, id: &str) -> Result<Answer, Failure> {
-    Ok(api.get(&["vps", id, "backups"], &[("limit", "5".to_owned())]).await?)
+async fn latest_page(api: &Api, id: &str) -> Result<Answer, Failure> {
+    Ok(api.get(&["vps", id, "backups"], &[("latest", "true".to_owned())]).await?)
 }
 
 #[cfg(test)]
