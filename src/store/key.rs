@@ -15,6 +15,12 @@ const SEQ_DIGITS: usize = 16;
 /// Within the keys of snapshots and of their side records.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
+/// The end of a pointer's key.
+pub const LATEST: &str = "/system/db/latest";
+
+/// Within the keys of the pointer's log.
+pub const POINTER_LOG: &str = "/system/db/pointer-log/";
+
 /// The place of one slot in the bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotPrefix(Path);

@@ -75,6 +75,43 @@ fn machines() {
     assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
 }
 
+/// A host's or a provider's text may be of several lines, with characters that move the cursor.
+#[test]
+fn text_of_several_lines_stays_in_its_row() {
+    let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
+    let mut failing = running();
+    failing["lastBackup"] = json!({"status": "error", "error": text});
+    failing["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": text});
+    failing["attention"] = json!([{"code": "snapshot_held", "detail": text}]);
+    failing["operations"][0]["log"][1]["detail"] = text.into();
+    failing["operations"][0]["state"] = "waiting".into();
+    failing["operations"][0]["question"] = json!({"code": "last_backup_missing", "detail": text});
+    let flat = "no space left; next: delete; something\u{FFFD}[2J";
+    let page = read(json!({"machines": [failing.clone(), running()], "nextCursor": null}));
+    let listed = machine::list(&plain(), &page);
+    assert_eq!(listed.lines().count(), 3, "{listed}");
+    assert!(listed.contains(flat), "{listed}");
+    let shown = machine::one(&plain(), &read(failing));
+    assert!(!shown.contains('\u{1b}') && !shown.contains("\n  next: delete"), "{shown}");
+    assert_eq!(shown.matches(flat).count(), 5, "{shown}");
+}
+
+#[test]
+fn unreadable_pointer_is_named_with_its_way_out() {
+    let mut torn = running();
+    torn["slot"] = "second".into();
+    let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
+    torn["lastBackup"] = json!({"status": "error", "error": error});
+    let shown = machine::one(&plain(), &read(torn));
+    assert!(
+        shown.contains(
+            "next         the snapshot pointer cannot be read: `svcctl pointer show user_1 --slot second`"
+        ),
+        "{shown}"
+    );
+    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` writes it again"), "{shown}");
+}
+
 #[test]
 fn a_machine_that_runs() {
     insta::assert_snapshot!(machine::one(&plain(), &read(running())));
