@@ -169,9 +169,9 @@ async fn one_step(
             None => retry(&held, step, &error).await.map(|()| None),
         },
         Err(StepError::Permanent { what, source }) if makes_a_machine(kind) => {
-            tracing::error!(operation = %operation.id, step = step.as_str(), what,
+            tracing::error!(operation = %operation.id, step = step.as_str(), %what,
                 error = %chain(source.as_ref()), "an operation failed");
-            held.give_up(creation_failure(source.as_ref()), step.as_str(), what).await?;
+            held.give_up(creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
         Err(error) => retry(&held, step, &error).await.map(|()| None),
@@ -260,7 +260,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     if let Some(cause) = account_error(error) {
         alarms::inform_of(held.platform, cause).await;
         let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
-        return wait_for_account(held, to, &error.to_string()).await;
+        let why = format!("{error}; it is tried again within {} s", max_pause(attempts).as_secs_f64().ceil());
+        return wait_for_account(held, to, &why).await;
     }
     // A step may take long: one failure late in it is no reason to give up.
     if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
@@ -299,10 +300,15 @@ fn account_error(error: &StepError) -> Option<&ProviderError> {
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
-/// Doubles from half a second to a minute, each spread over its second half.
-fn pause(attempts: i32) -> Duration {
+/// Doubles from half a second to a minute.
+fn max_pause(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
-    let whole = (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE);
+    (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE)
+}
+
+/// [`max_pause`], spread over its second half.
+fn pause(attempts: i32) -> Duration {
+    let whole = max_pause(attempts);
     let spread =
         f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
     whole.mul_f64(0.5 + spread / 2.0)
