@@ -1,22 +1,20 @@
-//! The runner: claims due operations, takes them step by step, stores what came of it, gives them back.
+//! The runner: takes an operation that `drive` has claimed a step further, and stores what came of it.
 //!
 //! The invariant: what a step leads to is written only while the lease holds by the database's clock.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use tokio::task::JoinSet;
-use tracing::Instrument;
 use uuid::Uuid;
 
+pub use super::drive::run;
 use super::held::Held;
 use super::resize::{self, Verdict};
 use super::step::{self, Answer, Question, Record, StepError};
 use super::step_failure::creation_failure;
-use super::{OperationKind, Place, Step, vocabulary};
+use super::{OperationKind, Place, Step};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -30,97 +28,17 @@ use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// Operations that one process drives at a time.
-const AT_ONCE: usize = 16;
 /// A new machine that could not be made for this long fails; recover can be asked again.
 const GIVE_UP: Duration = Duration::from_secs(3600);
 /// So many failures in a row, at least.
 const TRIES_IN_A_ROW: i32 = 5;
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Between two tries of an operation whose outcome cannot be stored.
-const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
-
-/// Drives operations until `stop`, then lets the steps under way end.
-pub async fn run(platform: Arc<Platform>) {
-    let mut driven = JoinSet::new();
-    while !platform.stop.is_cancelled() {
-        while driven.len() < AT_ONCE {
-            // Of this claim alone: a process that claims again what it has lost is another owner.
-            let owner = Uuid::now_v7();
-            match claim(&platform, owner).await {
-                Ok(Some(operation)) => {
-                    let platform = platform.clone();
-                    driven.spawn(async move { drive_as_asked(&platform, operation, owner).await });
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    tracing::warn!(error = %chain(&error), "operations cannot be claimed");
-                    break;
-                }
-            }
-        }
-        tokio::select! {
-            () = platform.stop.cancelled() => {}
-            () = platform.nudge.notified() => {}
-            () = tokio::time::sleep(platform.config.timing.poll) => {}
-            Some(ended) = driven.join_next() => if let Err(error) = ended {
-                tracing::error!(%error, "a step panicked; its lease runs out");
-            }
-        }
-    }
-    while driven.join_next().await.is_some() {}
-}
-
-async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
-    let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary()).await
-}
-
-/// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
-async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uuid) {
-    let id = operation.request_id.clone();
-    let span = tracing::info_span!(
-        "operation",
-        svc_request_id = %id,
-        svc_machine_id = %operation.machine,
-        svc_operation_id = %operation.id,
-        kind = operation.kind,
-    );
-    request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
-}
-
-/// Takes one operation as far as it goes now.
-async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
-    let is_stored = loop {
-        match one_step(platform, &operation, owner).await {
-            Ok(Some(next)) if !platform.stop.is_cancelled() => operation = next,
-            Ok(_) => break true,
-            Err(StepError::Lost) => {
-                // Ended under way: what it was about may stand at the provider all the same.
-                platform.reconcile.notify_one();
-                break true;
-            }
-            Err(error) => {
-                // Not even the failure could be stored: the operation is retried after a pause.
-                tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");
-                break false;
-            }
-        }
-    };
-    let released = async {
-        let session = platform.db.session().await?;
-        if !is_stored {
-            db::leases::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
-        }
-        db::operations::release(&session, operation.id, owner).await
-    };
-    if let Err(error) = released.await {
-        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not given back");
-    }
-}
 
 /// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
-async fn one_step(
+///
+/// # Errors
+/// [`StepError::Lost`], and where not even the outcome could be stored.
+pub async fn one_step(
     platform: &Platform,
     operation: &OperationRow,
     owner: Uuid,
