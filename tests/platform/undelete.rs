@@ -173,7 +173,13 @@ async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = stack.guest(&process, recovery["machineId"].as_str().unwrap()).await;
-    stack.delete(&process, &format!("/vps/{}", new.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
+    let also = &deleted["alsoDeleted"];
+    assert_eq!((&also["machineId"], &deleted["undeletableUntil"]), (&json!(old.machine), &Value::Null));
+    assert!(also["undeletableUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
+    assert_ne!(also["operationId"], deleted["operationId"]);
+    let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
+    assert_eq!(&again["alsoDeleted"], also, "asked again");
     let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the new machine's server is deleted", alone).await;
     stack.assert_only_server(&old.machine);

@@ -102,7 +102,8 @@ pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
     if due {
         let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
+        let along = risk::of_deletion_of_successor(&machine);
+        confirm::ask(&format!("{what}\n{whose} {stake}{along}"), &machine.handle)?;
     }
     let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
@@ -120,6 +121,10 @@ pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
     let (answer, machine) = wait::until_settled(api, &accepted.machine_id, operation, within).await?;
+    // The server that has the data may still be in the way of a decision.
+    if let Some(also) = &accepted.also_deleted {
+        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), within).await?;
+    }
     out.answer(&answer, |view| Ok(shown::one(view, &machine)))
 }
 

@@ -97,12 +97,29 @@ pub struct Machines {
 #[serde(rename_all = "camelCase")]
 pub struct Accepted {
     pub machine_id: String,
+    pub idp_user_id: Option<String>,
+    pub slot: Option<String>,
+    pub handle: Option<String>,
+    pub registered_at: Option<String>,
     pub status: Option<String>,
     pub server_type: Option<String>,
     pub operation_id: Option<String>,
     pub old_machine_id: Option<String>,
     pub deleted_at: Option<String>,
     pub newest_snapshot_at: Option<String>,
+    pub undeletable_until: Option<String>,
+    /// The machine that was deleted with one that was to replace it.
+    pub also_deleted: Option<AlsoDeleted>,
+    /// An undelete found the deletion undone.
+    #[serde(default)]
+    pub already_undone: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AlsoDeleted {
+    pub machine_id: String,
+    pub operation_id: String,
     pub undeletable_until: Option<String>,
 }
 
@@ -287,7 +304,9 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
     table::pairs(
         view,
         &[
+            ("slot", slot_of_deleted(a).into()),
             ("machine", a.machine_id.clone().into()),
+            ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
             ("replaces", text(a.old_machine_id.as_ref()).into()),
             ("type", text(a.server_type.as_ref()).into()),
             ("status", Cell::state(status)),
@@ -298,11 +317,41 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
     )
 }
 
+/// `ada, slot primary of user_1`.
+fn slot_of_deleted(a: &Accepted) -> String {
+    let named = a.handle.as_ref().zip(a.slot.as_ref()).zip(a.idp_user_id.as_ref());
+    let named = named.filter(|_| a.deleted_at.is_some());
+    named.map(|((handle, slot), user)| format!("{handle}, slot {slot} of {user}")).unwrap_or_default()
+}
+
+/// What becomes of the machine that was to be replaced.
+fn also_deleted(also: &AlsoDeleted) -> String {
+    format!(
+        "machine {}, which was to be replaced: operation {} takes its last backup, then its server is switched off and \
+         kept",
+        also.machine_id, also.operation_id
+    )
+}
+
 /// How what was accepted can be taken back.
 fn undo(view: &View, a: &Accepted) -> String {
+    if let Some(also) = &a.also_deleted {
+        let until = also.undeletable_until.as_deref();
+        let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
+        return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
+    }
     match (&a.deleted_at, &a.undeletable_until, &a.old_machine_id, &a.operation_id) {
         (Some(_), Some(until), _, _) => {
             format!("`svcctl undelete {}` until {}", a.machine_id, when(view.now, until))
+        }
+        // A platform of an earlier release does not say whether the machine ever registered.
+        (Some(_), None, _, _) if a.registered_at.is_none() && a.handle.is_some() => {
+            let (user, slot) = (text(a.idp_user_id.as_ref()), text(a.slot.as_ref()));
+            format!(
+                "none: it never served; `svcctl provision {} --handle {}` makes a new machine",
+                args::slot_arguments(&user, &slot),
+                text(a.handle.as_ref())
+            )
         }
         (Some(_), None, _, Some(operation)) => {
             format!(

@@ -69,6 +69,10 @@ impl Operation {
         self.question.as_ref().filter(|_| self.state == "waiting")
     }
 
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.state.as_str(), "running" | "waiting")
+    }
+
     /// The commands that answer its question, and what each does.
     pub fn answers(&self) -> Vec<String> {
         let id = &self.operation_id;
@@ -139,7 +143,7 @@ pub fn one(view: &View, o: &Operation) -> String {
         view.paint(Some(Colour::Strong), &o.kind),
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
     ];
-    if matches!(o.state.as_str(), "running" | "waiting") {
+    if o.is_under_way() {
         head.extend(o.step.as_ref().map(|step| format!("at {step}")));
         head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("try {}", n + 1)));
     }
