@@ -301,6 +301,7 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
     let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
     let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
     let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
+    let note = if a.already_undone { "the deletion was undone before: nothing was changed" } else { "" };
     table::pairs(
         view,
         &[
@@ -313,6 +314,7 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
             ("operation", text(a.operation_id.as_ref()).into()),
             ("snapshot", text(newest.as_ref()).into()),
             ("undo", undo(view, a).into()),
+            ("note", note.into()),
         ],
     )
 }
