@@ -110,7 +110,7 @@ where that is meant. Else recover with an earlier one: `svcctl recover USER --sn
 Example: svcctl backup accept ada"
     )]
     Accept {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, the handle of its user, or USER/SLOT; while a machine is being replaced, its slot stands for it
         machine: Target,
         /// Do not ask
         #[arg(long)]

@@ -171,7 +171,7 @@ impl Machine {
     }
 
     /// Its operation that waits for a decision.
-    fn waiting(&self) -> Option<&Operation> {
+    pub fn waiting(&self) -> Option<&Operation> {
         self.operations.iter().find(|operation| operation.question().is_some())
     }
 

@@ -34,8 +34,10 @@ const MAX_POLL: Duration = Duration::from_secs(4);
 /// Between two calls to a host that does not answer at all: each takes seconds itself.
 const MAX_SILENT_POLL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
+/// The code of the question about a snapshot that the host holds back.
+pub const HELD_BACK: &str = "last_backup_held_back";
 /// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
-const HELD_BACK_HINT: &str = "svc-db-backup accept";
+pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
 /// How one try ended.
 enum Attempt {
@@ -60,7 +62,7 @@ impl Trouble {
     fn code(&self) -> &'static str {
         match self {
             Self::Failed(_) => "last_backup_missing",
-            Self::HeldBack { .. } => "last_backup_held_back",
+            Self::HeldBack { .. } => HELD_BACK,
         }
     }
 
