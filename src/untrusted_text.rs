@@ -17,6 +17,19 @@ pub fn bounded(text: &str) -> String {
     printable(text).chars().take(MAX_CHARS).collect()
 }
 
+/// [`printable`] on one line: line breaks become `; `, tabs become spaces.
+pub fn one_line(text: &str) -> Cow<'_, str> {
+    if !text.contains(|c| breaks_line(c) || is_unsafe(c)) {
+        return text.into();
+    }
+    let lines = text.split(breaks_line).map(str::trim).filter(|line| !line.is_empty());
+    printable(&lines.collect::<Vec<_>>().join("; ").replace('\t', " ")).into_owned().into()
+}
+
+fn breaks_line(c: char) -> bool {
+    matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
+}
+
 /// [`printable`] for every text in a JSON value; names of members stay.
 pub fn make_printable(value: &mut Value) {
     match value {
@@ -49,6 +62,16 @@ mod tests {
             "\u{FFFD}x\u{FFFD}y\u{FFFD}z\u{FFFD}\u{FFFD}"
         );
         assert_eq!(printable("größer – 日本 🙂"), "größer – 日本 🙂");
+    }
+
+    #[test]
+    fn flattens_text_to_one_line() {
+        assert_eq!(
+            one_line("no room\n  next: \tdelete\r\n\nit\u{1b}[2J"),
+            "no room; next: \tdelete; it\u{FFFD}[2J".replace('\t', " ")
+        );
+        assert_eq!(one_line("a\u{2028}b"), "a; b");
+        assert!(matches!(one_line("größer"), Cow::Borrowed("größer")));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::show::boot::BootProgress;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
+use crate::untrusted_text::one_line;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
@@ -102,7 +103,7 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
 
 /// The question of an operation, and the commands that answer it.
 fn undecided(operation: &Operation) -> anyhow::Error {
-    let question = operation.question().map(|question| question.detail.as_str()).unwrap_or_default();
+    let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation.answers().join("\n        or ");
     anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.kind)
 }

@@ -137,7 +137,9 @@ fn kept(row: &KeptServerRow) -> Value {
         "machineId": row.machine,
         "providerServerId": row.server.to_string(),
         "reason": if row.is_deleted { "deleted" } else { "replaced" },
-        "until": row.until.map(rfc3339_ms),
+        // Its grace does not count: it is deleted when that operation has switched it off.
+        "until": row.until.filter(|_| row.deleted_by.is_none()).map(rfc3339_ms),
+        "deletedBy": row.deleted_by,
         "unsavedSince": row.unsaved_since.map(rfc3339_ms),
         "missingSince": row.missing_since.map(rfc3339_ms),
         "removalAbandonedAt": row.removal_abandoned_at.map(rfc3339_ms),

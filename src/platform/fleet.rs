@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::db::fleet::FleetRow;
 use crate::machine::state::Status;
+use crate::store::bucket::is_unreadable_pointer;
 
 /// Hosts say that they live each 30 s; this many seconds of silence are no accident.
 const SILENT: f64 = 120.0;
@@ -118,6 +119,9 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         && !row.operation_waits_for_account
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
             || row.operation_attempts >= STUCK_ATTEMPTS);
+    let backup_fails = row.backup_status.as_deref() == Some("error");
+    let is_pointer_unreadable =
+        backup_fails && row.backup_error.as_deref().is_some_and(is_unreadable_pointer);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
@@ -133,7 +137,8 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
         (row.is_snapshot_damaged, "snapshot_damaged"),
         (row.has_drill_failed, "drill_failed"),
-        (row.backup_status.as_deref() == Some("error"), "backup_failing"),
+        (is_pointer_unreadable, "pointer_unreadable"),
+        (backup_fails && !is_pointer_unreadable, "backup_failing"),
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
         (boots(row) && !waiting && row.age > BOOT_SLOW, "boot_slow"),
@@ -169,6 +174,7 @@ mod tests {
             database: Some("ok".to_owned()),
             backup_age: Some(1800.0),
             backup_status: Some("success".to_owned()),
+            backup_error: None,
             update_outcome: Some("updated".to_owned()),
             is_snapshot_damaged: false,
             has_drill_failed: false,
@@ -196,6 +202,12 @@ mod tests {
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
+        let torn = |row: &mut FleetRow| {
+            row.backup_status = Some("error".into());
+            let error = "user_1/primary/system/db/latest in the object store is not readable: EOF";
+            row.backup_error = Some(error.into());
+        };
+        assert_eq!(reasons_of(torn), one("pointer_unreadable"), "no backup can mend it");
         assert_eq!(
             reasons_of(|row| row.update_outcome = Some("rolled_back".into())),
             one("update_rolled_back")

@@ -11,6 +11,7 @@ use object_store::{BackoffConfig, ObjectStore, RetryConfig, StaticCredentialProv
 use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
+use super::count_lists::CountLists;
 use super::credentials::{Asked, Source};
 use super::local::LocalStore;
 use super::resign::Resigning;
@@ -108,7 +109,7 @@ impl S3Config {
                 (Arc::new(Asked(source)), wire)
             }
         };
-        let wire = HttpClient::new(WriteOnce { wire });
+        let wire = HttpClient::new(CountLists { wire: HttpClient::new(WriteOnce { wire }) });
         let mut builder = AmazonS3Builder::new()
             .with_bucket_name(&self.bucket)
             .with_region(&self.region)

@@ -15,6 +15,12 @@ const SEQ_DIGITS: usize = 16;
 /// Within the keys of snapshots and of their side records.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
+/// The end of a pointer's key.
+pub const LATEST: &str = "/system/db/latest";
+
+/// Within the keys of the pointer's log.
+pub const POINTER_LOG: &str = "/system/db/pointer-log/";
+
 /// The place of one slot in the bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotPrefix(Path);
@@ -98,8 +104,12 @@ impl std::str::FromStr for SnapshotKey {
 
 /// `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
-    let time = crate::clock::rfc3339_ms(taken_at).replace(':', "-");
-    format!("system/db/snapshots/{time}-{epoch}.dump")
+    format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
+}
+
+/// What the names of snapshots taken at this time begin with; those of later ones are above it.
+pub fn snapshot_name_at(taken_at: Timestamp) -> String {
+    crate::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
 /// The time in a snapshot's key.

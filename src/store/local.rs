@@ -8,7 +8,8 @@ use std::fs::File;
 use std::path::{Path as FilePath, PathBuf};
 
 use async_trait::async_trait;
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream};
+use futures_util::{StreamExt, TryStreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
@@ -81,8 +82,15 @@ impl ObjectStore for LocalStore {
         self.inner.delete_stream(at)
     }
 
+    /// In the order of the keys, as S3 lists them.
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.inner.list(prefix)
+        let listing = self.inner.list(prefix);
+        let sorted = async move {
+            let mut all: Vec<ObjectMeta> = listing.try_collect().await?;
+            all.sort_unstable_by(|a, b| a.location.cmp(&b.location));
+            Ok::<_, Error>(stream::iter(all).map(Ok))
+        };
+        stream::once(sorted).try_flatten().boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

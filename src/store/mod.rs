@@ -5,6 +5,7 @@
 pub mod bucket;
 pub mod bundle;
 pub mod config;
+mod count_lists;
 pub mod credentials;
 pub mod epochs;
 pub mod key;

@@ -148,6 +148,8 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     );
     let said = operator.does(0, &["undelete", HANDLE, "--wait=60"]).await;
     has(&said, &["status       running", "epoch        2", "live server"]);
+    let again = operator.does(0, &["undelete", HANDLE]).await;
+    has(&again, &["the deletion was undone before: nothing was changed", "status     running"]);
 
     // Its host cannot be called: what it was written since its registration is on its server alone.
     let answer = operator.json(&["delete", HANDLE, "--yes"]).await;
@@ -158,7 +160,13 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     has(&operator.does(0, &["status", id]).await, &["status       deleted", "kept server", &held]);
     has(
         &operator.does(0, &["fleet"]).await,
-        &[HANDLE, "deleted", "unsaved_changes", &format!("svcctl status {id}")],
+        &[
+            HANDLE,
+            "deleted",
+            "unsaved_changes",
+            &format!("svcctl status {id}"),
+            &format!("svcctl undelete {id}"),
+        ],
     );
     let said = operator.does(65, &["discard", HANDLE, "--yes"]).await;
     has(&said, &["invalid_state", "No snapshot holds", "next: ", "--accept-loss"]);
@@ -167,7 +175,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
     operator.server_goes(id).await;
     let said = operator.does(65, &["undelete", id]).await;
-    has(&said, &["invalid_state", "Its server is deleted or about to be", "next: "]);
+    has(&said, &["invalid_state", "Its server is deleted", "next: "]);
     has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
     has(&operator.does(0, &["fleet"]).await, &["no machine needs anybody"]);
 }
@@ -210,6 +218,32 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     let said = operator.does(0, &["status", HANDLE]).await;
     has(&said, &[&guest.machine, "status       running", "epoch        3"]);
     has(&operator.does(65, &["operation", "abandon", &operation]).await, &["invalid_state", "has ended"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_during_a_recovery_names_both_machines_and_asks() {
+    let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
+    let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
+    let old = guest.machine.as_str();
+    operator.stack.snapshot(USER);
+    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    let new = operator.json(&["status", HANDLE]).await["machineId"].as_str().unwrap().to_owned();
+
+    let said = operator.does(0, &["delete", "user_1/primary", "--yes"]).await;
+    let along = format!("with it    machine {old}, which was to be replaced");
+    let undo = format!("undo       `svcctl undelete {old}` until");
+    has(&said, &["slot       h-user-1, slot primary of user_1", &format!("machine    {new}"), &along, &undo]);
+    assert!(!said.contains("operation abandon"), "{said}");
+    let said = operator.does(75, &["delete", &new, "--yes", "--wait=60"]).await;
+    has(
+        &said,
+        &[
+            "the delete waits for your decision",
+            &format!("No last backup of {old}"),
+            "the deletion is undone",
+        ],
+    );
+    has(&operator.does(0, &["undelete", HANDLE, "--wait=60"]).await, &[old, "status       running"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

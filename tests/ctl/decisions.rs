@@ -77,6 +77,58 @@ async fn options_and_decisions_reach_the_platform() {
 }
 
 #[tokio::test]
+async fn accept_takes_a_slot_and_names_the_machine_that_was_asked() {
+    const OLD: &str = "019a0000-0000-7000-8000-000000000009";
+    let mut waiting = operation("recover", "waiting", &[]);
+    waiting["question"] = json!({"code": "last_backup_held_back", "detail": "Held back."});
+    let page = |machine: Value| Reply::Json(200, json!({"machines": [machine], "nextCursor": null}));
+    let platform = Platform::start([
+        page(record("recovering", None)),
+        Reply::Json(200, record("recovering", Some(waiting.clone()))),
+        Reply::Json(202, json!({"machineId": OLD, "requestedAt": "2026-01-01T00:00:00.000Z"})),
+    ])
+    .await;
+    let output = platform.svcctl(&["backup", "accept", "user_1/second", "--yes"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains(&format!("the host of machine {OLD}")), "{said}");
+    assert!(said.contains(&format!("`svcctl operation continue {OPERATION}` goes ahead")), "{said}");
+    let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
+    assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
+    assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
+
+    // Of a deletion that asks, no machine is active.
+    let mut deleted = record("running", Some(waiting));
+    deleted["deletedAt"] = "2026-01-01T00:00:00.000Z".into();
+    deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
+        {"machineId": MACHINE, "providerServerId": "1", "reason": "deleted", "until": null, "unsavedSince": null}]});
+    let whole = || Reply::Json(200, deleted.clone());
+    let none = Reply::Json(200, json!({"machines": [], "nextCursor": null}));
+    let replies = [none, page(deleted.clone()), whole(), whole(), accepted()];
+    let platform = Platform::start(replies).await;
+    let output = platform.svcctl(&["backup", "accept", "ada", "--yes"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(platform.seen().pop().unwrap().line, format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
+}
+
+#[tokio::test]
+async fn undelete_names_a_server_that_is_being_deleted() {
+    let mut deleted = record("running", None);
+    deleted["deletedAt"] = "2026-01-01T00:00:00.000Z".into();
+    deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
+        {"machineId": MACHINE, "providerServerId": "1", "reason": "deleted", "until": "2026-01-02T00:00:00.000Z",
+         "unsavedSince": null}]});
+    let none = || Reply::Json(200, json!({"machines": [], "nextCursor": null}));
+    let page = Reply::Json(200, json!({"machines": [deleted.clone()], "nextCursor": null}));
+    let platform = Platform::start([page, Reply::Json(200, deleted), none()]).await;
+    let output = platform.svcctl(&["undelete", "ada"]).await;
+    assert_eq!(output.status.code(), Some(65));
+    let said = stderr(&output);
+    assert!(said.contains(&format!("the server of machine {MACHINE} is being deleted")), "{said}");
+    assert!(said.contains("svcctl operation abandon") && !said.contains("no server of"), "{said}");
+}
+
+#[tokio::test]
 async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let recovery = || Reply::Json(200, operation("recover", "running", &[]));

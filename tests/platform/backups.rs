@@ -142,6 +142,45 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn latest_snapshot_is_told_without_listing_the_others() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let latest = stack.snapshot("user_1");
+    let latest = latest.strip_prefix("user_1/primary/").unwrap();
+    for n in 0..3000 {
+        stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/old-{n:04}.dump.json"), "{}");
+    }
+    let listings = || {
+        let seen = stack.store.requests();
+        let of_snapshots = |query: &str| query.contains("list-type=2") && query.contains("snapshots");
+        seen.iter().filter(|request| of_snapshots(&request.query)).count()
+    };
+    let path = format!("/vps/{}/backups", guest.machine);
+    stack.store.forget_requests();
+    let told = stack.get(&process, &format!("{path}?latest=true")).await.body;
+    assert_eq!((&told["latest"], &told["backups"][0]["key"]), (&json!(latest), &json!(latest)), "{told}");
+    assert_eq!((told["backups"].as_array().unwrap().len(), &told["nextCursor"]), (1, &Value::Null));
+    assert_eq!(listings(), 0);
+
+    let metrics = async || {
+        let text = stack.get(&process, "/metrics").await.text;
+        let line = text.lines().find(|line| {
+            line.starts_with("svc_store_calls_total{")
+                && line.contains("call=\"list\"")
+                && line.contains("outcome=\"ok\"")
+        });
+        line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or_default()
+    };
+    let before = metrics().await;
+    stack.store.forget_requests();
+    assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
+    let listed = listings();
+    assert!(listed >= 1, "{listed}");
+    assert!(metrics().await >= before + listed as f64, "each listing is counted");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn damaged_pointer_hides_no_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();

@@ -114,8 +114,8 @@ async fn server_is_created_in_next_location_with_capacity() {
     assert_eq!(
         locations_logged(&operation),
         [
-            "the provider has no capacity in nbg1 (resource_unavailable): hel1 is tried",
-            "the provider has no capacity in hel1 (placement_error): fsn1 is tried"
+            "location nbg1 has no capacity for server type cpx22 (resource_unavailable): hel1 is tried now",
+            "location hel1 has no capacity for server type cpx22 (placement_error): fsn1 is tried now"
         ]
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");
@@ -141,8 +141,32 @@ async fn all_locations_are_tried_again_while_none_has_capacity() {
     assert_eq!(made.status, 202, "{made:?}");
     let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    assert_eq!(locations_logged(&operation).len(), 3, "{operation}");
+    let lines = locations_logged(&operation);
+    assert_eq!(lines.len(), 3, "{operation}");
+    assert!(
+        lines[1].ends_with("(resource_unavailable), like each other location: hel1 is next"),
+        "{lines:?}"
+    );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");
+    let retries = operation["log"].as_array().unwrap().iter().filter(|line| line["outcome"] == "retry");
+    let retries: Vec<&str> = retries.map(|line| line["detail"].as_str().unwrap()).collect();
+    assert_eq!(retries.len(), 2, "{operation}");
+    assert!(retries[0].contains("location fsn1 has no capacity for server type cpx22"), "{retries:?}");
+    assert!(retries[0].ends_with("hel1 is next; it is tried again within 1 s"), "{retries:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn single_location_without_capacity_is_named_with_its_type() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.provider.fault(FaultRule::times(1, "POST", "/servers", without_capacity("resource_unavailable")));
+    let made = stack.provision(&process, "user_1").await;
+    let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
+    let retry = operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
+    assert_eq!(
+        retry["detail"],
+        "location nbg1 has no capacity for server type cpx22 (resource_unavailable); it is tried again within 1 s"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

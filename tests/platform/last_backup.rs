@@ -239,6 +239,15 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(accepted.status, 202, "out of service, it still has its last backup to make: {accepted:?}");
     called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
+    // The machine that holds the slot stands for the one that it is to replace.
+    let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
+    let accepted = stack.post(&process, &by_slot, &json!({})).await;
+    assert_eq!(
+        (accepted.status, &accepted.body["machineId"]),
+        (202, &json!(old.guest.machine)),
+        "{accepted:?}"
+    );
+    assert_eq!(old.calls("POST", "/_svc/internal/backup-accept"), 2);
     let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
     old.reports(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
@@ -246,6 +255,10 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert_eq!(saved["finalBackupAt"], taken_at);
     stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
+    let refused = stack.post(&process, &by_slot, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(detail.contains("holds no snapshot back: there is nothing to accept"), "{detail}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

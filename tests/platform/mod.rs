@@ -44,6 +44,7 @@ mod resize_failures;
 mod restored_database;
 mod retention;
 mod several;
+mod silent_hosts;
 mod snapshots;
 pub mod stack;
 mod undelete;

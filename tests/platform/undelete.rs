@@ -74,7 +74,25 @@ async fn deleted_machine_is_backed_up_kept_and_brought_back() {
     stack.eventually("it runs again", runs).await;
     assert_eq!(record(&stack, &process, &machine).await["deletedAt"], Value::Null);
     let again = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
-    again.assert_problem(409, "invalid_state");
+    assert_eq!((again.status, &again.body["alreadyUndone"]), (202, &json!(true)), "{again:?}");
+    assert_eq!(
+        (&again.body["operationId"], &again.body["epoch"]),
+        (&back.body["operationId"], &json!(2)),
+        "nothing was changed"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn undelete_of_a_machine_never_deleted_says_what_it_is() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let refused = stack.post(&process, &format!("/vps/{}/undelete", guest.machine), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert_eq!(
+        (&refused.body["machineStatus"], &refused.body["detail"]),
+        (&json!("running"), &json!("The machine is not deleted."))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -93,6 +111,18 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
     stack.assert_only_server(&machine);
+
+    // While it asks, its server is there, and is not one that is kept.
+    let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
+    operation_ends(&stack, &process, &now["operationId"]).await;
+    let copies = record(&stack, &process, &machine).await["copies"].clone();
+    assert_eq!(
+        (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
+        (&now["operationId"], &Value::Null),
+        "{copies}"
+    );
+    let path = format!("/vps/operations/{}/abandon", now["operationId"].as_str().unwrap());
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
     assert_eq!(deleted["undeletableUntil"], Value::Null);
@@ -173,7 +203,13 @@ async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let new = stack.guest(&process, recovery["machineId"].as_str().unwrap()).await;
-    stack.delete(&process, &format!("/vps/{}", new.machine)).await;
+    let deleted = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
+    let also = &deleted["alsoDeleted"];
+    assert_eq!((&also["machineId"], &deleted["undeletableUntil"]), (&json!(old.machine), &Value::Null));
+    assert!(also["undeletableUntil"].is_string() && also["operationId"].is_string(), "{deleted}");
+    assert_ne!(also["operationId"], deleted["operationId"]);
+    let again = stack.delete(&process, &format!("/vps/{}", new.machine)).await.body;
+    assert_eq!(&again["alsoDeleted"], also, "asked again");
     let alone = || async { (stack.provider.servers().len() == 1).then_some(()) };
     stack.eventually("the new machine's server is deleted", alone).await;
     stack.assert_only_server(&old.machine);

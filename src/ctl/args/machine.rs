@@ -16,6 +16,8 @@ pub enum Target {
     Id(MachineId),
     /// The one machine that is active under it.
     Handle(Handle),
+    /// The machine that is active in it.
+    Slot(IdpUserId, Slot),
 }
 
 impl FromStr for Target {
@@ -25,7 +27,37 @@ impl FromStr for Target {
         if let Ok(id) = text.parse() {
             return Ok(Self::Id(id));
         }
-        text.parse().map(Self::Handle).map_err(|_| "must be a machine's id, or a handle".to_owned())
+        if let Ok(handle) = text.parse() {
+            return Ok(Self::Handle(handle));
+        }
+        let (user, slot) = match text.split_once('/') {
+            Some((user, slot)) => (user, slot.parse()),
+            None => (text, Ok(Slot::primary())),
+        };
+        match (user.parse(), slot) {
+            (Ok(user), Ok(slot)) => Ok(Self::Slot(user, slot)),
+            _ => Err("must be a machine's id, a handle, or USER/SLOT".to_owned()),
+        }
+    }
+}
+
+impl Target {
+    /// What selects its machines in the list; an id needs no list.
+    pub fn query(&self) -> Vec<(&'static str, String)> {
+        match self {
+            Self::Id(_) => Vec::new(),
+            Self::Handle(handle) => vec![("handle", handle.to_string())],
+            Self::Slot(user, slot) => vec![("idpUserId", user.to_string()), ("slot", slot.to_string())],
+        }
+    }
+
+    /// The command that lists its ended machines.
+    pub fn list_of_ended(&self) -> String {
+        match self {
+            Self::Id(_) => "`svcctl list --deleted`".to_owned(),
+            Self::Handle(handle) => format!("`svcctl list --deleted --handle {handle}`"),
+            Self::Slot(user, slot) => format!("`svcctl list --deleted --user {user} --slot {slot}`"),
+        }
     }
 }
 
@@ -34,6 +66,7 @@ impl fmt::Display for Target {
         match self {
             Self::Id(id) => id.fmt(f),
             Self::Handle(handle) => f.write_str(handle.as_str()),
+            Self::Slot(user, slot) => write!(f, "{user}/{slot}"),
         }
     }
 }

@@ -226,11 +226,22 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_named_by_id_or_handle() {
+    fn a_machine_is_named_by_id_handle_or_slot() {
         let id = MachineId::new();
         assert_eq!(id.to_string().parse::<Target>().unwrap(), Target::Id(id));
         assert!(matches!("ada".parse::<Target>().unwrap(), Target::Handle(_)));
-        assert!("no such thing".parse::<Target>().is_err());
+        let slot = |text: &str| match text.parse().unwrap() {
+            Target::Slot(user, slot) => format!("{user} {slot}"),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            (slot("user_1/second"), slot("ada/primary")),
+            ("user_1 second".into(), "ada primary".into())
+        );
+        assert_eq!(slot("user_1"), "user_1 primary", "no handle has this form");
+        for wrong in ["no such thing", "user_1/", "user_1/a/b", "/primary"] {
+            assert!(wrong.parse::<Target>().is_err(), "{wrong}");
+        }
     }
 
     /// Every help text as it is read, by command.

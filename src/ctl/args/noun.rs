@@ -110,7 +110,7 @@ where that is meant. Else recover with an earlier one: `svcctl recover USER --sn
 Example: svcctl backup accept ada"
     )]
     Accept {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, the handle of its user, or USER/SLOT; while a machine is being replaced, its slot stands for it
         machine: Target,
         /// Do not ask
         #[arg(long)]
@@ -121,7 +121,7 @@ Example: svcctl backup accept ada"
     List {
         /// A machine's id, or the handle of its user
         machine: Target,
-        /// Snapshots of one page
+        /// Snapshots of one page, 1 to 200; 50 without it
         #[arg(long)]
         limit: Option<u32>,
         /// Where an earlier page ended

@@ -9,16 +9,20 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::dump;
+use super::kept::kept_of;
 use super::machine::find;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
-use crate::ctl::args::BackupCommand;
+use crate::ctl::args::{BackupCommand, Target};
 use crate::ctl::confirm;
 use crate::ctl::out::{Out, print};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups, list, one};
+use crate::ctl::show::machine::Machine;
+use crate::ctl::show::operation::Operation;
 use crate::ctl::show::{View, compact};
 use crate::ctl::wait::{self, Clock};
+use crate::untrusted_text::one_line;
 
 pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -46,23 +50,7 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                 format!("{shown}every byte is as it was written\n")
             })
         }
-        BackupCommand::Accept { machine, yes } => {
-            let what = format!(
-                "This makes the snapshot that the host of {machine} holds back the latest: a recovery then restores what the \
-                 database has now."
-            );
-            let due = confirm::is_due(&what, yes)?;
-            let machine = find(api, &machine).await?;
-            if due {
-                let held: String =
-                    machine.attention.iter().map(|item| format!("\n{}", item.detail)).collect();
-                confirm::ask(&format!("{what}{held}"), &machine.handle)?;
-            }
-            let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
-            let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
-            let next = format!("  next: `svcctl status {}` shows whether it is the latest", machine.handle);
-            out.answer(&answer, |_| Ok(format!("asked the host to accept the snapshot\n{next}\n")))
-        }
+        BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
@@ -119,6 +107,52 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
     }
 }
 
+async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), Failure> {
+    let what = format!(
+        "This makes the snapshot that the host of {target} holds back the latest: a recovery then restores what the database \
+         has now."
+    );
+    let due = confirm::is_due(&what, yes)?;
+    let machine = holder_of_held_back(api, target).await?;
+    let waiting = machine.waiting();
+    if due {
+        let question = waiting.and_then(Operation::question).map(|question| &question.detail);
+        let details = machine.attention.iter().map(|item| &item.detail).chain(question);
+        let held: String = details.map(|detail| format!("\n{detail}")).collect();
+        confirm::ask(&format!("{what}{held}"), &machine.handle)?;
+    }
+    let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
+    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    let asked: Value = answer.read()?;
+    let id = asked["machineId"].as_str().unwrap_or(&machine.machine_id);
+    let next = match waiting {
+        Some(operation) => {
+            format!("`svcctl operation continue {}` goes ahead with it", operation.operation_id)
+        }
+        None => format!("`svcctl status {id}` shows whether it is the latest"),
+    };
+    out.answer(&answer, |_| {
+        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+    })
+}
+
+/// The active machine, of which the platform knows which one it is to replace; without one, the deleted machine whose last
+/// backup is asked about.
+async fn holder_of_held_back(api: &Api, target: &Target) -> Result<Machine, Failure> {
+    let missing = match find(api, target).await {
+        Ok(machine) => return Ok(machine),
+        Err(failure) if matches!(target, Target::Id(_)) => return Err(failure),
+        Err(failure) => failure,
+    };
+    for server in kept_of(api, target).await? {
+        let machine: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
+        if machine.waiting().is_some() {
+            return Ok(machine);
+        }
+    }
+    Err(missing)
+}
+
 fn last_drill(checks: &Option<Value>) -> Value {
     checks.as_ref().map(|checks| checks["drill"].clone()).unwrap_or_default()
 }
@@ -147,8 +181,10 @@ async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) ->
 }
 
 fn drilled(told: &Value) -> String {
-    let word = |name: &str| told[name].as_str().unwrap_or("-").to_owned();
-    let error = told["error"].as_str().map(|error| format!("error   {error}\n")).unwrap_or_default();
+    let word =
+        |name: &str| told[name].as_str().map_or_else(|| "-".to_owned(), |word| one_line(word).into_owned());
+    let error =
+        told["error"].as_str().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
     format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
 }
 
@@ -198,7 +234,7 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
     progress.at("the host takes and verifies a backup".to_owned());
     let mut clock = Clock::start(within);
     loop {
-        let answer = first_page(api, asked.id).await?;
+        let answer = latest_page(api, asked.id).await?;
         let page: Backups = answer.read()?;
         if page.latest.is_some() && page.latest != asked.before {
             let mut all: Value = answer.read()?;
@@ -230,11 +266,11 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
 }
 
 async fn latest(api: &Api, id: &str) -> Result<Backups, Failure> {
-    Ok(first_page(api, id).await?.read()?)
+    Ok(latest_page(api, id).await?.read()?)
 }
 
-async fn first_page(api: &Api, id: &str) -> Result<Answer, Failure> {
-    Ok(api.get(&["vps", id, "backups"], &[("limit", "5".to_owned())]).await?)
+async fn latest_page(api: &Api, id: &str) -> Result<Answer, Failure> {
+    Ok(api.get(&["vps", id, "backups"], &[("latest", "true".to_owned())]).await?)
 }
 
 #[cfg(test)]

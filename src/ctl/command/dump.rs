@@ -19,33 +19,30 @@ use crate::partial::Partial;
 /// Tries without a byte before it is given up.
 const TRIES: u32 = 6;
 const PAUSE: Duration = Duration::from_secs(2);
-/// How many snapshots are asked for at one time.
-const PAGE: u32 = 200;
 
 /// The snapshot with this key, or with this last part of a key; without one, the latest.
 ///
 /// # Errors
 /// [`Failure`]; `Refused` where there is none.
 pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
-    let mut cursor = None;
-    loop {
-        let asked = [("limit", Some(PAGE.to_string())), ("cursor", cursor)];
-        let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-        let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
-        let is_it = |backup: &Backup| match key {
-            Some(key) => backup.key == key || backup.name() == key,
-            None => backup.latest,
-        };
-        if let Some(found) = page.backups.into_iter().find(is_it) {
-            return Ok(found);
+    let query = match key {
+        None => vec![("latest", "true".to_owned())],
+        // The page that begins with this key.
+        Some(key) => {
+            let name = key.rsplit('/').next().unwrap_or(key);
+            vec![("limit", "1".to_owned()), ("cursor", format!("system/db/snapshots/{name}~"))]
         }
-        cursor = page.next_cursor;
-        if cursor.is_none() {
-            let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
-            let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
-            return Err(Failure::new(Exit::Refused, error));
-        }
-    }
+    };
+    let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
+    let is_it = |backup: &Backup| match key {
+        Some(key) => backup.key == key || backup.name() == key,
+        None => backup.latest,
+    };
+    page.backups.into_iter().find(is_it).ok_or_else(|| {
+        let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
+        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
+        Failure::new(Exit::Refused, error)
+    })
 }
 
 /// Reads it in full and says whether it is what its record says.

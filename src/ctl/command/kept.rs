@@ -4,7 +4,7 @@ use anyhow::anyhow;
 use http::Method;
 use serde_json::json;
 
-use super::machine::finish;
+use super::machine::{active_id, finish};
 use super::risk;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::Api;
@@ -14,12 +14,14 @@ use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::copies::KeptServer;
 use crate::ctl::show::machine::{self as shown, Machine, Machines};
-use crate::machine::name::Handle;
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
-    let id =
-        kept_id(api, &args.machine, |server| server.reason == "deleted" && server.missing_since.is_none())
-            .await?;
+    let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
+    let id = match kept_id(api, &args.machine, is_meant).await {
+        // The platform says whether the active machine is one whose deletion was undone.
+        Err(failure) => active_id(api, &args.machine).await?.ok_or(failure)?,
+        Ok(id) => id,
+    };
     let answer = api.send(Method::POST, &["vps", &id, "undelete"], None).await?;
     finish(api, answer, args.wait, out).await
 }
@@ -58,31 +60,55 @@ fn stake(machine: &Machine) -> String {
     said + "."
 }
 
-/// The machine that a person means: by handle, the only one whose server is kept.
+/// The machine that a person means: by handle or slot, the only one whose server is kept.
 async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
-    let handle = match target {
-        Target::Id(id) => return Ok(id.to_string()),
-        Target::Handle(handle) => handle,
-    };
-    let (kept, view) = (kept_of(api, handle).await?, View::of_stdout());
-    let kept = kept.into_iter().filter(|server| !server.is_being_deleted(&view));
-    let found: Vec<_> = kept.filter(is_meant).map(|server| server.machine_id).collect();
-    match found.as_slice() {
+    if let Target::Id(id) = target {
+        return Ok(id.to_string());
+    }
+    let (all, view) = (kept_of(api, target).await?, View::of_stdout());
+    let (going, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
+    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_meant);
+    let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id).collect();
+    match meant.as_slice() {
         [one] => Ok(one.clone()),
-        [] => {
-            let next = format!("`svcctl list --deleted --handle {handle}` shows its ended machines");
-            Err(Failure::new(Exit::Refused, anyhow!("no server of {handle} is kept\n  next: {next}")))
-        }
+        [] => Err(Failure::new(Exit::Refused, none_meant(target, &going, &others))),
         several => {
             let next = format!("name one by its id: {}", several.join(", "));
-            Err(Failure::new(Exit::Refused, anyhow!("{handle} has several kept servers\n  next: {next}")))
+            Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
         }
     }
 }
 
-/// The kept servers of all slots under a handle. The copies of a slot are in the record of each of its machines.
-async fn kept_of(api: &Api, handle: &Handle) -> Result<Vec<KeptServer>, Failure> {
-    let query = [("handle", handle.to_string()), ("deleted", "true".to_owned())];
+/// Why none of a slot's kept servers is one that the command can use.
+fn none_meant(target: &Target, going: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
+    if let Some(server) = going.first() {
+        let id = &server.machine_id;
+        return anyhow!(
+            "the server of machine {id} is being deleted\n  next: `svcctl status {id}` names the operation; `svcctl \
+             operation abandon OPERATION` keeps a server that the provider still has"
+        );
+    }
+    let ended = format!("{} shows its ended machines", target.list_of_ended());
+    match others.first() {
+        Some(server) if server.missing_since.is_some() => {
+            anyhow!(
+                "the provider does not have the server of machine {} any more\n  next: {ended}",
+                server.machine_id
+            )
+        }
+        Some(server) => anyhow!(
+            "the kept server of {target} is of {} machine {}, not of a deleted one\n  next: {ended}",
+            server.reason,
+            server.machine_id
+        ),
+        None => anyhow!("no server of {target} is kept\n  next: {ended}"),
+    }
+}
+
+/// The kept servers of all slots that a person may mean. The copies of a slot are in the record of each of its machines.
+pub async fn kept_of(api: &Api, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+    let mut query = target.query();
+    query.push(("deleted", "true".to_owned()));
     let page: Machines = api.get(&["vps"], &query).await?.read()?;
     let (mut slots, mut kept) = (Vec::new(), Vec::new());
     for ended in page.machines {

@@ -102,7 +102,8 @@ pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
     if due {
         let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
+        let along = risk::of_deletion_of_successor(&machine);
+        confirm::ask(&format!("{what}\n{whose} {stake}{along}"), &machine.handle)?;
     }
     let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
@@ -120,6 +121,10 @@ pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
     let (answer, machine) = wait::until_settled(api, &accepted.machine_id, operation, within).await?;
+    // The server that has the data may still be in the way of a decision.
+    if let Some(also) = &accepted.also_deleted {
+        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), within).await?;
+    }
     out.answer(&answer, |view| Ok(shown::one(view, &machine)))
 }
 
@@ -171,24 +176,34 @@ pub async fn find(api: &Api, target: &Target) -> Result<Machine, Failure> {
 }
 
 async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
-    let handle = match target {
-        Target::Id(id) => return Ok(id.to_string()),
-        Target::Handle(handle) => handle,
-    };
-    let page: Machines = api.get(&["vps"], &[("handle", handle.to_string())]).await?.read()?;
+    match active_id(api, target).await? {
+        Some(id) => Ok(id),
+        None => {
+            let next = format!(
+                "`svcctl list` shows the handles, {} the past; `svcctl undelete {target}` brings a deleted one back while its \
+                 server is kept",
+                target.list_of_ended()
+            );
+            Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {target}\n  next: {next}")))
+        }
+    }
+}
+
+/// The one machine that is active as this; `None` where there is none.
+///
+/// # Errors
+/// `Refused` where several slots have one.
+pub async fn active_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
+    if let Target::Id(id) = target {
+        return Ok(Some(id.to_string()));
+    }
+    let page: Machines = api.get(&["vps"], &target.query()).await?.read()?;
     let mut active = page.machines.iter().filter(|machine| machine.is_active());
     match (active.next(), active.next()) {
-        (Some(machine), None) => Ok(machine.machine_id.clone()),
-        (None, _) => {
-            let next = format!(
-                "`svcctl list` shows the handles, `svcctl list --deleted --handle {handle}` the past; `svcctl undelete \
-                 {handle}` brings a deleted one back while its server is kept"
-            );
-            Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {handle}\n  next: {next}")))
-        }
-        (Some(_), Some(_)) => {
-            let next = format!("name one by its id; `svcctl list --handle {handle}` shows them");
-            let error = anyhow!("{handle} has machines in several slots\n  next: {next}");
+        (machine, None) => Ok(machine.map(|machine| machine.machine_id.clone())),
+        (_, Some(_)) => {
+            let next = format!("name one by its id; `svcctl list --handle {target}` shows them");
+            let error = anyhow!("{target} has machines in several slots\n  next: {next}");
             Err(Failure::new(Exit::Refused, error))
         }
     }

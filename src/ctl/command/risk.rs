@@ -1,6 +1,7 @@
 //! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
 
 use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
+use crate::ctl::show::machine::Machine;
 
 const LOSS_ACCEPTED: &str =
     "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
@@ -61,6 +62,26 @@ pub fn of_deletion(args: &Delete) -> String {
     );
     let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
     [what.as_str(), loss, kept.as_str()].join("\n")
+}
+
+/// What the deletion of a machine that is to replace another one means for that one; nothing for other machines.
+pub fn of_deletion_of_successor(machine: &Machine) -> String {
+    let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
+    let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced");
+    let Some(replaced) = replaced else { return String::new() };
+    let back = machine.operations.iter().find(|operation| operation.is_under_way());
+    let back = back.map(|operation| {
+        format!(
+            "\nTo go back to that machine instead: `svcctl operation abandon {}`.",
+            operation.operation_id
+        )
+    });
+    format!(
+        "\nIt has not served yet. Machine {0}, which it was to replace, is deleted with it: its host is asked for a last \
+         backup, then its server is switched off and kept; `svcctl undelete {0}` brings it back.{1}",
+        replaced.machine_id,
+        back.unwrap_or_default()
+    )
 }
 
 /// Before a machine is taken out of service.

@@ -57,6 +57,8 @@ pub struct KeptServer {
     pub missing_since: Option<String>,
     /// When an operator gave up its removal.
     pub removal_abandoned_at: Option<String>,
+    /// The deletion under way that does not keep it.
+    pub deleted_by: Option<String>,
     /// When its machine left the slot. The API's copies lack it: it comes from the machine's own record.
     #[serde(skip)]
     pub left_at: Option<String>,
@@ -66,7 +68,10 @@ impl Copies {
     /// The rows of a machine's view.
     pub fn rows(&self, view: &View, machine: &Machine) -> Vec<(&'static str, Cell)> {
         let mut rows = vec![("live server", self.live_cell(view, machine))];
-        rows.extend(self.kept.iter().map(|kept| ("kept server", self.kept_cell(view, kept))));
+        rows.extend(self.kept.iter().map(|kept| {
+            let name = if kept.deleted_by.is_some() { "old server" } else { "kept server" };
+            (name, self.kept_cell(view, kept))
+        }));
         rows.push(("snapshot", self.snapshot_cell(view, machine)));
         rows.push(("at risk", self.risk_cell()));
         rows
@@ -100,22 +105,28 @@ impl Copies {
                 None => format!("{missing}; `svcctl discard {id}` removes it here"),
             });
         }
+        if let Some(operation) = &kept.deleted_by {
+            return bad(format!(
+                "deleted as soon as operation {operation} has taken its last backup and switched it off; until then \
+                 `svcctl operation abandon {operation}` brings its machine back"
+            ));
+        }
         if kept.is_being_deleted(view) {
             return format!("{server}: being deleted").into();
         }
-        if let Some(held) = held {
-            return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`"));
-        }
-        if kept.removal_abandoned_at.is_some() {
-            return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`"));
-        }
-        let Some(until) = &kept.until else {
-            return format!("{server}: kept until a new machine has proven itself").into();
-        };
         let undo = if kept.reason == "deleted" && self.live.is_none() {
             format!("; `svcctl undelete {id}` brings it back")
         } else {
             String::new()
+        };
+        if let Some(held) = held {
+            return bad(format!("holds {held}; kept until `svcctl discard {id} --accept-loss`{undo}"));
+        }
+        if kept.removal_abandoned_at.is_some() {
+            return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
+        }
+        let Some(until) = &kept.until else {
+            return format!("{server}: kept until a new machine has proven itself").into();
         };
         format!("{server}: kept until {}{undo}", when(view.now, until)).into()
     }

@@ -5,6 +5,7 @@ use serde::Deserialize;
 use super::human::ago;
 use super::table::{self, Cell};
 use super::{Colour, View};
+use crate::untrusted_text::one_line;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -61,7 +62,7 @@ impl Machine {
     /// `ada/primary failed: why`.
     pub fn line(&self, view: &View) -> String {
         let state = view.paint(colour(&self.state), &self.state);
-        let error = self.error.as_deref().map(|error| format!(": {error}")).unwrap_or_default();
+        let error = self.error.as_deref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
         format!("{}/{} {state}{error}", self.handle, self.slot)
     }
 }

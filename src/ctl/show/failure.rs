@@ -5,6 +5,7 @@ use serde::Deserialize;
 use super::machine::Machine;
 use super::text;
 use crate::ctl::args;
+use crate::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
 pub struct Failure {
@@ -21,7 +22,7 @@ impl Failure {
             line.push_str(&format!(" at {stage}"));
         }
         if let Some(message) = &self.message {
-            line.push_str(&format!(": {message}"));
+            line.push_str(&format!(": {}", one_line(message)));
         }
         line
     }

@@ -9,6 +9,7 @@ use super::human::span;
 use super::machine::Update;
 use super::table::{self, Cell};
 use super::{Colour, View};
+use crate::ctl::args;
 use crate::diagnosis::Findings;
 
 #[derive(Debug, Deserialize)]
@@ -121,9 +122,15 @@ impl Attention {
     /// What to do first. A handle stands for its active machine alone, so others go by their ids.
     fn next(&self) -> String {
         let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
-        let advice = self.reasons.first().map_or("svcctl status HANDLE", |reason| advice(reason));
+        let is_deleted = self.ended.as_deref() == Some("deleted");
+        let advice = match self.reasons.first().map(String::as_str) {
+            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED,
+            Some(reason) => advice(reason),
+            None => "svcctl status HANDLE",
+        };
         let operation = self.operation_id.as_deref().unwrap_or("ID");
-        advice.replace("HANDLE", machine).replace("OPERATION", operation)
+        let slot = args::slot_arguments(&self.idp_user_id, &self.slot);
+        advice.replace("HANDLE", machine).replace("OPERATION", operation).replace("USER_SLOT", &slot)
     }
 }
 
@@ -225,6 +232,9 @@ fn backups(backups: &Backups) -> Cell {
     words.join(", ").into()
 }
 
+const UNSAVED_OF_DELETED: &str = "svcctl status HANDLE says what only its server holds; svcctl undelete HANDLE brings it back, \
+    unless a later machine of its slot has served; svcctl discard HANDLE --accept-loss deletes it";
+
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
@@ -248,6 +258,9 @@ fn advice(reason: &str) -> &'static str {
         }
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
+        "pointer_unreadable" => {
+            "svcctl pointer show USER_SLOT says what is wrong and what a rebuild would name; svcctl pointer rebuild USER_SLOT"
+        }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "its own logs; recover if it stays so",
         "update_rolled_back" | "update_failed" => Update::ADVICE,

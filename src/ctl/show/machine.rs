@@ -10,6 +10,8 @@ use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
 use super::{Colour, View, compact, text};
+use crate::ctl::args;
+use crate::store::bucket::is_unreadable_pointer;
 
 /// A running host says that it lives each half a minute; after so many seconds it is worth a look.
 const QUIET: f64 = 120.0;
@@ -69,8 +71,7 @@ impl Attention {
             "snapshot_held" => format!("; where that is meant: `svcctl backup accept {handle}`"),
             _ => String::new(),
         };
-        let detail = self.detail.replace("\n  ", "; ");
-        Cell::painted(Some(Colour::Bad), format!("{}: {detail}{next}", self.code))
+        Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", self.code, self.detail))
     }
 }
 
@@ -96,12 +97,29 @@ pub struct Machines {
 #[serde(rename_all = "camelCase")]
 pub struct Accepted {
     pub machine_id: String,
+    pub idp_user_id: Option<String>,
+    pub slot: Option<String>,
+    pub handle: Option<String>,
+    pub registered_at: Option<String>,
     pub status: Option<String>,
     pub server_type: Option<String>,
     pub operation_id: Option<String>,
     pub old_machine_id: Option<String>,
     pub deleted_at: Option<String>,
     pub newest_snapshot_at: Option<String>,
+    pub undeletable_until: Option<String>,
+    /// The machine that was deleted with one that was to replace it.
+    pub also_deleted: Option<AlsoDeleted>,
+    /// An undelete found the deletion undone.
+    #[serde(default)]
+    pub already_undone: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AlsoDeleted {
+    pub machine_id: String,
+    pub operation_id: String,
     pub undeletable_until: Option<String>,
 }
 
@@ -146,8 +164,14 @@ impl Machine {
         Some(unsaved(view, since, self.left_at().map(String::as_str)))
     }
 
+    /// Whether its last backup failed because the slot's pointer is not readable.
+    fn is_pointer_unreadable(&self) -> bool {
+        let backup = self.last_backup.as_ref().filter(|backup| backup["status"] == "error");
+        backup.and_then(|backup| backup["error"].as_str()).is_some_and(is_unreadable_pointer)
+    }
+
     /// Its operation that waits for a decision.
-    fn waiting(&self) -> Option<&Operation> {
+    pub fn waiting(&self) -> Option<&Operation> {
         self.operations.iter().find(|operation| operation.question().is_some())
     }
 
@@ -217,6 +241,13 @@ pub fn one(view: &View, m: &Machine) -> String {
         Some(failure) if !m.is_active() => failure.advice_after_return(m).unwrap_or_default(),
         _ if !m.is_active() => String::new(),
         Some(failure) => failure.advice(m),
+        None if m.is_pointer_unreadable() => {
+            let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
+            format!(
+                "the snapshot pointer cannot be read: `svcctl pointer show {slot}` says what is wrong and what a rebuild would \
+                 name; `svcctl pointer rebuild {slot}` writes it again"
+            )
+        }
         None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),
         None => String::new(),
     };
@@ -270,25 +301,59 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
     let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
     let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
     let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
+    let note = if a.already_undone { "the deletion was undone before: nothing was changed" } else { "" };
     table::pairs(
         view,
         &[
+            ("slot", slot_of_deleted(a).into()),
             ("machine", a.machine_id.clone().into()),
+            ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
             ("replaces", text(a.old_machine_id.as_ref()).into()),
             ("type", text(a.server_type.as_ref()).into()),
             ("status", Cell::state(status)),
             ("operation", text(a.operation_id.as_ref()).into()),
             ("snapshot", text(newest.as_ref()).into()),
             ("undo", undo(view, a).into()),
+            ("note", note.into()),
         ],
+    )
+}
+
+/// `ada, slot primary of user_1`.
+fn slot_of_deleted(a: &Accepted) -> String {
+    let named = a.handle.as_ref().zip(a.slot.as_ref()).zip(a.idp_user_id.as_ref());
+    let named = named.filter(|_| a.deleted_at.is_some());
+    named.map(|((handle, slot), user)| format!("{handle}, slot {slot} of {user}")).unwrap_or_default()
+}
+
+/// What becomes of the machine that was to be replaced.
+fn also_deleted(also: &AlsoDeleted) -> String {
+    format!(
+        "machine {}, which was to be replaced: operation {} takes its last backup, then its server is switched off and \
+         kept",
+        also.machine_id, also.operation_id
     )
 }
 
 /// How what was accepted can be taken back.
 fn undo(view: &View, a: &Accepted) -> String {
+    if let Some(also) = &a.also_deleted {
+        let until = also.undeletable_until.as_deref();
+        let until = until.map(|until| format!(" until {}", when(view.now, until))).unwrap_or_default();
+        return format!("`svcctl undelete {}`{until}: that machine serves again", also.machine_id);
+    }
     match (&a.deleted_at, &a.undeletable_until, &a.old_machine_id, &a.operation_id) {
         (Some(_), Some(until), _, _) => {
             format!("`svcctl undelete {}` until {}", a.machine_id, when(view.now, until))
+        }
+        // A platform of an earlier release does not say whether the machine ever registered.
+        (Some(_), None, _, _) if a.registered_at.is_none() && a.handle.is_some() => {
+            let (user, slot) = (text(a.idp_user_id.as_ref()), text(a.slot.as_ref()));
+            format!(
+                "none: it never served; `svcctl provision {} --handle {}` makes a new machine",
+                args::slot_arguments(&user, &slot),
+                text(a.handle.as_ref())
+            )
         }
         (Some(_), None, _, Some(operation)) => {
             format!(

@@ -22,6 +22,8 @@ use std::io::IsTerminal;
 use jiff::Timestamp;
 use serde_json::Value;
 
+use crate::untrusted_text::one_line;
+
 pub use self::human::size;
 
 /// How things are shown: to whom, and when.
@@ -91,11 +93,11 @@ fn text(value: Option<&String>) -> String {
     value.cloned().unwrap_or_default()
 }
 
-/// One line: a text as it is, an object as `name=value …` without its nulls.
+/// One line: a text, an object as `name=value …` without its nulls.
 pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),
-        Some(Value::String(text)) => text.clone(),
+        Some(Value::String(text)) => one_line(text).into_owned(),
         Some(Value::Object(members)) => {
             let shown = members.iter().filter(|(_, value)| !value.is_null());
             shown

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::human::{ago, seconds};
 use super::{Colour, View, compact};
+use crate::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -68,6 +69,10 @@ impl Operation {
         self.question.as_ref().filter(|_| self.state == "waiting")
     }
 
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.state.as_str(), "running" | "waiting")
+    }
+
     /// The commands that answer its question, and what each does.
     pub fn answers(&self) -> Vec<String> {
         let id = &self.operation_id;
@@ -95,7 +100,7 @@ impl Operation {
         let Some(question) = self.question() else { return Vec::new() };
         let words = std::iter::once("either").chain(std::iter::repeat("or"));
         let answers = words.zip(self.answers()).map(|(word, answer)| format!("  {word:<6}  {answer}"));
-        std::iter::once(format!("question: {}", question.detail)).chain(answers).collect()
+        std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
     }
 
     /// `  12.3 s  create_server  done`; the time counts from the operation's start.
@@ -138,7 +143,7 @@ pub fn one(view: &View, o: &Operation) -> String {
         view.paint(Some(Colour::Strong), &o.kind),
         view.paint(Colour::of_state(operation_colour(&o.state)), &o.state),
     ];
-    if matches!(o.state.as_str(), "running" | "waiting") {
+    if o.is_under_way() {
         head.extend(o.step.as_ref().map(|step| format!("at {step}")));
         head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("try {}", n + 1)));
     }

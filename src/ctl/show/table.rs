@@ -1,8 +1,11 @@
 //! Columns, and names with values.
 
+use std::borrow::Cow;
+
 use comfy_table::{Attribute, Cell as Shown, Color, ContentArrangement, Table, presets};
 
 use super::{Colour, View};
+use crate::untrusted_text::one_line;
 
 #[derive(Debug, Clone)]
 pub struct Cell {
@@ -11,8 +14,14 @@ pub struct Cell {
 }
 
 impl Cell {
+    /// On one line, whatever a host or a provider put into it.
     pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
-        Self { text: text.into(), colour }
+        let text = text.into();
+        let text = match one_line(&text) {
+            Cow::Borrowed(_) => text,
+            Cow::Owned(flat) => flat,
+        };
+        Self { text, colour }
     }
 
     /// A state in its colour.

@@ -75,6 +75,43 @@ fn machines() {
     assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
 }
 
+/// A host's or a provider's text may be of several lines, with characters that move the cursor.
+#[test]
+fn text_of_several_lines_stays_in_its_row() {
+    let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
+    let mut failing = running();
+    failing["lastBackup"] = json!({"status": "error", "error": text});
+    failing["failure"] = json!({"cause": "boot_reported", "stage": "restore", "message": text});
+    failing["attention"] = json!([{"code": "snapshot_held", "detail": text}]);
+    failing["operations"][0]["log"][1]["detail"] = text.into();
+    failing["operations"][0]["state"] = "waiting".into();
+    failing["operations"][0]["question"] = json!({"code": "last_backup_missing", "detail": text});
+    let flat = "no space left; next: delete; something\u{FFFD}[2J";
+    let page = read(json!({"machines": [failing.clone(), running()], "nextCursor": null}));
+    let listed = machine::list(&plain(), &page);
+    assert_eq!(listed.lines().count(), 3, "{listed}");
+    assert!(listed.contains(flat), "{listed}");
+    let shown = machine::one(&plain(), &read(failing));
+    assert!(!shown.contains('\u{1b}') && !shown.contains("\n  next: delete"), "{shown}");
+    assert_eq!(shown.matches(flat).count(), 5, "{shown}");
+}
+
+#[test]
+fn unreadable_pointer_is_named_with_its_way_out() {
+    let mut torn = running();
+    torn["slot"] = "second".into();
+    let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
+    torn["lastBackup"] = json!({"status": "error", "error": error});
+    let shown = machine::one(&plain(), &read(torn));
+    assert!(
+        shown.contains(
+            "next         the snapshot pointer cannot be read: `svcctl pointer show user_1 --slot second`"
+        ),
+        "{shown}"
+    );
+    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` writes it again"), "{shown}");
+}
+
 #[test]
 fn a_machine_that_runs() {
     insta::assert_snapshot!(machine::one(&plain(), &read(running())));
@@ -170,6 +207,11 @@ fn status_names_what_kept_servers_hold_and_how_they_end() {
     assert!(deleted.ends_with(&undo), "{deleted}");
     let superseded = shown(live, kept("deleted", later, Value::Null));
     assert!(!superseded.contains("undelete"), "{superseded}");
+    let unsaved = shown(Value::Null, kept("deleted", Value::Null, json!("2026-11-21T10:17:00.000Z")));
+    assert!(
+        unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` brings it back")),
+        "{unsaved}"
+    );
     let over = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
     assert!(over.ends_with("being deleted"), "{over}");
 }
@@ -331,6 +373,33 @@ fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
 }
 
 #[test]
+fn status_during_a_deletion_without_grace_promises_no_kept_server() {
+    let copies = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
+        {"machineId": MACHINE, "providerServerId": "4711", "reason": "deleted", "until": null, "unsavedSince": null,
+         "deletedBy": OTHER}]});
+    let mut deleted = running();
+    deleted["deletedAt"] = "2026-11-21T11:59:00.000Z".into();
+    let shown = machine::one(&plain(), &with_copies(deleted, copies));
+    let line = shown.lines().find(|line| line.starts_with("old server")).unwrap();
+    assert!(line.contains(&format!("deleted as soon as operation {OTHER}")), "{line}");
+    assert!(line.contains(&format!("`svcctl operation abandon {OTHER}`")), "{line}");
+    assert!(!shown.contains("kept"), "{shown}");
+}
+
+#[test]
+fn deletion_of_a_machine_that_never_served_promises_no_undo() {
+    let deletion = read(
+        json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
+        "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
+        "newestSnapshotAt": null, "undeletableUntil": null, "operationId": OTHER, "alsoDeleted": null}),
+    );
+    let shown = machine::accepted(&plain(), &deletion);
+    let undo =
+        "none: it never served; `svcctl provision user_1 --slot second --handle ada` makes a new machine";
+    assert!(shown.contains(undo), "{shown}");
+}
+
+#[test]
 fn accepted_recovery_says_how_to_undo_it() {
     let accepted =
         read(json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
@@ -348,7 +417,7 @@ fn the_fleet() {
                        "byImageVersion": {"2026.11.1": 8, "2026.10.4": 4},
                        "byHealth": {"healthy": 10, "silent": 1, "unhealthy": 0, "unknown": 1}},
             "backups": {"maxAgeSeconds": 9000, "p50AgeSeconds": 1740, "never": 1},
-            "attention": attention, "attentionTotal": 6, "asOf": "2026-11-21T12:00:00.000Z",
+            "attention": attention, "attentionTotal": 7, "asOf": "2026-11-21T12:00:00.000Z",
             "rollout": rollout("paused", None),
         }))
     };
@@ -359,6 +428,9 @@ fn the_fleet() {
          "reasons": ["unsaved_changes"], "operationId": null},
         {"machineId": OTHER, "idpUserId": "user_2", "slot": "primary", "handle": "grace", "status": "failed", "reasons": ["failed:boot_reported"]},
         {"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "status": "running", "reasons": ["heartbeat_silent", "backup_overdue"]},
+        {"machineId": OTHER, "idpUserId": "user_6", "slot": "second", "handle": "fay", "status": "running", "ended": "deleted",
+         "reasons": ["unsaved_changes"], "operationId": null},
+        {"machineId": MACHINE, "idpUserId": "user_7", "slot": "second", "handle": "gil", "status": "running", "reasons": ["pointer_unreadable"]},
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
     insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));

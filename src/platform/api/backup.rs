@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -21,7 +22,7 @@ use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::operations::ask_host;
+use crate::platform::operations::{ask_host, last_backup};
 use axum::routing::post;
 
 /// What is asked.
@@ -88,14 +89,11 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
     }
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
-    if let Err(refusal) = running(&machine) {
-        // Out of service, it may have made the last backup that an operation asks about.
-        let operation = db::slot_operations::needs_server(&session, &machine).await?;
-        let asks = operation.is_some_and(|operation| operation.question.is_some());
-        if what != What::Accept || !machine.server_exists() || !asks {
-            return Err(refusal);
-        }
-    }
+    let machine = match what {
+        What::Backup | What::Drill => running(&machine).map(|()| machine)?,
+        What::Accept => holder_of_held_back(&session, machine).await?,
+    };
+    let id = machine.id;
     // Held by nobody while the host is asked.
     drop(session);
     let asked = match what {
@@ -123,6 +121,41 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
+}
+
+/// The machine whose host holds a snapshot back: the one that is named, or the one that it is to replace while that still
+/// has its last backup to make.
+async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) -> Result<MachineRow, Problem> {
+    let is_successor = named.is_active() && named.registered_at.is_none();
+    let replaced = if is_successor { db::machines::last_registered(session, &named).await? } else { None };
+    let machine = replaced.unwrap_or(named);
+    let mut asks_about_it = false;
+    if let Err(refusal) = running(&machine) {
+        // Out of service, it may have made the last backup that an operation asks about.
+        let operation = db::slot_operations::needs_server(session, &machine).await?;
+        let question = operation.and_then(|operation| operation.question);
+        let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
+        asks_about_it = question["code"] == last_backup::HELD_BACK;
+    }
+    if asks_about_it || reports_held_back(&machine) {
+        return Ok(machine);
+    }
+    let detail = format!(
+        "Machine {0} holds no snapshot back: there is nothing to accept. `svcctl backup list {0}` shows the snapshots of \
+         its slot.",
+        machine.id
+    );
+    Err(Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!([])))
+}
+
+/// Whether its host has said so, in its heartbeat or as the error of its last backup.
+fn reports_held_back(machine: &MachineRow) -> bool {
+    let items = machine.attention.as_array().into_iter().flatten();
+    let error = machine.last_backup.as_ref().and_then(|backup| backup["error"].as_str());
+    items.into_iter().any(|item| item["code"] == "snapshot_held")
+        || error.is_some_and(|error| error.contains(last_backup::HELD_BACK_HINT))
 }
 
 fn running(machine: &MachineRow) -> Result<(), Problem> {
@@ -187,7 +220,8 @@ pub static ACCEPT: Endpoint = Endpoint {
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
         summary: "Asks the host of a running machine, or of one whose last backup an operation asks about, to make the \
-                  snapshot that it holds back, because its database has shrunk, the latest.",
+                  snapshot that it holds back, because its database has shrunk, the latest. A machine that is to replace \
+                  another one stands for that one; `machineId` of the answer is the one that was asked.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),

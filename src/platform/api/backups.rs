@@ -23,6 +23,7 @@ use crate::platform::db::{self};
 use crate::store::bucket::StoreError;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::SideRecord;
+use crate::store::snapshots::{Page, Window};
 use crate::store::{pointer_io, snapshots};
 use axum::routing::get;
 use http::Method;
@@ -42,6 +43,7 @@ pub async fn handle(
     let mut query = call.query();
     let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
     let before: Option<String> = query.optional("cursor");
+    let only_latest = query.optional::<bool>("latest").unwrap_or(false);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
@@ -59,8 +61,19 @@ pub async fn handle(
             }
             Err(error) => return Err(error.into()),
         };
-        let page = snapshots::page(&platform.bucket, &slot, before.as_deref(), limit).await?;
-        Ok::<_, Problem>((pointer.and_then(|pointer| pointer.value.snapshot), page))
+        let latest = pointer.and_then(|pointer| pointer.value.snapshot);
+        let page = if only_latest {
+            let record = match &latest {
+                Some(latest) => snapshots::one(&platform.bucket, &slot, &latest.key).await?,
+                None => None,
+            };
+            Page { records: record.into_iter().collect(), next: None }
+        } else {
+            let taken_at = latest.as_ref().map(|latest| latest.taken_at);
+            let window = Window { before: before.as_deref(), latest: taken_at, limit };
+            snapshots::page(&platform.bucket, &slot, window).await?
+        };
+        Ok::<_, Problem>((latest, page))
     };
     let (latest, page) =
         tokio::time::timeout(DEADLINE, read).await.map_err(|_| fault::store_unavailable())??;
@@ -90,12 +103,19 @@ pub static ENDPOINT: Endpoint = Endpoint {
         path: "/vps/{id}/backups",
         summary: "The verified snapshots of the machine's slot, the newest first.",
         credentials: &[OPERATOR],
-        parameters: &[MACHINE_ID, LIMIT, CURSOR],
+        parameters: &[MACHINE_ID, LIMIT, CURSOR, LATEST],
         body: None,
         answers: &[told(200, "A page.", page)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
+};
+
+const LATEST: Parameter = Parameter {
+    name: "latest",
+    place: Place::Query,
+    schema: boolean,
+    about: "true: only the snapshot that the pointer names, without a listing of the others.",
 };
 
 const LIMIT: Parameter = Parameter {

@@ -4,11 +4,15 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
+use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use jiff::SignedDuration;
 use serde_json::{Value, json};
 
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
+use super::endpoint::{
+    Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, handle_name, idp_user_id, kind, slot_name,
+    status, told,
+};
 use super::fault;
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
@@ -21,7 +25,8 @@ use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::{self};
+use crate::platform::db::operations::OperationRow;
+use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::platform::operations::OperationOptions;
 use axum::routing::delete as delete_route;
@@ -72,15 +77,17 @@ async fn delete(
             // Asked again: the operation that the first request filed.
             let operation = db::operations::newest(&tx, id, "delete").await?;
             let options = operation.as_ref().map_or(options, |operation| operation.options);
-            let reply =
-                Reply::new(StatusCode::ACCEPTED, body(platform, &machine, operation.map(|o| o.id), options));
+            let deletion = Deletion { operation: operation.map(|operation| operation.id), options };
+            let body = body(platform, &tx, &machine, &deletion).await?;
+            let reply = Reply::new(StatusCode::ACCEPTED, body);
             mutation.store(&tx, &reply).await?;
             db::commit(tx).await?;
             return Ok(reply);
         }
     };
     let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(platform, &deleted, filed, options));
+    let body = body(platform, &tx, &deleted, &Deletion { operation: filed, options }).await?;
+    let reply = Reply::new(StatusCode::ACCEPTED, body);
     let (before, after) = (machine.record(), deleted.record());
     let target = id.to_string();
     let changed = Changed { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
@@ -89,25 +96,64 @@ async fn delete(
     Ok(reply)
 }
 
-fn body(
-    platform: &Platform,
-    machine: &MachineRow,
+/// What deletes a machine's server.
+struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
-) -> Value {
-    let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
-    let until = machine.deleted_at.and_then(|at| at.checked_add(grace).ok());
-    // A machine that never registered holds no data: its server is not kept.
-    let until = until.filter(|_| !options.now && machine.registered_at.is_some());
-    json!({
+}
+
+async fn body(
+    platform: &Platform,
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+    deletion: &Deletion,
+) -> Result<Value, DbError> {
+    let newest = db::machines::newest_backup(tx, &machine.user, &machine.slot).await?;
+    let also = deleted_along(tx, machine).await?.map(|(other, operation)| {
+        json!({
+            "machineId": other.id,
+            "operationId": operation.id,
+            "undeletableUntil": undeletable_until(platform, &other, operation.options),
+        })
+    });
+    Ok(json!({
         "machineId": machine.id,
+        "idpUserId": machine.user,
+        "slot": machine.slot,
+        "handle": machine.handle,
         "kind": machine.kind.as_str(),
         "status": machine.status,
+        "registeredAt": machine.registered_at.map(rfc3339_ms),
         "deletedAt": machine.deleted_at.map(rfc3339_ms),
-        "newestSnapshotAt": machine.backup_taken_at.map(rfc3339_ms),
-        "undeletableUntil": until.map(rfc3339_ms),
-        "operationId": operation,
-    })
+        "newestSnapshotAt": newest.map(rfc3339_ms),
+        "undeletableUntil": undeletable_until(platform, machine, deletion.options),
+        "operationId": deletion.operation,
+        "alsoDeleted": also,
+    }))
+}
+
+fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<String> {
+    let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
+    // A machine that never registered holds no data: its server is not kept.
+    let kept = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
+    kept.and_then(|at| at.checked_add(grace).ok()).map(rfc3339_ms)
+}
+
+/// The machine that was deleted with one that was to replace it, and the operation that deletes its server.
+async fn deleted_along(
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+) -> Result<Option<(MachineRow, OperationRow)>, DbError> {
+    if machine.registered_at.is_some() {
+        return Ok(None);
+    }
+    let Some(last) = db::machines::last_registered(tx, machine).await? else { return Ok(None) };
+    // One transaction deleted both: an earlier deletion has another time.
+    if last.deleted_at.is_none() || last.deleted_at != machine.deleted_at {
+        return Ok(None);
+    }
+    let operation = db::operations::newest(tx, last.id, "delete").await?;
+    Ok(operation.map(|operation| (last, operation)))
 }
 
 const NOW: Parameter = Parameter {
@@ -123,6 +169,30 @@ const ACCEPT_LOSS: Parameter = Parameter {
     about: "true: where no last backup can be made, what no snapshot holds may be lost.",
 };
 
+fn answer() -> Value {
+    let also = object(
+        &[("machineId", uuid()), ("operationId", uuid()), ("undeletableUntil", nullable(time()))],
+        &[],
+    );
+    object(
+        &[
+            ("machineId", uuid()),
+            ("idpUserId", idp_user_id()),
+            ("slot", slot_name()),
+            ("handle", handle_name()),
+            ("kind", kind()),
+            ("status", status()),
+            ("registeredAt", nullable(time())),
+            ("deletedAt", nullable(time())),
+            ("newestSnapshotAt", nullable(time())),
+            ("undeletableUntil", nullable(time())),
+            ("operationId", nullable(uuid())),
+            ("alsoDeleted", nullable(also)),
+        ],
+        &[],
+    )
+}
+
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     operation: Operation {
@@ -135,21 +205,9 @@ pub static ENDPOINT: Endpoint = Endpoint {
         body: None,
         answers: &[told(
             202,
-            "The machine is deleted; undelete brings it back while its server is kept.",
-            || {
-                object(
-                    &[
-                        ("machineId", uuid()),
-                        ("kind", kind()),
-                        ("status", status()),
-                        ("deletedAt", nullable(time())),
-                        ("newestSnapshotAt", nullable(time())),
-                        ("undeletableUntil", nullable(time())),
-                        ("operationId", nullable(uuid())),
-                    ],
-                    &[],
-                )
-            },
+            "The machine is deleted; undelete brings it back while its server is kept. `alsoDeleted` is the machine that it \
+             was to replace: its server has the slot's data and is kept.",
+            answer,
         )],
         problems: &[
             Code::MachineNotFound,

@@ -250,6 +250,8 @@ fn copies() -> Value {
             ("unsavedSince", nullable(time())),
             ("missingSince", nullable(time())),
             ("removalAbandonedAt", nullable(time())),
+            // The deletion under way that does not keep it.
+            ("deletedBy", nullable(uuid())),
         ],
         &[],
     );

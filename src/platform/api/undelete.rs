@@ -13,7 +13,7 @@ use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, k
 use super::fault;
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{self, Mutation, Reply};
-use crate::http::openapi::{Operation, count, object, uuid};
+use crate::http::openapi::{Operation, boolean, count, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -41,9 +41,25 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
+    if let Some(filed) = undone_before(&change.tx, &change.machine).await? {
+        let body = |after: &MachineRow| body(after, filed, true);
+        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+    }
     let filed = reinstate(platform, &change.tx, &change.machine).await?;
-    let body = |after: &MachineRow| body(after, filed);
+    let body = |after: &MachineRow| body(after, filed, false);
     change.end(Effect::Changed("undelete"), StatusCode::ACCEPTED, body).await
+}
+
+/// The operation that brought a deleted machine back, where its deletion is undone already.
+async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<Filed>, Problem> {
+    if !machine.is_active() {
+        return Ok(None);
+    }
+    let deletion = db::operations::newest(tx, machine.id, "delete").await?;
+    let back = db::operations::newest(tx, machine.id, "reinstate").await?;
+    // An operation that waited for a decision has another `created_at`; ids are in order of filing.
+    let back = deletion.zip(back).filter(|(deletion, back)| deletion.id.0 < back.id.0);
+    Ok(back.map(|(_, back)| Filed { machine: machine.id, operation: back.id }))
 }
 
 /// Gives a deleted machine its slot back.
@@ -65,24 +81,28 @@ pub async fn reinstate(
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
     match change.map_err(|error| fault::lifecycle(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
-        Change::Moved { filed: None } | Change::Unchanged => Err(refused("The machine is not deleted.")),
+        Change::Moved { filed: None } | Change::Unchanged => Err(not_deleted(machine)),
     }
 }
 
 async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if machine.deleted_at.is_none() {
-        return Err(refused("The machine is not deleted."));
+        return Err(not_deleted(machine));
     }
     if machine.registered_at.is_none() {
         return Err(refused("The machine never served: provision the slot."));
     }
     let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
     // One that was abandoned, or failed because the machine serves in truth, has left the server where it is.
-    let is_removed = removal.is_some_and(|removal| matches!(removal.state.as_str(), "running" | "succeeded"));
-    if !machine.server_exists() || is_removed {
-        return Err(refused(
-            "Its server is deleted or about to be: provision the slot, which restores its snapshot.",
-        ));
+    if !machine.server_exists() || removal.as_ref().is_some_and(|removal| removal.state == "succeeded") {
+        return Err(refused("Its server is deleted: provision the slot, which restores its snapshot."));
+    }
+    if let Some(removal) = removal.filter(|removal| removal.state == "running") {
+        return Err(refused(&format!(
+            "Its server is being deleted by operation {0}: `svcctl operation abandon {0}` keeps a server that the provider \
+             still has, then undelete again. Else provision the slot, which restores its snapshot.",
+            removal.id
+        )));
     }
     if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot: delete that one first."));
@@ -93,19 +113,27 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
     Ok(())
 }
 
+fn not_deleted(machine: &MachineRow) -> Problem {
+    let status = if machine.retired_at.is_some() { "replaced" } else { machine.status.as_str() };
+    Problem::new(Code::InvalidState, "The machine is not deleted.")
+        .with("machineStatus", json!(status))
+        .with("allowed", json!([]))
+}
+
 fn refused(detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!("deleted"))
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, filed: Filed) -> Value {
+fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
     json!({
         "machineId": machine.id,
         "kind": machine.kind.as_str(),
         "status": machine.status,
         "epoch": machine.epoch,
         "operationId": filed.operation,
+        "alreadyUndone": already_undone,
     })
 }
 
@@ -115,7 +143,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         id: "undelete",
         method: Method::POST,
         path: "/vps/{id}/undelete",
-        summary: "Brings a deleted machine back while its server is kept.",
+        summary: "Brings a deleted machine back while its server is kept. A deletion that is undone already stays so: \
+                  `alreadyUndone`, with the operation that undid it.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: None,
@@ -127,6 +156,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("status", status()),
                     ("epoch", count()),
                     ("operationId", uuid()),
+                    ("alreadyUndone", boolean()),
                 ],
                 &[],
             )

@@ -27,6 +27,8 @@ pub struct FleetRow {
     pub backup_age: Option<f64>,
     /// `success` or `error`, of the last run.
     pub backup_status: Option<String>,
+    /// How that ended, where it failed; cut.
+    pub backup_error: Option<String>,
     /// Of the last update.
     pub update_outcome: Option<String>,
     /// The last time that snapshots were read again, one was not as it was written.
@@ -59,7 +61,8 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                coalesce(m.checks #>> '{drill,status}' = 'error', false), o.waiting, \
                coalesce(o.error_code = 'provider_account', false), \
                extract(epoch FROM now() - m.powered_off_at)::float8, \
-               ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item) \
+               ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item), \
+               left(m.last_backup ->> 'error', 500) \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -94,6 +97,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             operation_waits_for_account: row.get(19),
             powered_off_age: row.get(20),
             attention: row.get(21),
+            backup_error: row.get(22),
         })
         .collect())
 }

@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use tokio_postgres::Row;
 
 use super::{DbError, Params, rows};
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, Slot};
 use crate::platform::config::Timing;
 
@@ -48,6 +48,8 @@ pub struct KeptServerRow {
     pub removal_abandoned_at: Option<Timestamp>,
     /// Since when the provider does not have it.
     pub missing_since: Option<Timestamp>,
+    /// The deletion under way that does not keep it.
+    pub deleted_by: Option<OperationId>,
 }
 
 /// Until when the server of machine `m` is kept, with the retention as `$1` to `$3`. `NULL`: until an operator decides, or
@@ -99,7 +101,9 @@ pub async fn of_slot(
 ) -> Result<Vec<KeptServerRow>, DbError> {
     let sql = format!(
         "SELECT m.machine_id, m.provider_server_id, m.deleted_at IS NOT NULL AS is_deleted, \
-             {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since \
+             {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since, \
+             (SELECT o.operation_id FROM operations o WHERE o.machine_id = m.machine_id AND o.kind = 'delete' \
+                AND o.state = 'running' AND (o.options ->> 'now')::boolean LIMIT 1) AS deleted_by \
          FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT} \
          AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
          AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
@@ -114,6 +118,7 @@ pub async fn of_slot(
         unsaved_since: row.get("unsaved_since"),
         removal_abandoned_at: row.get("removal_abandoned_at"),
         missing_since: row.get("server_missing_since"),
+        deleted_by: row.get::<_, Option<_>>("deleted_by").map(OperationId),
     };
     Ok(rows(client, &sql, params).await?.iter().map(kept).collect())
 }

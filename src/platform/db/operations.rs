@@ -388,7 +388,8 @@ pub struct Vocabulary<'a> {
     pub steps: &'a [&'a str],
 }
 
-/// Takes the operation that has been due the longest, that nobody holds, and that this release can run.
+/// Takes an operation that is due, that nobody holds, and that this release can run: one that has not begun, else the one
+/// that has been due the longest. A new one does not wait behind those that poll.
 ///
 /// # Errors
 /// [`DbError`].
@@ -403,7 +404,7 @@ pub async fn claim(
          WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
            AND question IS NULL AND kind = ANY($3) AND step = ANY($4) \
            AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
-           ORDER BY due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
+           ORDER BY facts ? 'begun', due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
     let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
     Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))

@@ -79,9 +79,7 @@ async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> 
             Some(found) => Ok(adopted(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Account if error.is_without_capacity() && !machine.fallback_locations.is_empty() => {
-            elsewhere(held, machine, error).await
-        }
+        ErrorKind::Account if error.is_without_capacity() => elsewhere(held, machine, error).await,
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
             held.order_refused().await?;
             Err(StepError::from(error))
@@ -89,19 +87,25 @@ async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> 
     }
 }
 
-/// Goes on to the next location. Once each of them was tried, that is repeated with a growing pause.
+/// Continues with the next location. Once each of them was tried, that is repeated with a growing pause.
 async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
-    let Some(next) = machine.fallback_locations.first() else { return Err(StepError::from(error)) };
     let from = &machine.location;
-    tracing::warn!(machine = %machine.id, %from, to = %next, code = error.code(),
+    let what =
+        format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
+    let Some(next) = machine.fallback_locations.first() else {
+        held.order_refused().await?;
+        return Err(StepError::transient(what, error));
+    };
+    tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
         "the provider has no capacity in a location");
-    let why = format!("the provider has no capacity in {from} ({}): {next} is tried", error.code());
-    held.next_location(&why).await?;
     let mut facts = held.facts();
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
-        return Err(StepError::from(error));
+        let what = format!("{what}, like each other location: {next} is next");
+        held.next_location(&what).await?;
+        return Err(StepError::transient(what, error));
     }
+    held.next_location(&format!("{what}: {next} is tried now")).await?;
     facts.insert(LOCATIONS_TRIED.to_owned(), json!(tried));
     Ok(Answer::Wait { again_in: Duration::ZERO, facts: Some(facts) })
 }

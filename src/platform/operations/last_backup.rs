@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
+use uuid::Uuid;
 
 use super::ask_host::{self, BackupEnd, BackupProgress, HostCallError};
 use super::held::Held;
@@ -28,9 +29,15 @@ use progress::Progress;
 use saved_copy::HostReport;
 
 const POLL: Duration = Duration::from_millis(500);
+/// Between two calls to a host that takes long to answer the request.
+const MAX_POLL: Duration = Duration::from_secs(4);
+/// Between two calls to a host that does not answer at all: each takes seconds itself.
+const MAX_SILENT_POLL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
+/// The code of the question about a snapshot that the host holds back.
+pub const HELD_BACK: &str = "last_backup_held_back";
 /// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
-const HELD_BACK_HINT: &str = "svc-db-backup accept";
+pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
 /// How one try ended.
 enum Attempt {
@@ -55,7 +62,7 @@ impl Trouble {
     fn code(&self) -> &'static str {
         match self {
             Self::Failed(_) => "last_backup_missing",
-            Self::HeldBack { .. } => "last_backup_held_back",
+            Self::HeldBack { .. } => HELD_BACK,
         }
     }
 
@@ -150,7 +157,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
             if progress.is_stalled(held, now) {
                 Ok(ask(held, &machine, progress, trouble).await)
             } else {
-                Ok(progress.wait(held, POLL))
+                Ok(progress.wait(held, progress.next_poll(now)))
             }
         }
         Err(HostCallError::Unreachable(error)) => {
@@ -202,10 +209,11 @@ async fn attempt(
     now: Timestamp,
 ) -> Result<Attempt, HostCallError> {
     progress.progress_at.get_or_insert(now);
+    progress.started_at.get_or_insert(now);
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
         let what = Trouble::Failed("its dispatches and apps did not stop in time".to_owned());
-        return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(POLL) });
+        return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(progress.next_poll(now)) });
     }
     let Some(requested_at) = progress.requested_at else {
         let taken = ask_host::request_backup(held.platform, machine).await?;
@@ -233,7 +241,7 @@ async fn attempt(
             "its backup has not ended within {hours:.1} h"
         ))));
     }
-    Ok(Attempt::Wait(POLL))
+    Ok(Attempt::Wait(progress.next_poll(now)))
 }
 
 /// Whether no writer is left on the host.
@@ -320,8 +328,11 @@ async fn unreachable(
     now: Timestamp,
 ) -> Result<Answer, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
-    if now.duration_since(since) < signed(held.platform.config.timing.last_backup_deadline) {
-        return Ok(progress.wait(held, POLL));
+    let deadline = signed(held.platform.config.timing.last_backup_deadline);
+    let silent_for = now.duration_since(since);
+    if silent_for < deadline {
+        let left = Duration::try_from(deadline - silent_for).unwrap_or_default();
+        return Ok(progress.wait(held, poll_interval(silent_for, MAX_SILENT_POLL).min(left.max(POLL))));
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let trouble = "the host sends heartbeats, and the platform cannot call it".to_owned();
@@ -358,6 +369,34 @@ async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
     Answer::Done { note: Some(note.into()), record }
 }
 
+/// Grows with the time that a host is waited for, from [`POLL`] to the limit. Spread, so that hosts that fell silent
+/// together are not called together.
+fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
+    let waited = Duration::try_from(waited).unwrap_or_default();
+    let spread = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;
+    (waited / 8).clamp(POLL, limit).mul_f64(0.75 + spread / 4.0)
+}
+
 fn signed(duration: Duration) -> SignedDuration {
     SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn polls_grow_to_their_limit_and_are_spread() {
+        let at = |seconds: i64, limit| poll_interval(SignedDuration::from_secs(seconds), limit);
+        for (seconds, limit, most) in
+            [(0, MAX_POLL, POLL), (16, MAX_POLL, Duration::from_secs(2)), (3600, MAX_POLL, MAX_POLL)]
+        {
+            for _ in 0..100 {
+                let interval = at(seconds, limit);
+                assert!(interval <= most && interval >= most.mul_f64(0.74), "{seconds} s: {interval:?}");
+            }
+        }
+        let many: std::collections::BTreeSet<_> = (0..50).map(|_| at(3600, MAX_SILENT_POLL)).collect();
+        assert!(many.len() > 10, "{many:?}");
+    }
 }

@@ -7,6 +7,7 @@ pub mod ask_host;
 pub mod census;
 pub mod create;
 pub mod delete;
+mod drive;
 pub mod held;
 pub mod last_backup;
 pub mod later_holder;
@@ -82,6 +83,26 @@ pub enum Step {
     RebootServer,
     /// Waits for a healthy heartbeat since the step began.
     AwaitHeartbeat,
+}
+
+/// Which places of the runner a step takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Places {
+    /// For steps that call the database, the store and the provider.
+    General,
+    /// For steps that call hosts: one that is silent holds its place until the call times out.
+    HostCalls,
+}
+
+/// The kinds that this release knows, and the steps that take these places.
+pub fn vocabulary_of(places: Places) -> Vocabulary<'static> {
+    static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
+        [Places::General, Places::HostCalls].map(|places| {
+            let steps = Step::ALL.into_iter().filter(|step| step.places() == places);
+            steps.map(Step::as_str).collect()
+        })
+    });
+    Vocabulary { steps: &STEPS[places as usize], ..vocabulary() }
 }
 
 /// The kinds and steps that this release knows.
@@ -184,6 +205,13 @@ impl Step {
         Self::RebootServer,
         Self::AwaitHeartbeat,
     ];
+
+    pub fn places(self) -> Places {
+        match self {
+            Self::LastBackup | Self::AwaitHost => Places::HostCalls,
+            _ => Places::General,
+        }
+    }
 
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,22 +1,20 @@
-//! The runner: claims due operations, takes them step by step, stores what came of it, gives them back.
+//! The runner: takes an operation that `drive` has claimed a step further, and stores what came of it.
 //!
 //! The invariant: what a step leads to is written only while the lease holds by the database's clock.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use deadpool_postgres::Transaction;
 use jiff::Timestamp;
 use serde_json::{Value, json};
-use tokio::task::JoinSet;
-use tracing::Instrument;
 use uuid::Uuid;
 
+pub use super::drive::run;
 use super::held::Held;
 use super::resize::{self, Verdict};
 use super::step::{self, Answer, Question, Record, StepError};
 use super::step_failure::creation_failure;
-use super::{OperationKind, Place, Step, vocabulary};
+use super::{OperationKind, Place, Step};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -30,97 +28,17 @@ use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// Operations that one process drives at a time.
-const AT_ONCE: usize = 16;
 /// A new machine that could not be made for this long fails; recover can be asked again.
 const GIVE_UP: Duration = Duration::from_secs(3600);
 /// So many failures in a row, at least.
 const TRIES_IN_A_ROW: i32 = 5;
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Between two tries of an operation whose outcome cannot be stored.
-const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
-
-/// Drives operations until `stop`, then lets the steps under way end.
-pub async fn run(platform: Arc<Platform>) {
-    let mut driven = JoinSet::new();
-    while !platform.stop.is_cancelled() {
-        while driven.len() < AT_ONCE {
-            // Of this claim alone: a process that claims again what it has lost is another owner.
-            let owner = Uuid::now_v7();
-            match claim(&platform, owner).await {
-                Ok(Some(operation)) => {
-                    let platform = platform.clone();
-                    driven.spawn(async move { drive_as_asked(&platform, operation, owner).await });
-                }
-                Ok(None) => break,
-                Err(error) => {
-                    tracing::warn!(error = %chain(&error), "operations cannot be claimed");
-                    break;
-                }
-            }
-        }
-        tokio::select! {
-            () = platform.stop.cancelled() => {}
-            () = platform.nudge.notified() => {}
-            () = tokio::time::sleep(platform.config.timing.poll) => {}
-            Some(ended) = driven.join_next() => if let Err(error) = ended {
-                tracing::error!(%error, "a step panicked; its lease runs out");
-            }
-        }
-    }
-    while driven.join_next().await.is_some() {}
-}
-
-async fn claim(platform: &Platform, owner: Uuid) -> Result<Option<OperationRow>, DbError> {
-    let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary()).await
-}
-
-/// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
-async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uuid) {
-    let id = operation.request_id.clone();
-    let span = tracing::info_span!(
-        "operation",
-        svc_request_id = %id,
-        svc_machine_id = %operation.machine,
-        svc_operation_id = %operation.id,
-        kind = operation.kind,
-    );
-    request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
-}
-
-/// Takes one operation as far as it goes now.
-async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
-    let is_stored = loop {
-        match one_step(platform, &operation, owner).await {
-            Ok(Some(next)) if !platform.stop.is_cancelled() => operation = next,
-            Ok(_) => break true,
-            Err(StepError::Lost) => {
-                // Ended under way: what it was about may stand at the provider all the same.
-                platform.reconcile.notify_one();
-                break true;
-            }
-            Err(error) => {
-                // Not even the failure could be stored: the operation is retried after a pause.
-                tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");
-                break false;
-            }
-        }
-    };
-    let released = async {
-        let session = platform.db.session().await?;
-        if !is_stored {
-            db::leases::postpone(&session, operation.id, owner, MAX_UNSTORED_BACKOFF).await?;
-        }
-        db::operations::release(&session, operation.id, owner).await
-    };
-    if let Err(error) = released.await {
-        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not given back");
-    }
-}
 
 /// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
-async fn one_step(
+///
+/// # Errors
+/// [`StepError::Lost`], and where not even the outcome could be stored.
+pub async fn one_step(
     platform: &Platform,
     operation: &OperationRow,
     owner: Uuid,
@@ -169,9 +87,9 @@ async fn one_step(
             None => retry(&held, step, &error).await.map(|()| None),
         },
         Err(StepError::Permanent { what, source }) if makes_a_machine(kind) => {
-            tracing::error!(operation = %operation.id, step = step.as_str(), what,
+            tracing::error!(operation = %operation.id, step = step.as_str(), %what,
                 error = %chain(source.as_ref()), "an operation failed");
-            held.give_up(creation_failure(source.as_ref()), step.as_str(), what).await?;
+            held.give_up(creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
         Err(error) => retry(&held, step, &error).await.map(|()| None),
@@ -260,7 +178,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     if let Some(cause) = account_error(error) {
         alarms::inform_of(held.platform, cause).await;
         let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
-        return wait_for_account(held, to, &error.to_string()).await;
+        let why = format!("{error}; it is tried again within {} s", max_pause(attempts).as_secs_f64().ceil());
+        return wait_for_account(held, to, &why).await;
     }
     // A step may take long: one failure late in it is no reason to give up.
     if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
@@ -299,10 +218,15 @@ fn account_error(error: &StepError) -> Option<&ProviderError> {
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
-/// Doubles from half a second to a minute, each spread over its second half.
-fn pause(attempts: i32) -> Duration {
+/// Doubles from half a second to a minute.
+fn max_pause(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
-    let whole = (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE);
+    (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE)
+}
+
+/// [`max_pause`], spread over its second half.
+fn pause(attempts: i32) -> Duration {
+    let whole = max_pause(attempts);
     let spread =
         f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
     whole.mul_f64(0.5 + spread / 2.0)

@@ -106,14 +106,14 @@ pub enum StepError {
     /// Tried again with a growing pause.
     #[error("{what}")]
     Transient {
-        what: &'static str,
+        what: Cow<'static, str>,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Trying again cannot help: the machine fails.
     #[error("{what}")]
     Permanent {
-        what: &'static str,
+        what: Cow<'static, str>,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -123,12 +123,18 @@ pub enum StepError {
 }
 
 impl StepError {
-    pub fn transient(what: &'static str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        Self::Transient { what, source: Box::new(source) }
+    pub fn transient(
+        what: impl Into<Cow<'static, str>>,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        Self::Transient { what: what.into(), source: Box::new(source) }
     }
 
-    pub fn permanent(what: &'static str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
-        Self::Permanent { what, source: Box::new(source) }
+    pub fn permanent(
+        what: impl Into<Cow<'static, str>>,
+        source: impl std::error::Error + Send + Sync + 'static,
+    ) -> Self {
+        Self::Permanent { what: what.into(), source: Box::new(source) }
     }
 }
 

@@ -127,6 +127,9 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
     rows.row(world.ask(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
+    let mut beat = super::super::stack::beat_of(&world.runs);
+    beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
+    assert_eq!(world.stack.beat(&world.process, &world.runs, &beat).await.status, 200);
     for what in ["backup", "drill", "backup-accept"] {
         rows.post(&of(waits, what), &json!({}), 409, "invalid_state").await;
         rows.post(&of(runs, what), &json!({}), 502, "host_unreachable").await;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::saved_copy::Window;
-use super::{Attempt, MAX_REQUESTS, Trouble, signed};
+use super::{Attempt, MAX_POLL, MAX_REQUESTS, Trouble, poll_interval, signed};
 use crate::clock;
 use crate::platform::operations::ask_host::BackupProgress;
 use crate::platform::operations::held::Held;
@@ -25,7 +25,7 @@ const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 pub struct Progress {
     /// Since when a backup is waited for, from the first one or since an operator had the step begin again.
     #[serde(with = "clock::wire_option")]
-    started_at: Option<Timestamp>,
+    pub started_at: Option<Timestamp>,
     /// Since when every call to the host has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
@@ -68,6 +68,11 @@ impl Progress {
         let mut facts = held.facts();
         facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
         facts
+    }
+
+    /// How long until the host is called again while it stops its writers or takes its backup.
+    pub fn next_poll(&self, now: Timestamp) -> Duration {
+        poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL)
     }
 
     pub fn wait(&self, held: &Held<'_>, again_in: Duration) -> Answer {

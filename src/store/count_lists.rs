@@ -1,0 +1,75 @@
+//! Between object_store and the wire: each request that lists keys is counted, like the calls for whole objects. A listing
+//! of many keys is several requests, and the store bills each.
+
+use std::time::Instant;
+
+use async_trait::async_trait;
+use http::{Method, StatusCode};
+use object_store::client::{HttpClient, HttpError, HttpRequest, HttpResponse, HttpService};
+
+use crate::metrics::{STORE_CALLS, STORE_DURATION};
+
+const CALL: &str = "list";
+
+#[derive(Debug)]
+pub(super) struct CountLists {
+    pub(super) wire: HttpClient,
+}
+
+#[async_trait]
+impl HttpService for CountLists {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        if !lists_keys(&request) {
+            return self.wire.execute(request).await;
+        }
+        let start = Instant::now();
+        let answer = self.wire.execute(request).await;
+        STORE_DURATION.record([CALL], start.elapsed());
+        STORE_CALLS.add_one([CALL, outcome(answer.as_ref().ok().map(HttpResponse::status))]);
+        answer
+    }
+}
+
+fn lists_keys(request: &HttpRequest) -> bool {
+    let query = request.uri().query().unwrap_or_default();
+    request.method() == Method::GET && query.split('&').any(|pair| pair == "list-type=2")
+}
+
+/// `None`: no answer came.
+fn outcome(status: Option<StatusCode>) -> &'static str {
+    match status {
+        Some(status) if status.is_success() => "ok",
+        Some(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => "denied",
+        Some(StatusCode::NOT_FOUND) => "not_found",
+        Some(_) | None => "unavailable",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_listings_are_counted_as_such() {
+        let request = |method: Method, uri: &str| {
+            let mut request = HttpRequest::new(Vec::new().into());
+            *request.method_mut() = method;
+            *request.uri_mut() = uri.parse().unwrap();
+            request
+        };
+        let listing = "http://store/b?list-type=2&prefix=user_1%2F";
+        assert!(lists_keys(&request(Method::GET, listing)));
+        assert!(!lists_keys(&request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
+        assert!(!lists_keys(&request(Method::POST, "http://store/b/x?uploads")));
+    }
+
+    #[test]
+    fn outcomes_are_those_of_other_calls() {
+        for (status, expected) in
+            [(Some(200), "ok"), (Some(403), "denied"), (Some(503), "unavailable"), (None, "unavailable")]
+        {
+            let status = status.map(|status| StatusCode::from_u16(status).unwrap());
+            assert_eq!(outcome(status), expected);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Hosts that take connections and never answer: their operations hold up no others.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+
+use super::stack::{Process, Stack, provision_body};
+
+const SILENT: usize = 200;
+/// Calls of silent hosts that may be under way when something else is asked for, and end before it.
+const FEW: usize = SILENT / 2;
+
+/// An address that many silent hosts share; the count is that of the calls to them.
+async fn silent_address() -> (u16, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let calls = Arc::new(AtomicUsize::new(0));
+    let count = calls.clone();
+    tokio::spawn(async move {
+        let mut held = Vec::new();
+        while let Ok((stream, _)) = listener.accept().await {
+            count.fetch_add(1, Ordering::Relaxed);
+            held.push(stream);
+        }
+    });
+    (port, calls)
+}
+
+/// Machines like the one that runs, each of another user, whose deletions wait for silent hosts.
+async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "INSERT INTO user_machines SELECT (jsonb_populate_record(m, jsonb_build_object( \
+               'machine_id', gen_random_uuid(), 'idp_user_id', 'silent_' || i, 'provider_server_id', 1000000 + i, \
+               'public_ipv4', '127.0.0.1', 'https_port', $1::int4))).* \
+               FROM user_machines m, generate_series(1, $2::int4) i WHERE m.idp_user_id = 'user_1' \
+               RETURNING machine_id";
+    let params: [&(dyn tokio_postgres::types::ToSql + Sync); 2] =
+        [&i32::from(port), &i32::try_from(SILENT).unwrap()];
+    let rows = client.query(sql, &params).await.unwrap();
+    assert_eq!(rows.len(), SILENT);
+    for row in rows {
+        let machine: uuid::Uuid = row.get(0);
+        let deleted = stack.delete(process, &format!("/vps/{machine}")).await;
+        assert_eq!(deleted.status, 202, "{deleted:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reboot_and_provision_start_beside_silent_hosts() {
+    let stack = Stack::start().await;
+    let process =
+        stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
+    let guest = stack.running(&process, "user_1").await;
+    stack.subscribe(&process, "user_2").await;
+    let (port, calls) = silent_address().await;
+    delete_silent_machines(&stack, &process, port).await;
+    let all_called = || async { (calls.load(Ordering::Relaxed) >= SILENT).then_some(()) };
+    stack.eventually("the silent hosts are called", all_called).await;
+
+    let before = calls.load(Ordering::Relaxed);
+    let reboot =
+        stack.post(&process, &format!("/vps/{}/power", guest.machine), &json!({"action": "reboot"})).await;
+    assert_eq!(reboot.status, 202, "{reboot:?}");
+    let ordered = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
+    stack.eventually("the reboot is ordered", ordered).await;
+    let during = calls.load(Ordering::Relaxed) - before;
+    assert!(during < FEW, "the reboot waited for {during} calls");
+
+    // Its first step is one that may call a host.
+    let before = calls.load(Ordering::Relaxed);
+    let made = stack.post(&process, "/vps/provision", &provision_body("user_2")).await;
+    let path = format!("/vps/operations/{}", made.body["operationId"].as_str().unwrap());
+    let goes_on = || async {
+        let operation: Value = stack.get(&process, &path).await.body;
+        (operation["step"] != "last_backup").then_some(())
+    };
+    stack.eventually("the provision goes on", goes_on).await;
+    let during = calls.load(Ordering::Relaxed) - before;
+    assert!(during < FEW, "the provision waited for {during} calls");
+}
