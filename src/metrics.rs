@@ -125,7 +125,7 @@ pub static PROVIDER_BUDGET: Gauges<0> = Gauges::new(
 );
 pub static STORE_CALLS: Counters<2> = Counters::new(
     "svc_store_calls_total",
-    "Calls to the object store for whole objects, and requests that list keys (call list), by call and outcome.",
+    "Calls to the object store for whole objects, and requests that list keys (`call=\"list\"`), by call and outcome.",
     ["call", "outcome"],
 );
 pub static STORE_DURATION: Durations<1> = Durations::new(

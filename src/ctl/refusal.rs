@@ -150,15 +150,10 @@ fn particulars(body: &Value, known: &str) -> String {
     }
     let allowed: Vec<_> =
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    // A state that would do says nothing of why it was refused: the detail does.
-    let status =
-        body["machineStatus"].as_str().filter(|status| *status != "kept" && !allowed.contains(status));
-    if let Some(status) = status {
-        said.push_str(&format!(" It is {status}"));
-        if !allowed.is_empty() {
-            said.push_str(&format!(", and must be {}", allowed.join(" or ")));
-        }
-        said.push('.');
+    // A state that would do says nothing of why it was refused, nor does one where no state would: the detail does.
+    let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
+    if let Some(status) = status.filter(|_| !allowed.is_empty()) {
+        said.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
     said
 }

@@ -1,6 +1,6 @@
 //! `system/db/latest`, pure: what the pointer says, and what a fence or a new snapshot makes of it.
 //!
-//! Invariants: `seq` and `fenceEpoch` only grow, but for a fence that no machine can have; a machine below the fence, or another machine of the fence's own epoch,
+//! Invariants: `seq` and `fenceEpoch` only grow, except that a fence no machine could have is replaced; a machine below the fence, or another machine of the fence's own epoch,
 //! never moves the pointer; the clocks of hosts decide nothing.
 
 use jiff::Timestamp;
@@ -122,7 +122,7 @@ impl Pointer {
 }
 
 /// The pointer with this fence; `None` when it is there already. A fence of the platform's, which is signed, also replaces one
-/// that is far above it: no machine of ours ever had such an epoch, so that a host wrote it.
+/// that is far above it: no machine of ours ever had such an epoch, so a host must have written it.
 ///
 /// # Errors
 /// [`Fenced`] when a later machine, or another machine of the same epoch, has fenced already.

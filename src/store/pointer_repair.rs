@@ -1,7 +1,7 @@
 //! The way back from a pointer that was lost, is unreadable, or names what is not there: another one is written from the
 //! side records of snapshots.
 //!
-//! Invariants: the fence is never lowered, and `seq` never goes back; what is written names a snapshot whose object and
+//! Invariants: the fence is never lowered, except one that is not believed, and `seq` never goes back; what is written names a snapshot whose object and
 //! side record are there and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;

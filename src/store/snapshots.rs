@@ -35,7 +35,8 @@ pub struct Page {
 pub struct Window<'a> {
     /// Only those older than this key.
     pub before: Option<&'a str>,
-    /// When the latest snapshot was taken, where that is known: a slot that takes no more is found sooner.
+    /// When the latest snapshot was taken, where that is known, so that a slot that has stopped taking snapshots needs fewer
+    /// listings.
     pub latest: Option<Timestamp>,
     pub limit: usize,
 }
@@ -78,19 +79,22 @@ async fn newest_keys(
     let hours = HOURS_EACH * i64::try_from(count).unwrap_or(i64::MAX / 2) + HOURS_BEYOND;
     let first_reach = SignedDuration::from_hours(hours);
     let mut reach = first_reach;
-    let mut from = window.before.and_then(key::taken_at).unwrap_or_else(Timestamp::now);
+    let before = window.before.map(|key| (key, key::taken_at(key)));
+    let mut from = before.and_then(|(_, at)| at).unwrap_or_else(Timestamp::now);
+    // A key without a time says nothing of where to begin.
+    let has_no_time = before.is_some_and(|(_, at)| at.is_none());
     let mut latest = window.latest.filter(|_| window.before.is_none());
     let mut end = window.before.and_then(|key| key.rsplit('/').next()).map(str::to_owned);
     let mut found = Vec::new();
     loop {
-        let start = Some(reach).filter(|reach| *reach < MAX_REACH);
+        let start = Some(reach).filter(|reach| *reach < MAX_REACH && !has_no_time);
         let start = start.and_then(|reach| from.checked_sub(reach).ok()).map(key::snapshot_name_at);
         let missing = count - found.len();
         found.extend(listed(bucket, slot, start.as_deref(), end.as_deref(), missing).await?);
         if found.len() >= count || start.is_none() {
             return Ok(found);
         }
-        end = start;
+        end = end.into_iter().chain(start).min();
         let older = latest.take().filter(|_| found.is_empty());
         match older.filter(|latest| Some(key::snapshot_name_at(*latest)) < end) {
             Some(latest) => (from, reach) = (latest, first_reach),
@@ -237,6 +241,15 @@ mod tests {
             (&*found[0], &*found[found.len() - 1]),
             ("system/db/snapshots/zero.dump", "system/db/snapshots/0.dump")
         );
+        // As cursors, they bound the page as well.
+        let below = async |before: &str| {
+            newest(&bucket, &slot, Window { before: Some(before), latest: None, limit: 5 }).await
+        };
+        assert_eq!(below("system/db/snapshots/0.dump").await, Vec::<String>::new());
+        assert_eq!(below("system/db/snapshots/0.dump~").await, ["system/db/snapshots/0.dump"]);
+        assert_eq!(below("system/db/snapshots/2000-13-01.dump").await, ["system/db/snapshots/0.dump"]);
+        assert_eq!(below("system/db/snapshots/zero.dump").await, found[1..6]);
+        assert_eq!(below("system/db/snapshots/2100-01-01T00-00-00.000Z-1.dump").await, found[1..6]);
         assert!(found.is_sorted_by(|a, b| a > b));
     }
 }

@@ -149,7 +149,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     let said = operator.does(0, &["undelete", HANDLE, "--wait=60"]).await;
     has(&said, &["status       running", "epoch        2", "live server"]);
     let again = operator.does(0, &["undelete", HANDLE]).await;
-    has(&again, &["the deletion was undone before: nothing was changed", "status     running"]);
+    has(&again, &["the deletion had already been undone; nothing was changed", "status     running"]);
 
     // Its host cannot be called: what it was written since its registration is on its server alone.
     let answer = operator.json(&["delete", HANDLE, "--yes"]).await;

@@ -144,7 +144,7 @@ async fn all_locations_are_tried_again_while_none_has_capacity() {
     let lines = locations_logged(&operation);
     assert_eq!(lines.len(), 3, "{operation}");
     assert!(
-        lines[1].ends_with("(resource_unavailable), like each other location: hel1 is next"),
+        lines[1].ends_with("(resource_unavailable), nor does any other location; hel1 is next"),
         "{lines:?}"
     );
     assert_eq!(stack.provider.servers()[0].location, "fsn1");

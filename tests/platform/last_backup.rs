@@ -255,10 +255,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert_eq!(saved["finalBackupAt"], taken_at);
     stack.post(&process, &accept, &json!({})).await.assert_problem(409, "invalid_state");
-    let refused = stack.post(&process, &by_slot, &json!({})).await;
-    refused.assert_problem(409, "invalid_state");
-    let detail = refused.body["detail"].as_str().unwrap();
-    assert!(detail.contains("holds no snapshot back: there is nothing to accept"), "{detail}");
+    stack.post(&process, &by_slot, &json!({})).await.assert_problem(409, "invalid_state");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -91,6 +91,22 @@ async fn rebuild_brings_back_a_lost_pointer_with_its_fence() {
     assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
 }
 
+/// Else the old host's last backup, for which the recovery waits, would be refused for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn rebuild_during_a_last_backup_leaves_the_fence_to_the_old_machine() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let answer = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(2)), "{answer:?}");
+    stack.store.write(BUCKET, LATEST, "{not json");
+    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    assert_eq!(rebuilt.status, 200, "{rebuilt:?}");
+    let pointer = &rebuilt.body["pointer"];
+    assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
+}
+
 /// As a client that repeats a request whose answer is late: the answer is the same, or that another one is at work.
 #[tokio::test(flavor = "multi_thread")]
 async fn simultaneous_rebuilds_end_in_one_pointer() {

@@ -195,21 +195,46 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     assert!(stack.provider.server_by_name("later").is_some(), "it was not released");
 }
 
+/// A machine that was deleted for good, and whose server may go.
+async fn deleted_for_good(stack: &Stack, process: &Process) {
+    let guest = stack.running(process, "user_1").await;
+    let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    stack.ended(process, deleted.body["operationId"].as_str().unwrap()).await;
+}
+
+async fn servers_go(stack: &Stack) {
+    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
+    stack.eventually("the server that is no longer kept is deleted", gone).await;
+}
+
 /// While it is not known whether this database has forgotten machines, no kept server is deleted.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_the_census_cannot_be_taken() {
     let stack = Stack::start().await;
     let process = stack.platform();
-    let guest = stack.running(&process, "user_1").await;
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
-    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
-    stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    deleted_for_good(&stack, &process).await;
     looks(&stack, 3).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
     stack.provider.clear_faults();
-    let gone = || async { stack.provider.servers().is_empty().then_some(()) };
-    stack.eventually("the server that is no longer kept is deleted", gone).await;
+    servers_go(&stack).await;
+}
+
+/// Its census may have begun only now, and find a server that this database has forgotten.
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_server_stays_while_another_process_takes_the_census() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let client = stack.database.connect().await.unwrap();
+    let taken = "INSERT INTO task_turns (task, last_at) VALUES ('servers', now() + interval '1 hour') \
+                 ON CONFLICT (task) DO UPDATE SET last_at = excluded.last_at";
+    client.execute(taken, &[]).await.unwrap();
+    deleted_for_good(&stack, &process).await;
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
+    client.execute("UPDATE task_turns SET last_at = now() - interval '1 hour'", &[]).await.unwrap();
+    servers_go(&stack).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -72,7 +72,7 @@ fn s3() -> Result<Kept> {
 }
 
 /// Plays seeds until one breaks something, several at a time; panics with its log. `SVC_SIM_SEED` plays that seed alone, and
-/// `SVC_SIM_FROM` goes on with a run of many that was ended.
+/// `SVC_SIM_FROM` resumes a long run at that seed.
 pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> Tally {
     let seeds = match (seed_of("SVC_SIM_SEED"), seed_of("SVC_SIM_FROM")) {
         (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,

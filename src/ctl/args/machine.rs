@@ -178,7 +178,7 @@ pub struct Recover {
 
 #[derive(Debug, ClapArgs)]
 pub struct Resize {
-    /// A machine's id, or the handle of its user
+    /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
     /// Contained in the slot's plan, with a disk that is no smaller
     #[arg(value_name = "SERVER_TYPE")]
@@ -192,7 +192,7 @@ pub struct Resize {
 
 #[derive(Debug, ClapArgs)]
 pub struct Fail {
-    /// A machine's id, or the handle of its user
+    /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
     /// Why, for whoever looks at it later
     #[arg(long, value_name = "TEXT")]
@@ -204,7 +204,7 @@ pub struct Fail {
 
 #[derive(Debug, ClapArgs)]
 pub struct Delete {
-    /// A machine's id, or the handle of its user
+    /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
     /// Delete its server as soon as the last backup is taken, instead of keeping it for `undelete`
     #[arg(long)]
@@ -229,7 +229,7 @@ pub struct Undelete {
 
 #[derive(Debug, ClapArgs)]
 pub struct Resume {
-    /// A machine's id, or the handle of its user
+    /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
 }
 
@@ -238,7 +238,7 @@ pub enum PowerCommand {
     /// Switch the server of a machine on and wait for its host
     #[command(after_help = "Example: svcctl power on ada --wait")]
     On {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         #[command(flatten)]
         wait: Wait,
@@ -250,7 +250,7 @@ platform. Its user gets a page that says so, no backups are taken, and the provi
 Example: svcctl power off ada --wait"
     )]
     Off {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         /// Do not ask
         #[arg(long)]
@@ -264,7 +264,7 @@ Example: svcctl power off ada --wait"
 `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
     )]
     Reboot {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         /// Do not ask
         #[arg(long)]

@@ -89,7 +89,7 @@ pub enum Command {
     /// Show one machine, how it boots, which copies of its data exist, and its operations
     #[command(after_help = "Example: svcctl status ada")]
     Status {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
     },
     /// Totals, the age of backups, and which machines need somebody

@@ -86,7 +86,7 @@ pub enum BackupCommand {
     #[command(after_help = "With --wait it ends when a new snapshot is verified and is the latest.\n\n\
 Example: svcctl backup now ada --wait")]
     Now {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         #[command(flatten)]
         wait: Wait,
@@ -98,7 +98,7 @@ weekly by themselves. With --wait it ends when the machine has told how it went;
 become what it was.\n\nExample: svcctl backup drill ada --wait"
     )]
     Drill {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         #[command(flatten)]
         wait: Wait,
@@ -119,9 +119,9 @@ Example: svcctl backup accept ada"
     /// List the verified snapshots of a machine's slot, the newest first
     #[command(after_help = "Example: svcctl backup list ada --limit 5")]
     List {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
-        /// Snapshots of one page, 1 to 200; 50 without it
+        /// Snapshots per page, 1 to 200 (default 50)
         #[arg(long)]
         limit: Option<u32>,
         /// Where an earlier page ended
@@ -132,7 +132,7 @@ Example: svcctl backup accept ada"
     #[command(after_help = "Its SHA-256 is checked. What an interrupted download left is gone on with.\n\n\
 Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
     Download {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         /// Its key, or the last part of that; without it, the latest
         #[arg(value_name = "SNAPSHOT")]
@@ -147,7 +147,7 @@ Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada
 Example: svcctl backup verify ada"
     )]
     Verify {
-        /// A machine's id, or the handle of its user
+        /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
         /// Its key, or the last part of that; without it, the latest
         #[arg(value_name = "SNAPSHOT")]

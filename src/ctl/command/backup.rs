@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::dump;
 use super::kept::kept_of;
-use super::machine::find;
+use super::machine::{active_id, find};
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::{BackupCommand, Target};
@@ -23,6 +23,9 @@ use crate::ctl::show::operation::Operation;
 use crate::ctl::show::{View, compact};
 use crate::ctl::wait::{self, Clock};
 use crate::untrusted_text::one_line;
+
+/// The question's code where an operation's last backup is held back.
+const HELD_BACK: &str = "last_backup_held_back";
 
 pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -139,18 +142,29 @@ async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), 
 /// The active machine, of which the platform knows which one it is to replace; without one, the deleted machine whose last
 /// backup is asked about.
 async fn holder_of_held_back(api: &Api, target: &Target) -> Result<Machine, Failure> {
-    let missing = match find(api, target).await {
-        Ok(machine) => return Ok(machine),
-        Err(failure) if matches!(target, Target::Id(_)) => return Err(failure),
-        Err(failure) => failure,
-    };
+    if let Some(id) = active_id(api, target).await? {
+        return Ok(api.get(&["vps", &id], &[]).await?.read()?);
+    }
+    let mut asked_about = Vec::new();
     for server in kept_of(api, target).await? {
         let machine: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
-        if machine.waiting().is_some() {
-            return Ok(machine);
+        let question = machine.waiting().and_then(Operation::question);
+        if question.is_some_and(|question| question.code.as_deref() == Some(HELD_BACK)) {
+            asked_about.push(machine);
         }
     }
-    Err(missing)
+    match asked_about.len() {
+        0 => find(api, target).await,
+        1 => Ok(asked_about.remove(0)),
+        _ => {
+            let ids: Vec<_> = asked_about.iter().map(|machine| &*machine.machine_id).collect();
+            let error = anyhow!(
+                "several deleted machines of {target} hold a snapshot back\n  next: name one by its id: {}",
+                ids.join(", ")
+            );
+            Err(Failure::new(Exit::Refused, error))
+        }
+    }
 }
 
 fn last_drill(checks: &Option<Value>) -> Value {

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::machine::{active_id, finish};
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::Api;
+use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::{Discard, Resume, Target, Undelete};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
@@ -17,13 +17,25 @@ use crate::ctl::show::machine::{self as shown, Machine, Machines};
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
     let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
-    let id = match kept_id(api, &args.machine, is_meant).await {
-        // The platform says whether the active machine is one whose deletion was undone.
-        Err(failure) => active_id(api, &args.machine).await?.ok_or(failure)?,
-        Ok(id) => id,
+    let answer = match kept_id(api, &args.machine, is_meant).await {
+        Ok(id) => undeleted(api, &id).await?,
+        Err(failure) => undone_before(api, &args.machine).await?.ok_or(failure)?,
     };
-    let answer = api.send(Method::POST, &["vps", &id, "undelete"], None).await?;
     finish(api, answer, args.wait, out).await
+}
+
+async fn undeleted(api: &Api, id: &str) -> Result<Answer, Failure> {
+    Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
+}
+
+/// What the platform says of the active machine where no server of a deleted one is left: its deletion may have been undone.
+async fn undone_before(api: &Api, target: &Target) -> Result<Option<Answer>, Failure> {
+    let kept = kept_of(api, target).await?;
+    if kept.iter().any(|server| server.reason == "deleted") {
+        return Ok(None);
+    }
+    let Ok(Some(id)) = active_id(api, target).await else { return Ok(None) };
+    Ok(undeleted(api, &id).await.ok())
 }
 
 pub async fn resume(api: &Api, args: Resume, out: &Out) -> Result<(), Failure> {

@@ -51,9 +51,7 @@ pub fn list(view: &View, page: &Backups) -> String {
     let rows: Vec<_> = page.backups.iter().map(row).collect();
     let mut shown = table::render(view, &["TAKEN", "SIZE", "EPOCH", "", "KEY"], &rows);
     if let Some(cursor) = &page.next_cursor {
-        shown.push_str(&format!(
-            "there are more: `--cursor {cursor}` shows the next ones, `--limit` more at a time\n"
-        ));
+        shown.push_str(&format!("more: `--cursor {cursor}` shows the next page; `--limit` sets its size\n"));
     }
     shown
 }

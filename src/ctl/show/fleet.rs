@@ -123,7 +123,10 @@ impl Attention {
     fn next(&self) -> String {
         let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
         let is_deleted = self.ended.as_deref() == Some("deleted");
+        let is_held_back = self.reasons.iter().any(|reason| reason == "snapshot_held");
         let advice = match self.reasons.first().map(String::as_str) {
+            // It fails because its snapshot is held back.
+            Some("backup_failing") if is_held_back => advice("snapshot_held"),
             Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED,
             Some(reason) => advice(reason),
             None => "svcctl status HANDLE",
@@ -238,6 +241,9 @@ const UNSAVED_OF_DELETED: &str = "svcctl status HANDLE says what only its server
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
+        _ if reason == "failed:reinstating" => {
+            "wait: it runs again with its next healthy heartbeat; svcctl status HANDLE says what to do if none comes"
+        }
         "operation_waiting" => "svcctl operation show OPERATION has the question and its answers",
         "snapshot_held" => {
             "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"

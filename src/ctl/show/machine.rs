@@ -301,7 +301,8 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
     let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
     let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
     let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
-    let note = if a.already_undone { "the deletion was undone before: nothing was changed" } else { "" };
+    let note =
+        if a.already_undone { "the deletion had already been undone; nothing was changed" } else { "" };
     table::pairs(
         view,
         &[

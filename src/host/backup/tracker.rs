@@ -11,6 +11,7 @@ use super::dump::{DumpError, Sink};
 use super::job::Stage;
 use crate::chain::chain;
 use crate::clock;
+use crate::fsx;
 use crate::host::backup_progress::BackupProgress;
 use crate::host::layout::Layout;
 use crate::store::upload::Upload;
@@ -29,7 +30,12 @@ struct State {
 }
 
 impl Tracker {
+    /// The caller holds the lock of backups.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
+        // A run that was killed while it wrote leaves a part.
+        if let Err(error) = fsx::remove_torn(&layout.backup_progress()) {
+            tracing::warn!(error = %chain(&error), "could not remove the progress of a killed backup");
+        }
         let progress = BackupProgress::new(began_at, Stage::Gate.name());
         let tracker =
             Self { layout: layout.clone(), state: Mutex::new(State { progress, written: Instant::now() }) };

@@ -126,9 +126,10 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
 /// The machine whose host holds a snapshot back: the one that is named, or the one that it is to replace while that still
 /// has its last backup to make.
 async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) -> Result<MachineRow, Problem> {
-    let is_successor = named.is_active() && named.registered_at.is_none();
-    let replaced = if is_successor { db::machines::last_registered(session, &named).await? } else { None };
-    let machine = replaced.unwrap_or(named);
+    let machine = match to_be_replaced(session, &named).await? {
+        Some(replaced) => replaced,
+        None => named,
+    };
     let mut asks_about_it = false;
     if let Err(refusal) = running(&machine) {
         // Out of service, it may have made the last backup that an operation asks about.
@@ -141,13 +142,26 @@ async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) ->
         return Ok(machine);
     }
     let detail = format!(
-        "Machine {0} holds no snapshot back: there is nothing to accept. `svcctl backup list {0}` shows the snapshots of \
+        "Machine {0} is not holding back a snapshot; there is nothing to accept. `svcctl backup list {0}` shows the snapshots of \
          its slot.",
         machine.id
     );
     Err(Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
         .with("allowed", json!([])))
+}
+
+/// The machine whose last backup an operation still waits for before it is replaced by this one.
+async fn to_be_replaced(
+    session: &impl GenericClient,
+    successor: &MachineRow,
+) -> Result<Option<MachineRow>, Problem> {
+    if !successor.is_active() || successor.registered_at.is_some() {
+        return Ok(None);
+    }
+    let Some(replaced) = db::machines::last_registered(session, successor).await? else { return Ok(None) };
+    let is_needed = db::slot_operations::needs_server(session, &replaced).await?.is_some();
+    Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
 }
 
 /// Whether its host has said so, in its heartbeat or as the error of its last backup.
@@ -221,7 +235,7 @@ pub static ACCEPT: Endpoint = Endpoint {
         path: "/vps/{id}/backup-accept",
         summary: "Asks the host of a running machine, or of one whose last backup an operation asks about, to make the \
                   snapshot that it holds back, because its database has shrunk, the latest. A machine that is to replace \
-                  another one stands for that one; `machineId` of the answer is the one that was asked.",
+                  another one stands for that one; `machineId` in the answer names the machine whose host was asked.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),

@@ -68,8 +68,15 @@ impl Target {
     }
 
     async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
-        let machine = db::machines::of_slot(client, &self.user, &self.slot).await?;
-        let holder = machine.map(|machine| {
+        let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
+        // Before its server is ordered, the fence is still that of the machine which it is to replace.
+        let holder = match current {
+            Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {
+                db::machines::last_registered(client, &current).await?
+            }
+            current => current,
+        };
+        let holder = holder.map(|machine| {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
             Holder { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
@@ -127,6 +134,10 @@ async fn replace(
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
     if inspection.found.is_sound() && sound == Sound::Kept {
+        // A repetition may have been passed by the request that it repeats.
+        if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
+            return Ok(reply);
+        }
         let detail = "The pointer is sound; with force it is replaced all the same.";
         return Err(Problem::new(Code::Conflict, detail));
     }

@@ -130,7 +130,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     let Some(holder) = found.filter(|holder| is_other(holder, Some(machine))) else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. Nothing was changed; `svcctl recover` replaces both machines.",
+         from an older copy. Nothing was changed; `svcctl recover` with `--accept-loss` replaces both machines.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, Some(machine)))

@@ -57,8 +57,7 @@ async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Opt
     }
     let deletion = db::operations::newest(tx, machine.id, "delete").await?;
     let back = db::operations::newest(tx, machine.id, "reinstate").await?;
-    // An operation that waited for a decision has another `created_at`; ids are in order of filing.
-    let back = deletion.zip(back).filter(|(deletion, back)| deletion.id.0 < back.id.0);
+    let back = deletion.zip(back).filter(|(deletion, back)| deletion.created_at < back.created_at);
     Ok(back.map(|(_, back)| Filed { machine: machine.id, operation: back.id }))
 }
 

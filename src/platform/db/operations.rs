@@ -388,7 +388,7 @@ pub struct Vocabulary<'a> {
     pub steps: &'a [&'a str],
 }
 
-/// Takes an operation that is due, that nobody holds, and that this release can run: one that has not begun, else the one
+/// Takes an operation that is due, that nobody holds, and that this release can run: one at a step that has not started, else the one
 /// that has been due the longest. A new one does not wait behind those that poll.
 ///
 /// # Errors
@@ -404,7 +404,7 @@ pub async fn claim(
          WHERE operation_id = (SELECT operation_id FROM operations WHERE state = 'running' \
            AND question IS NULL AND kind = ANY($3) AND step = ANY($4) \
            AND due_at <= clock_timestamp() AND (lease_until IS NULL OR lease_until <= clock_timestamp()) \
-           ORDER BY facts ? 'begun', due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
+           ORDER BY coalesce(facts ->> 'begun' = step, false), due_at LIMIT 1 FOR UPDATE SKIP LOCKED) RETURNING {COLUMNS}"
     );
     let params: super::Params<'_> = &[&owner, &lease.as_secs_f64(), &known.kinds, &known.steps];
     Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))

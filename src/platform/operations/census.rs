@@ -30,7 +30,7 @@ const CONFIRM: Duration = Duration::from_secs(10);
 const WINDOW: Duration = Duration::from_secs(3600);
 /// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
 const MAX_UNLISTED: usize = 20;
-/// A provider that answers so many lookups of one pass with errors is not asked for the others.
+/// A provider that answers so many lookups in a row with errors is not asked for the others.
 const MAX_FAILED_LOOKUPS: usize = 3;
 /// How many unknown servers the alarm names.
 const SHOWN: usize = 20;
@@ -95,9 +95,9 @@ async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failure
         return Ok(());
     }
     drop(session);
-    let missing = confirmed(platform, missing, failures).await;
+    let (missing, unconfirmed) = confirmed(platform, missing, failures).await;
     let session = platform.db.session().await?;
-    if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
+    if fuse(&session, &live, missing.len() + unconfirmed).await? == Fuse::Tripped {
         return Ok(());
     }
     let mut lost = Vec::new();
@@ -123,7 +123,7 @@ async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failure
     let watched = db::servers::holding_data(&session).await?;
     drop(session);
     let missing = watched.iter().filter(|machine| !there.contains(&machine.server)).take(MAX_UNLISTED);
-    let missing = confirmed(platform, missing.collect(), failures).await;
+    let (missing, _) = confirmed(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for machine in missing {
         db::servers::missing(&session, machine).await?;
@@ -132,28 +132,31 @@ async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failure
     Ok(())
 }
 
-/// Those that the provider does not know by their id either. One that cannot be looked up is passed over, and those after a
-/// few of them as well: they are missing in the next pass again.
+/// Those that the provider does not know by their id either, and how many are not known to be lost or there. A server whose
+/// lookup fails is skipped; after several failures in a row the rest are left to the next pass.
 async fn confirmed<'a>(
     platform: &Platform,
     missing: Vec<&'a Live>,
     failures: &mut Failures,
-) -> Vec<&'a Live> {
-    let (mut confirmed, mut failed) = (Vec::new(), 0);
+) -> (Vec<&'a Live>, usize) {
+    let (mut lost, mut known, mut failed_in_row) = (Vec::new(), 0, 0);
+    let total = missing.len();
     for machine in missing {
         match is_lost(platform, machine).await {
-            Ok(true) => confirmed.push(machine),
-            Ok(false) => {}
+            Ok(is_lost) => {
+                (known, failed_in_row) = (known + 1, 0);
+                lost.extend(is_lost.then_some(machine));
+            }
             Err(error) => {
                 failures.note(machine.machine, Err(error));
-                failed += 1;
+                failed_in_row += 1;
             }
         }
-        if failed == MAX_FAILED_LOOKUPS {
+        if failed_in_row == MAX_FAILED_LOOKUPS {
             break;
         }
     }
-    confirmed
+    (lost, total - known)
 }
 
 async fn is_lost(platform: &Platform, machine: &Live) -> anyhow::Result<bool> {

@@ -101,7 +101,7 @@ async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) 
     let mut facts = held.facts();
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
-        let what = format!("{what}, like each other location: {next} is next");
+        let what = format!("{what}, nor does any other location; {next} is next");
         held.next_location(&what).await?;
         return Err(StepError::transient(what, error));
     }

@@ -1,7 +1,7 @@
 //! Which operations this process drives at a time: it claims those that are due, and gives them back.
 //!
 //! The invariant: an operation that waits for a host does not keep others from running. Steps that call hosts have places
-//! of their own, and of what is due, what has not begun comes first.
+//! of their own, and steps that have not started are claimed first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use super::runner::one_step;
 use super::step::StepError;
-use super::{Places, Step, vocabulary_of};
+use super::{Lane, Step, vocabulary_of};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::platform::context::Platform;
@@ -28,8 +28,8 @@ const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
 
 /// Drives operations until `stop`, then lets the steps under way end.
 pub async fn run(platform: Arc<Platform>) {
-    let mut general = Drivers { places: Places::General, limit: MAX_DRIVEN, driven: JoinSet::new() };
-    let mut calling = Drivers { places: Places::HostCalls, limit: MAX_CALLING_HOSTS, driven: JoinSet::new() };
+    let mut general = Drivers { lane: Lane::General, limit: MAX_DRIVEN, driven: JoinSet::new() };
+    let mut calling = Drivers { lane: Lane::HostCalls, limit: MAX_CALLING_HOSTS, driven: JoinSet::new() };
     while !platform.stop.is_cancelled() {
         general.fill(&platform).await;
         calling.fill(&platform).await;
@@ -47,7 +47,7 @@ pub async fn run(platform: Arc<Platform>) {
 
 /// The operations that this process drives at steps of one kind.
 struct Drivers {
-    places: Places,
+    lane: Lane,
     limit: usize,
     driven: JoinSet<()>,
 }
@@ -58,7 +58,7 @@ impl Drivers {
         while self.driven.len() < self.limit {
             // Of this claim alone: a process that claims again what it has lost is another owner.
             let owner = Uuid::now_v7();
-            match claim(platform, owner, self.places).await {
+            match claim(platform, owner, self.lane).await {
                 Ok(Some(operation)) => {
                     let platform = platform.clone();
                     self.driven.spawn(async move { drive_as_asked(&platform, operation, owner).await });
@@ -79,14 +79,14 @@ fn note_panic(ended: Result<(), JoinError>) {
     }
 }
 
-async fn claim(platform: &Platform, owner: Uuid, places: Places) -> Result<Option<OperationRow>, DbError> {
+async fn claim(platform: &Platform, owner: Uuid, lane: Lane) -> Result<Option<OperationRow>, DbError> {
     let session = platform.db.session().await?;
-    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary_of(places)).await
+    db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary_of(lane)).await
 }
 
-/// Which places the step takes that the operation has come to.
-fn places_of(operation: &OperationRow) -> Places {
-    operation.step.parse().map_or(Places::General, Step::places)
+/// Of the step that the operation has come to.
+fn lane_of(operation: &OperationRow) -> Lane {
+    operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
 /// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
@@ -102,15 +102,15 @@ async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uui
     request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
 }
 
-/// Takes one operation as far as it goes now, in the places that it was claimed for.
+/// Takes one operation as far as it goes now, in the lane that it was claimed for.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
-    let places = places_of(&operation);
-    let mut needs_other_places = false;
+    let lane = lane_of(&operation);
+    let mut needs_other_lane = false;
     let is_stored = loop {
         match one_step(platform, &operation, owner).await {
             Ok(Some(next)) if !platform.stop.is_cancelled() => {
-                needs_other_places = places_of(&next) != places;
-                if needs_other_places {
+                needs_other_lane = lane_of(&next) != lane;
+                if needs_other_lane {
                     break true;
                 }
                 operation = next;
@@ -138,7 +138,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     if let Err(error) = released.await {
         tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not given back");
     }
-    if needs_other_places {
+    if needs_other_lane {
         platform.nudge.notify_one();
     }
 }

@@ -85,24 +85,24 @@ pub enum Step {
     AwaitHeartbeat,
 }
 
-/// Which places of the runner a step takes.
+/// Steps of a kind, for which the runner has places of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Places {
+pub enum Lane {
     /// For steps that call the database, the store and the provider.
     General,
     /// For steps that call hosts: one that is silent holds its place until the call times out.
     HostCalls,
 }
 
-/// The kinds that this release knows, and the steps that take these places.
-pub fn vocabulary_of(places: Places) -> Vocabulary<'static> {
+/// The kinds that this release knows, and the steps of this lane.
+pub fn vocabulary_of(lane: Lane) -> Vocabulary<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
-        [Places::General, Places::HostCalls].map(|places| {
-            let steps = Step::ALL.into_iter().filter(|step| step.places() == places);
+        [Lane::General, Lane::HostCalls].map(|lane| {
+            let steps = Step::ALL.into_iter().filter(|step| step.lane() == lane);
             steps.map(Step::as_str).collect()
         })
     });
-    Vocabulary { steps: &STEPS[places as usize], ..vocabulary() }
+    Vocabulary { steps: &STEPS[lane as usize], ..vocabulary() }
 }
 
 /// The kinds and steps that this release knows.
@@ -206,10 +206,25 @@ impl Step {
         Self::AwaitHeartbeat,
     ];
 
-    pub fn places(self) -> Places {
+    pub fn lane(self) -> Lane {
         match self {
-            Self::LastBackup | Self::AwaitHost => Places::HostCalls,
-            _ => Places::General,
+            Self::LastBackup | Self::AwaitHost => Lane::HostCalls,
+            Self::Fence
+            | Self::PowerOffServer
+            | Self::DeletePredecessor
+            | Self::CreateServer
+            | Self::AwaitRegistration
+            | Self::DeleteServer
+            | Self::ShutDown
+            | Self::PowerOff
+            | Self::ChangeType
+            | Self::PowerOn
+            | Self::AwaitHealth
+            | Self::SwitchOn
+            | Self::StartServer
+            | Self::StopServer
+            | Self::RebootServer
+            | Self::AwaitHeartbeat => Lane::General,
         }
     }
 

@@ -53,7 +53,9 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("unknown_operations", unknown_operations(platform).await);
     let mut census = Census::NotTaken;
     report("servers", servers(platform, unless_within, &mut census).await);
-    report("leftovers", if census == Census::Taken { leftovers(platform).await } else { Ok(()) });
+    if census == Census::Taken {
+        report("leftovers", leftovers(platform).await);
+    }
     report("retention", retention::prune(platform).await);
 }
 
@@ -192,8 +194,8 @@ async fn servers(platform: &Platform, unless_within: Duration, census: &mut Cens
     if ours { census::take(platform, census).await } else { Ok(()) }
 }
 
-/// Deletes servers that are no longer kept; none while the database may have forgotten machines, which only a pass knows
-/// that has taken the census itself: another process's may be under way, and the noted ones those of a restored copy.
+/// Deletes servers that are no longer kept; none while the database may have forgotten machines. Only a pass that took the
+/// census itself can tell: another process's census may still be running, and the stored list may come from a restored copy.
 async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
