@@ -137,9 +137,15 @@ pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledge
     found
 }
 
-/// Whether a server is to be gone. One that the database forgot when it was restored is for an operator to decide about.
+/// Whether no server is deleted: there is one that the database forgot when it was restored, about which an operator
+/// decides.
+pub fn holds_deletions(look: &Look, live: &[String], ledger: &Ledger) -> bool {
+    ledger.was_restored() && live.iter().any(|id| look.machine(id).is_none())
+}
+
+/// Whether a server is to be gone.
 pub fn is_stray(look: &Look, live: &[String], ledger: &Ledger, machine: &str) -> bool {
-    if ledger.was_restored() && live.iter().any(|id| look.machine(id).is_none()) {
+    if holds_deletions(look, live, ledger) {
         return false;
     }
     look.machine(machine).is_none_or(|machine| !machine.is_active() && !look.is_kept(machine))

@@ -177,11 +177,13 @@ impl<'a> World<'a> {
         self.tally.resized += look.operations.iter().filter(resized).count() as u32;
         self.tally.rows += u32::try_from(self.rows.acknowledged())?;
         self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
+        let is_held = check::holds_deletions(&look, &self.sky.live(), &self.ledger);
         for host in self.hosts().to_vec() {
             let Some(machine) = look.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
             // Which may get its slot back is not sent away: its writers stay stopped.
-            let waits = look.is_kept(machine).then_some((200, Some(false)));
+            let is_kept = look.is_kept(machine) || is_held;
+            let waits = is_kept.then_some((200, Some(false)));
             let mut told = None;
             // The reconciler sees soon that a deleted machine cannot come back.
             for _ in 0..30 {
