@@ -14,7 +14,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// On one line, whatever a host or a provider put into it.
+    /// On one line, also where the text of a host or a provider has several.
     pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {

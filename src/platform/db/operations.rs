@@ -388,7 +388,7 @@ pub struct Vocabulary<'a> {
     pub steps: &'a [&'a str],
 }
 
-/// Takes an operation that is due, that nobody holds, and that this release can run: one at a step that has not started, else the one
+/// Takes an operation that is due, that nobody holds, and that this release can run: first those at a step that has not started, then the one
 /// that has been due the longest. A new one does not wait behind those that poll.
 ///
 /// # Errors

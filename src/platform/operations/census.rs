@@ -37,11 +37,16 @@ const SHOWN: usize = 20;
 /// A provider that shows none of this many or more is asked with the token of another project.
 const NONE_SHOWN: usize = 4;
 
-/// `census` becomes `Taken` once the servers that this database does not know are noted, whatever else fails.
-///
-/// # Errors
-/// Errors of provider or database; the next pass continues.
-pub(super) async fn take(platform: &Platform, census: &mut Census) -> anyhow::Result<()> {
+/// Whether the servers that this database does not know are noted, and what failed; the next pass continues.
+pub(super) async fn take(platform: &Platform) -> (Census, anyhow::Result<()>) {
+    let mut failures = Failures::default();
+    match noted(platform, &mut failures).await {
+        Ok(census) => (census, failures.end()),
+        Err(error) => (Census::NotTaken, Err(error)),
+    }
+}
+
+async fn noted(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Census> {
     let session = platform.db.session().await?;
     let began = db::servers::now(&session).await?;
     drop(session);
@@ -52,19 +57,16 @@ pub(super) async fn take(platform: &Platform, census: &mut Census) -> anyhow::Re
             return Err(error.into());
         }
     };
-    let mut failures = Failures::default();
     let outcome = strays(platform, &listed, began).await;
     failures.note("servers that came back", outcome);
-    let outcome = vanished(platform, &listed, &mut failures).await;
+    let outcome = vanished(platform, &listed, failures).await;
     failures.note("missing servers", outcome);
-    let outcome = unlisted(platform, &listed, &mut failures).await;
+    let outcome = unlisted(platform, &listed, failures).await;
     failures.note("missing servers that may hold data", outcome);
-    let outcome = orphans(platform, &listed, &mut failures).await;
-    if outcome.is_ok() {
-        *census = Census::Taken;
-    }
+    let outcome = orphans(platform, &listed, failures).await;
+    let census = if outcome.is_ok() { Census::Taken } else { Census::NotTaken };
     failures.note("unknown servers", outcome);
-    failures.end()
+    Ok(census)
 }
 
 fn machine_of(server: &Server) -> Option<MachineId> {

@@ -18,9 +18,9 @@ use crate::machine::id::MachineId;
 use crate::metrics::{RECONCILER_RUNS, RECONCILER_SUCCESS};
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
-use crate::platform::db;
 use crate::platform::db::kept_servers::ServerRetention;
 use crate::platform::db::operations::OperationRow;
+use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 
 /// A storm of nudges looks no more often.
@@ -51,8 +51,8 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("previews", previews(platform).await);
     report("hanging_operations", hanging(platform).await);
     report("unknown_operations", unknown_operations(platform).await);
-    let mut census = Census::NotTaken;
-    report("servers", servers(platform, unless_within, &mut census).await);
+    let (census, end) = servers(platform, unless_within).await;
+    report("servers", end);
     if census == Census::Taken {
         report("leftovers", leftovers(platform).await);
     }
@@ -187,11 +187,17 @@ pub(super) enum Census {
 }
 
 /// One process at a time asks the provider for all servers.
-async fn servers(platform: &Platform, unless_within: Duration, census: &mut Census) -> anyhow::Result<()> {
+async fn servers(platform: &Platform, unless_within: Duration) -> (Census, anyhow::Result<()>) {
+    match is_our_turn(platform, unless_within).await {
+        Ok(true) => census::take(platform).await,
+        Ok(false) => (Census::NotTaken, Ok(())),
+        Err(error) => (Census::NotTaken, Err(error.into())),
+    }
+}
+
+async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
-    let ours = db::tasks::take_turn(&session, "servers", unless_within).await?;
-    drop(session);
-    if ours { census::take(platform, census).await } else { Ok(()) }
+    db::tasks::take_turn(&session, "servers", unless_within).await
 }
 
 /// Deletes servers that are no longer kept; none while the database may have forgotten machines. Only a pass that took the

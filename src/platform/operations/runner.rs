@@ -32,7 +32,7 @@ use crate::provider::{ErrorKind, ProviderError};
 const GIVE_UP: Duration = Duration::from_secs(3600);
 /// So many failures in a row, at least.
 const TRIES_IN_A_ROW: i32 = 5;
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 
 /// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
 ///
@@ -221,7 +221,7 @@ fn account_error(error: &StepError) -> Option<&ProviderError> {
 /// Doubles from half a second to a minute.
 fn max_pause(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
-    (Duration::from_millis(500) * 2u32.pow(exponent)).min(LONGEST_PAUSE)
+    (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_PAUSE)
 }
 
 /// [`max_pause`], spread over its second half.
@@ -414,9 +414,9 @@ mod tests {
     #[test]
     fn pauses_grow_to_a_bound() {
         for attempts in [1, 5, 10, i32::MAX] {
-            assert!(pause(attempts) <= LONGEST_PAUSE);
+            assert!(pause(attempts) <= MAX_PAUSE);
         }
         assert!(pause(1) < Duration::from_millis(501));
-        assert!(pause(20) >= LONGEST_PAUSE / 2);
+        assert!(pause(20) >= MAX_PAUSE / 2);
     }
 }
