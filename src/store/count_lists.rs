@@ -48,15 +48,10 @@ fn outcome(status: Option<StatusCode>) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::write_once::tests::request;
 
     #[test]
     fn only_listings_are_counted_as_such() {
-        let request = |method: Method, uri: &str| {
-            let mut request = HttpRequest::new(Vec::new().into());
-            *request.method_mut() = method;
-            *request.uri_mut() = uri.parse().unwrap();
-            request
-        };
         let listing = "http://store/b?list-type=2&prefix=user_1%2F";
         assert!(lists_keys(&request(Method::GET, listing)));
         assert!(!lists_keys(&request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));

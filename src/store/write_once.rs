@@ -40,17 +40,19 @@ fn completes_snapshot(request: &HttpRequest) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// An empty request.
+    pub fn request(method: Method, uri: &str) -> HttpRequest {
+        let mut request = HttpRequest::new(Vec::new().into());
+        *request.method_mut() = method;
+        *request.uri_mut() = uri.parse().unwrap();
+        request
+    }
 
     #[test]
     fn only_the_end_of_a_snapshots_upload_has_the_condition() {
-        let request = |method: Method, uri: &str| {
-            let mut request = HttpRequest::new(Vec::new().into());
-            *request.method_mut() = method;
-            *request.uri_mut() = uri.parse().unwrap();
-            request
-        };
         let dump = "http://store/b/user_1/primary/system/db/snapshots/x.dump";
         assert!(completes_snapshot(&request(Method::POST, &format!("{dump}?uploadId=1"))));
         for (method, uri) in [
