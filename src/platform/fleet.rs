@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::db::fleet::FleetRow;
 use crate::machine::state::Status;
-use crate::store::bucket::is_unreadable_pointer;
+use crate::store::bucket::is_unusable_pointer;
 
 /// Hosts say that they live each 30 s; this many seconds of silence are no accident.
 const SILENT: f64 = 120.0;
@@ -120,8 +120,8 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
-    let is_pointer_unreadable =
-        backup_fails && row.backup_error.as_deref().is_some_and(is_unreadable_pointer);
+    let is_pointer_unusable =
+        backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
@@ -137,8 +137,8 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (row.update_outcome.as_deref() == Some("failed"), "update_failed"),
         (row.is_snapshot_damaged, "snapshot_damaged"),
         (row.has_drill_failed, "drill_failed"),
-        (is_pointer_unreadable, "pointer_unreadable"),
-        (backup_fails && !is_pointer_unreadable, "backup_failing"),
+        (is_pointer_unusable, "pointer_unusable"),
+        (backup_fails && !is_pointer_unusable, "backup_failing"),
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
         (boots(row) && !waiting && row.age > BOOT_SLOW, "boot_slow"),
@@ -207,7 +207,7 @@ mod tests {
             let error = "user_1/primary/system/db/latest in the object store is not readable: EOF";
             row.backup_error = Some(error.into());
         };
-        assert_eq!(reasons_of(torn), one("pointer_unreadable"), "no backup can mend it");
+        assert_eq!(reasons_of(torn), one("pointer_unusable"), "no backup can mend it");
         assert_eq!(
             reasons_of(|row| row.update_outcome = Some("rolled_back".into())),
             one("update_rolled_back")

@@ -17,6 +17,7 @@ use serde::de::DeserializeOwned;
 use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
 use super::multipart::{Identified, OpenUpload};
+use super::pointer;
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
 use crate::untrusted_text::bounded;
 
@@ -102,12 +103,14 @@ impl StoreError {
     }
 }
 
-/// Whether the text of an error says that a snapshot pointer is not readable. Hosts report their errors as texts.
-pub fn is_unreadable_pointer(error: &str) -> bool {
-    error.match_indices(CORRUPT).any(|(at, _)| {
+/// Whether the text of an error says that a snapshot pointer is not readable, or not sound. Hosts report their errors as
+/// texts.
+pub fn is_unusable_pointer(error: &str) -> bool {
+    let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
         let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
         key.ends_with(LATEST) || key.contains(POINTER_LOG)
-    })
+    });
+    is_unreadable || pointer::is_unsound(error)
 }
 
 const CORRUPT: &str = " in the object store is not readable";
@@ -359,21 +362,26 @@ mod tests {
     use super::*;
     use crate::machine::name::Slot;
     use crate::store::key::SlotPrefix;
-    use crate::store::pointer::Pointer;
+    use crate::machine::epoch::Epoch;
+    use crate::store::pointer::{Fenced, Pointer};
     use crate::untrusted_text::MAX_CHARS;
 
     #[test]
-    fn unreadable_pointer_is_known_by_its_error() {
+    fn unusable_pointer_is_known_by_its_error() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
         let side = slot.side_record("system/db/snapshots/x.dump").unwrap();
+        let fenced = Fenced { fence: Epoch(3), holder: None, mine: Epoch(2) };
+        let invented = Fenced { fence: Epoch(100_000), ..fenced };
         for (error, expected) in [
             (corrupt(&slot.pointer()), true),
             (format!("the pointer was not moved: {}", corrupt(&slot.pointer_entry(7))), true),
+            (invented.to_string(), true),
+            (fenced.to_string(), false),
             (corrupt(&side), false),
             ("the object store failed at user_1/primary/system/db/latest".to_owned(), false),
         ] {
-            assert_eq!(is_unreadable_pointer(&error), expected, "{error}");
+            assert_eq!(is_unusable_pointer(&error), expected, "{error}");
         }
     }
 
@@ -383,7 +391,7 @@ mod tests {
         let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
         bucket.put(&key, text).await.unwrap();
         let error = bucket.get_json::<Pointer>(&key).await.unwrap_err();
-        assert!(!is_unreadable_pointer(&error.to_string()), "another object");
+        assert!(!is_unusable_pointer(&error.to_string()), "another object");
         let StoreError::Corrupt { why, .. } = &error else { panic!("{error}") };
         assert!(why.chars().count() <= MAX_CHARS, "{} characters", why.chars().count());
         assert!(!why.contains('\u{1b}'));

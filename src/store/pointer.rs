@@ -56,6 +56,13 @@ pub struct SnapshotRef {
     pub verified_at: Timestamp,
 }
 
+/// Whether the text of an error says that a snapshot pointer is not sound. Hosts report their errors as texts.
+pub fn is_unsound(error: &str) -> bool {
+    error.contains(UNSOUND)
+}
+
+const UNSOUND: &str = "the snapshot pointer is not sound";
+
 /// The lowest epoch that may move the pointer from now on, and the machine that holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fence {
@@ -83,8 +90,16 @@ pub struct Fenced {
 }
 
 impl Fenced {
+    /// Whether no machine of the slot can have had the fence's epoch.
+    pub fn is_invented(&self) -> bool {
+        self.fence > self.mine.believable()
+    }
+
     fn message(&self) -> String {
         let Self { fence, holder, mine } = self;
+        if self.is_invented() {
+            return format!("{UNSOUND}: no machine of the slot can have had its fence's epoch {fence}");
+        }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
             "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may not move the pointer any more"

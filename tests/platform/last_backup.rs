@@ -104,6 +104,29 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert!(seen.iter().all(|claims| claims.jti.is_some()));
 }
 
+/// Behind a fence at an epoch that no machine can have had, the pointer would refuse every backup of the host.
+#[tokio::test(flavor = "multi_thread")]
+async fn invented_fence_is_replaced_before_the_host_is_asked() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
+    let old = host(&stack, &process).await;
+    stack.snapshot("user_1");
+    let mut forged = stack.pointer("user_1");
+    forged["fenceEpoch"] = json!(100_000);
+    forged["fenceMachineId"] = json!(uuid::Uuid::now_v7());
+    stack.write_pointer("user_1", &forged);
+    let recovery = recover(&stack, &process, json!({})).await;
+    called(&stack, &old, "POST", BACKUP).await;
+    let pointer = stack.pointer("user_1");
+    assert_eq!(
+        (&pointer["fenceEpoch"], &pointer["fenceMachineId"]),
+        (&json!(1), &json!(old.guest.machine)),
+        "{pointer}"
+    );
+    old.backs_up(&stack, "user_1");
+    assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
     let stack = Stack::start().await;

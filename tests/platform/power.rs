@@ -183,6 +183,39 @@ async fn failed_machine_is_switched_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
+/// Its host cannot take a last backup: an operator says so, or switches it on first.
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_that_is_off_is_replaced_only_where_the_loss_is_accepted() {
+    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
+    stack.snapshot("user_1");
+    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    let off = ask(&stack, &process, &guest, "off").await;
+    let recover = async |more: Value| {
+        let mut body = json!({"idpUserId": "user_1"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        stack.post(&process, "/vps/recover", &body).await
+    };
+    let refused = async || {
+        let answer = recover(json!({})).await;
+        answer.assert_problem(409, "invalid_state");
+        assert!(answer.body["detail"].as_str().unwrap().contains("svcctl power on"), "{answer:?}");
+        assert!(answer.body["poweredOffAt"].is_string(), "{answer:?}");
+    };
+    refused().await;
+    let path = format!("/vps/operations/{}", off.body["operationId"].as_str().unwrap());
+    assert_eq!(stack.get(&process, &path).await.body["state"], "running", "it is not cancelled");
+    // Its power is cut.
+    stack.ended(&process, off.body["operationId"].as_str().unwrap()).await;
+    refused().await;
+
+    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "r"})).await;
+    refused().await;
+    let again = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
+    again.assert_problem(409, "invalid_state");
+    let accepted = recover(json!({"acceptLoss": true})).await;
+    assert_eq!(accepted.status, 202, "{accepted:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_left_its_slot_is_not_switched() {
     let (stack, process, guest) = set(&[("DELETE_GRACE_SECONDS", "600")]).await;

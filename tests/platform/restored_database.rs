@@ -385,6 +385,27 @@ async fn slot_whose_forgotten_machine_left_no_snapshot_starts_empty_only_as_aske
     assert!(it.power(&forgotten.machine).is_some());
 }
 
+/// The copy still has the deletion, and does not know the machine that was made after it.
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_is_not_undone_where_a_later_machine_holds_the_slot() {
+    let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
+    it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
+    it.save().await;
+    let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(made.status, 202, "{made:?}");
+    it.fenced_at(2).await;
+    it.restore(&[]).await;
+    let path = format!("/vps/{}/undelete", old.machine);
+    let refused = it.stack.post(it.process(), &path, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(detail.contains(&id(&made.body, "machineId")) && detail.contains("svcctl provision"), "{detail}");
+    assert!(it.record(&old.machine).await["deletedAt"].is_string());
+}
+
 /// The copy still has the machine that was replaced since.
 #[tokio::test(flavor = "multi_thread")]
 async fn replaced_machine_is_neither_switched_on_nor_resized() {

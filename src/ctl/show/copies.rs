@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::failure::Failure;
+use super::failure::{self, Failure};
 use super::human::{seconds, span, when};
 use super::machine::Machine;
 use super::table::Cell;
@@ -82,6 +82,10 @@ impl Copies {
         let mut server = named(live.provider_server_id.as_ref());
         if live.machine_id != machine.machine_id {
             server.push_str(&format!(" of machine {}", live.machine_id));
+        }
+        if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
+            let line = format!("{server}: not switched on, since the store names another machine as the slot's");
+            return Cell::painted(Some(Colour::Bad), line);
         }
         match &live.missing_since {
             Some(since) => Cell::painted(Some(Colour::Bad), format!("{server}: {}", missing(view, since))),

@@ -65,6 +65,10 @@ impl Failure {
             Some("resize") => {
                 format!("its next healthy heartbeat makes it run again; if none comes, {recover}")
             }
+            Some("reinstating") if is_held_by_another(machine) => format!(
+                "the store says that another machine holds the slot, which the platform's database does not know (alarm \
+                 database_behind_store): {recover} with --accept-loss makes a new machine from the newest snapshot"
+            ),
             Some("reinstating") => format!(
                 "its server is being switched on: its next healthy heartbeat makes it run; if none comes, {recover}"
             ),
@@ -122,6 +126,12 @@ impl Failure {
             )
         })
     }
+}
+
+/// Whether its return was ended because the store names another machine as the slot's.
+pub fn is_held_by_another(machine: &Machine) -> bool {
+    let newest = machine.operations.iter().find(|operation| operation.kind == "reinstate");
+    newest.is_some_and(|newest| newest.error_code.as_deref() == Some("database_behind_store"))
 }
 
 /// The user, and the slot where it is not the primary one, as commands take them.

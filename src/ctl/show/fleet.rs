@@ -264,7 +264,7 @@ fn advice(reason: &str) -> &'static str {
         }
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
-        "pointer_unreadable" => {
+        "pointer_unusable" => {
             "svcctl pointer show USER_SLOT says what is wrong and what a rebuild would name; svcctl pointer rebuild USER_SLOT"
         }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",

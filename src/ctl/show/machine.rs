@@ -11,7 +11,7 @@ use super::operation::{self, Operation};
 use super::table::{self, Cell};
 use super::{Colour, View, compact, text};
 use crate::ctl::args;
-use crate::store::bucket::is_unreadable_pointer;
+use crate::store::bucket::is_unusable_pointer;
 
 /// A running host says that it lives each half a minute; after so many seconds it is worth a look.
 const QUIET: f64 = 120.0;
@@ -164,10 +164,10 @@ impl Machine {
         Some(unsaved(view, since, self.left_at().map(String::as_str)))
     }
 
-    /// Whether its last backup failed because the slot's pointer is not readable.
-    fn is_pointer_unreadable(&self) -> bool {
+    /// Whether its last backup failed because the slot's pointer cannot be used.
+    fn is_pointer_unusable(&self) -> bool {
         let backup = self.last_backup.as_ref().filter(|backup| backup["status"] == "error");
-        backup.and_then(|backup| backup["error"].as_str()).is_some_and(is_unreadable_pointer)
+        backup.and_then(|backup| backup["error"].as_str()).is_some_and(is_unusable_pointer)
     }
 
     /// Its operation that waits for a decision.
@@ -241,10 +241,10 @@ pub fn one(view: &View, m: &Machine) -> String {
         Some(failure) if !m.is_active() => failure.advice_after_return(m).unwrap_or_default(),
         _ if !m.is_active() => String::new(),
         Some(failure) => failure.advice(m),
-        None if m.is_pointer_unreadable() => {
+        None if m.is_pointer_unusable() => {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
-                "the snapshot pointer cannot be read: `svcctl pointer show {slot}` says what is wrong and what a rebuild would \
+                "the snapshot pointer cannot be used: `svcctl pointer show {slot}` says what is wrong and what a rebuild would \
                  name; `svcctl pointer rebuild {slot}` writes it again"
             )
         }

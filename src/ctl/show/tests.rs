@@ -105,7 +105,7 @@ fn unreadable_pointer_is_named_with_its_way_out() {
     let shown = machine::one(&plain(), &read(torn));
     assert!(
         shown.contains(
-            "next         the snapshot pointer cannot be read: `svcctl pointer show user_1 --slot second`"
+            "next         the snapshot pointer cannot be used: `svcctl pointer show user_1 --slot second`"
         ),
         "{shown}"
     );
@@ -272,6 +272,19 @@ fn failed_machine_advises_the_way_back_by_its_cause() {
 }
 
 #[test]
+fn machine_whose_slot_the_store_gives_to_another_is_not_shown_as_coming_back() {
+    let mut machine = running();
+    machine["status"] = "failed".into();
+    machine["failure"] = json!({"cause": "reinstating", "stage": "reinstate", "message": null});
+    machine["operations"] = json!([{"operationId": OTHER, "machineId": MACHINE, "kind": "reinstate", "state": "failed",
+        "errorCode": "database_behind_store", "log": []}]);
+    let copies = json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": []});
+    let shown = machine::one(&plain(), &with_copies(machine, copies));
+    assert!(!shown.contains("being switched on"), "{shown}");
+    assert!(shown.contains("--accept-loss") && shown.contains("not switched on"), "{shown}");
+}
+
+#[test]
 fn failed_restore_advises_what_can_work() {
     let next = |slot: &str, message: &str| {
         let mut machine = failed();
@@ -430,7 +443,7 @@ fn the_fleet() {
         {"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "status": "running", "reasons": ["heartbeat_silent", "backup_overdue"]},
         {"machineId": OTHER, "idpUserId": "user_6", "slot": "second", "handle": "fay", "status": "running", "ended": "deleted",
          "reasons": ["unsaved_changes"], "operationId": null},
-        {"machineId": MACHINE, "idpUserId": "user_7", "slot": "second", "handle": "gil", "status": "running", "reasons": ["pointer_unreadable"]},
+        {"machineId": MACHINE, "idpUserId": "user_7", "slot": "second", "handle": "gil", "status": "running", "reasons": ["pointer_unusable"]},
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
     insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));

@@ -90,7 +90,7 @@ impl Stage {
 enum BackupError {
     #[error("this machine has been replaced (superseded.json): it takes no backups any more")]
     Superseded,
-    #[error("this machine has been replaced: {0}")]
+    #[error("{prefix}{0}", prefix = if .0.is_invented() { "" } else { "this machine has been replaced: " })]
     Fenced(Fenced),
     /// What is in the database before the restore must never take the snapshot's place.
     #[error("the restore gate is shut: nothing is backed up before it opens")]

@@ -121,6 +121,9 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
     let Some(prepared) = prepared else {
         return Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1));
     };
+    if let Some(failed) = &existing {
+        restorable::ensure_not_switched_off(failed, asked.options.accept_loss)?;
+    }
     let owner = db::slots::claim_handle(&tx, &asked.handle, &asked.user).await?;
     if owner != asked.user.as_str() {
         return Err(handle_taken(&asked.handle));

@@ -152,6 +152,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     let Some(prepared) = prepared else {
         return Err(changed_meanwhile());
     };
+    restorable::ensure_not_switched_off(&machine, asked.options.accept_loss)?;
     let location = asked.locations.location.clone().unwrap_or_else(|| machine.location.clone());
     let wanted = Wanted {
         user: machine.user.clone(),

@@ -109,8 +109,9 @@ pub async fn ensure_no_forgotten_holder(
     let Some(holder) = found.filter(|holder| !accepted && is_other(holder, current)) else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. With \
-         acceptLoss the slot starts from that snapshot; where there is none, allowEmpty starts it empty.",
+         from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. `svcctl \
+         pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it all the same, repeat with \
+         `--accept-loss` (acceptLoss); where there is none, also with `--allow-empty` (allowEmpty).",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
@@ -128,12 +129,34 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
         Err(error) => return Err(error.into()),
     };
     let Some(holder) = found.filter(|holder| is_other(holder, Some(machine))) else { return Ok(()) };
+    let command = if machine.is_active() { "recover" } else { "provision" };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. Nothing was changed; `svcctl recover` with `--accept-loss` replaces both machines.",
+         from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` makes a new machine from the newest \
+         snapshot, and what that one wrote since stays on its server alone.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, Some(machine)))
+}
+
+/// Refuses to replace a machine that an operator has switched off, or is switching off, unless the loss is accepted: its host
+/// cannot take a last backup, and does so once it is on again.
+///
+/// # Errors
+/// `invalid_state`.
+pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(), Problem> {
+    let holds_data = machine.registered_at.is_some() && machine.server_exists();
+    let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
+    let (id, since) = (machine.id, rfc3339_ms(since));
+    let detail = format!(
+        "Machine {id} has been switched off since {since}, so that its host cannot take a last backup: what it wrote after \
+         the newest snapshot is on its server alone. Switch it on first (`svcctl power on {id} --wait`), or accept that \
+         loss (`--accept-loss`; acceptLoss of the API)."
+    );
+    Err(Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!([]))
+        .with("poweredOffAt", json!(since)))
 }
 
 fn is_other(holder: &LaterHolder, current: Option<&MachineRow>) -> bool {

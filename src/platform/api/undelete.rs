@@ -10,9 +10,9 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
-use super::fault;
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{self, Mutation, Reply};
+use super::{fault, restorable};
 use crate::http::openapi::{Operation, boolean, count, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -37,6 +37,20 @@ pub async fn handle(
 
 async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply);
+    }
+    let seen = db::machines::get(&session, id).await?;
+    if let Some(deleted) = seen.filter(|machine| machine.deleted_at.is_some()) {
+        // No session is held while the store is asked.
+        drop(session);
+        match restorable::ensure_holds_slot(platform, &deleted).await {
+            // The operation asks it again before it changes anything.
+            Err(problem) if problem.code == Code::StoreUnavailable => {}
+            checked => checked?,
+        }
+        session = platform.db.session().await?;
+    }
     let change = match MachineChange::begin(&mut session, mutation, id, Lock::User).await? {
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,

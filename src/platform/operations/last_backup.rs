@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::ask_host::{self, BackupEnd, BackupProgress, HostCallError};
 use super::held::Held;
 use super::predecessor::leaving;
-use super::step::{Answer, Question, Record, StepError};
+use super::step::{Answer, Question, Record, StepError, fence_of};
 use crate::chain::chain;
 use crate::clock;
 use crate::platform::db::machine_row::MachineRow;
@@ -216,6 +216,7 @@ async fn attempt(
         return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(progress.next_poll(now)) });
     }
     let Some(requested_at) = progress.requested_at else {
+        replace_invented_fence(held, machine).await;
         let taken = ask_host::request_backup(held.platform, machine).await?;
         progress.requested(taken.unwrap_or(now), now);
         return Ok(Attempt::Wait(POLL));
@@ -242,6 +243,21 @@ async fn attempt(
         ))));
     }
     Ok(Attempt::Wait(progress.next_poll(now)))
+}
+
+/// Replaces a fence that no machine of the slot can have had by this machine's: behind it, the pointer refuses every backup.
+/// A store that does not answer is left to the backup itself.
+async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
+    let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
+    let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
+    let invented = read.value.fence_epoch;
+    if invented <= machine.epoch.believable() {
+        return;
+    }
+    match pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
+        Ok(()) => tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced"),
+        Err(error) => tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays"),
+    }
 }
 
 /// Whether no writer is left on the host.

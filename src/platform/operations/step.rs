@@ -14,6 +14,7 @@ use super::{
 use crate::failpoint::Injected;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
+use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
 use crate::platform::keys::KeyError;
 use crate::provider::{ErrorKind, ProviderError};
@@ -201,9 +202,7 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
 async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
-    let fence = Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) };
-    match pointer_io::fence(&held.platform.bucket, &slot, &fence).await {
+    match pointer_io::fence(&held.platform.bucket, &slot, &fence_of(held, &machine)).await {
         Ok(()) => Ok(Answer::done()),
         // A host raised the fence, or an operator reinstates a machine in a database that is older than the store: this
         // machine's epoch goes above what the store knows.
@@ -222,6 +221,13 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
         }
         Err(error) => Err(StepError::transient("the object store did not take the fence", error)),
     }
+}
+
+/// The fence that lets this machine through, signed.
+pub fn fence_of(held: &Held<'_>, machine: &MachineRow) -> Fence {
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
+    Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
 }
 
 /// Registering ends the operation by itself; what is left to see here is that the time runs out.
