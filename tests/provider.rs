@@ -73,7 +73,7 @@ async fn settled(provider: &Hetzner, action: Action) -> ActionStatus {
 }
 
 async fn running(simulator: &Simulator, provider: &Hetzner, name: &str) -> Server {
-    let server = provider.create(&order(name)).await.unwrap();
+    let server = provider.create(&order(name)).await.unwrap().server;
     simulator.wait_for_power(name, Power::Running).await.unwrap();
     server
 }
@@ -96,7 +96,7 @@ async fn a_server_is_made_found_and_deleted() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
 
-    let made = provider.create(&order("svc-1")).await.unwrap();
+    let made = provider.create(&order("svc-1")).await.unwrap().server;
     assert_eq!((made.status, made.disk_gb), (ServerStatus::Initializing, 80));
     assert!(made.public_ipv4.is_some_and(|ip| ip.is_loopback()));
     assert_eq!(made.labels["epoch"], "1");

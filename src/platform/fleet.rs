@@ -120,8 +120,7 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
-    let is_pointer_unusable =
-        backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
+    let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
     let mut reasons = Vec::new();
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));

@@ -13,7 +13,8 @@ use async_trait::async_trait;
 pub use self::allowance::{Allowance, Grant, Seen};
 pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::server::{
-    Action, ActionId, ActionStatus, Deleted, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, Created, Deleted, Server, ServerId, ServerOrder, ServerStatus,
+    ServerTypeInfo,
 };
 use crate::machine::name::{Location, ServerType};
 
@@ -22,7 +23,7 @@ use crate::machine::name::{Location, ServerType};
 pub trait Provider: Send + Sync {
     /// Orders a server. Of kind [`ErrorKind::Ambiguous`], the error says that the server may exist: look it up by
     /// name before another order. Of kind [`ErrorKind::Conflict`], a server of this name exists.
-    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError>;
+    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError>;
 
     /// The server of this exact name.
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError>;

@@ -60,6 +60,13 @@ pub struct Server {
     pub labels: BTreeMap<String, String>,
 }
 
+/// A server that was ordered, and the action that makes and starts it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Created {
+    pub server: Server,
+    pub action: Option<ActionId>,
+}
+
 /// The state of a server's power. Running never means that its host is ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServerStatus {

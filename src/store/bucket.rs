@@ -360,9 +360,9 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
+    use crate::machine::epoch::Epoch;
     use crate::machine::name::Slot;
     use crate::store::key::SlotPrefix;
-    use crate::machine::epoch::Epoch;
     use crate::store::pointer::{Fenced, Pointer};
     use crate::untrusted_text::MAX_CHARS;
 

@@ -43,6 +43,36 @@ async fn an_overloaded_provider_is_asked_again() {
     provisioned_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
 }
 
+/// No host will register: the old machine has its slot back long before the registration's time is over.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_the_provider_cannot_start_ends_the_recovery() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    // The first of these calls asks the old server to shut down.
+    stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
+    let body = json!({"idpUserId": "user_1", "acceptLoss": true});
+    let recovery = stack.post(&process, "/vps/recover", &body).await.body;
+    let operation = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
+    assert_eq!(
+        (&operation["state"], &operation["errorCode"]),
+        (&json!("failed"), &json!("provider_unavailable")),
+        "{operation}"
+    );
+    let new = stack.get(&process, &format!("/vps/{}", recovery["machineId"].as_str().unwrap())).await.body;
+    let message = new["failure"]["message"].as_str().unwrap_or_default();
+    assert!(message.starts_with("the provider could not start its server"), "{new}");
+    let back = || async {
+        let record = stack.get(&process, &format!("/vps/{}", old.machine)).await.body;
+        record["replacedBy"].is_null().then_some(())
+    };
+    stack.eventually("the old machine has its slot back", back).await;
+    let gone = || async { (stack.provider.servers().len() == 1).then_some(()) };
+    stack.eventually("the server that did not start is deleted", gone).await;
+    stack.assert_only_server(&old.machine);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_try() {
     let stack = Stack::start().await;

@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use secrecy::ExposeSecret;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, ActionStatus, Cause, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
-    ServerOrder, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, Cause, Created, Deleted, ErrorKind, Provider, ProviderError, Server,
+    ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
 };
 
 use super::plan::{Call, CloudFault};
@@ -157,6 +157,10 @@ impl Cloud {
         Ok(server)
     }
 
+    fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
+        Ok(Created { server: self.order(order)?, action: None })
+    }
+
     async fn look<T>(&self, call: &'static str, found: impl FnOnce(&Books) -> T) -> Result<T, ProviderError> {
         match self.fault_of(Call::Look) {
             Some(CloudFault::RateLimited) => {
@@ -270,7 +274,7 @@ pub struct AtThePort(pub Arc<Cloud>);
 
 #[async_trait]
 impl Provider for AtThePort {
-    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         const CALL: &str = "create server";
         match self.0.fault_of(Call::Create) {
             Some(CloudFault::RateLimited) => {
@@ -295,12 +299,12 @@ impl Provider for AtThePort {
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
             Some(CloudFault::Slow) => {
-                let made = self.0.order(order);
+                let made = self.0.create(order);
                 tokio::time::sleep(SLOW).await;
                 made
             }
             Some(CloudFault::ActionError | CloudFault::Partial | CloudFault::Locked) | None => {
-                self.0.order(order)
+                self.0.create(order)
             }
         }
     }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use svc::machine::name::{Location, ServerType};
 use svc::provider::{
-    Action, ActionId, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder, ServerTypeInfo,
+    Action, ActionId, Created, Deleted, Provider, ProviderError, Server, ServerId, ServerOrder,
+    ServerTypeInfo,
 };
 
 use super::plan::Moment;
@@ -27,7 +28,7 @@ impl Line {
 
 #[async_trait]
 impl Provider for Line {
-    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         self.call(self.provider.create(order)).await
     }
 

@@ -84,7 +84,8 @@ impl Copies {
             server.push_str(&format!(" of machine {}", live.machine_id));
         }
         if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
-            let line = format!("{server}: not switched on, since the store names another machine as the slot's");
+            let line =
+                format!("{server}: not switched on, since the store names another machine as the slot's");
             return Cell::painted(Some(Colour::Bad), line);
         }
         match &live.missing_since {

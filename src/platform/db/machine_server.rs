@@ -2,7 +2,7 @@
 
 use deadpool_postgres::{GenericClient, Transaction};
 
-use super::{DbError, execute};
+use super::{DbError, execute, row};
 use crate::machine::id::MachineId;
 
 /// Notes that the power is about to be switched on.
@@ -12,6 +12,37 @@ use crate::machine::id::MachineId;
 pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// Notes the provider's action that makes and starts the server.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn create_action_begun(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    action: Option<i64>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_action_id = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &action]).await.map(drop)
+}
+
+/// The provider's action that makes and starts the server, while it is not known to have ended.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn create_action(client: &impl GenericClient, id: MachineId) -> Result<Option<i64>, DbError> {
+    let sql = "SELECT create_action_id FROM user_machines WHERE machine_id = $1";
+    Ok(row(client, sql, &[&id.0]).await?.and_then(|row| row.get(0)))
+}
+
+/// Notes that it has ended.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn create_action_ended(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET create_action_id = NULL WHERE machine_id = $1";
+    execute(client, sql, &[&id.0]).await.map(drop)
 }
 
 /// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the

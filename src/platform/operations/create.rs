@@ -12,14 +12,15 @@ use sha2::{Digest, Sha256};
 use super::held::Held;
 use super::step::{Answer, Record, StepError};
 use super::{Place, Step};
+use crate::http::problem::chain;
 use crate::http::proof::ProofKeys;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, machine_server};
 use crate::platform::host_store::Life;
 use crate::platform::userdata;
-use crate::provider::{ErrorKind, ProviderError, Server, ServerOrder};
+use crate::provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
 /// The label that names a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";
@@ -36,6 +37,7 @@ pub const EPOCH_LABEL: &str = "svc-epoch";
 const LOCATIONS_TRIED: &str = "locationsTried";
 /// How often a server whose create is in doubt is looked for.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
+const SLOWEST_LOOK: Duration = Duration::from_secs(15);
 /// The adapter's own deadline and repeats lie below it.
 const CREATE_DEADLINE: Duration = Duration::from_secs(45);
 
@@ -62,7 +64,7 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
     let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
     let Ok(answer) = sent else { return Ok(Answer::wait(LOOK_AGAIN)) };
     match answer {
-        Ok(server) => Ok(accepted("created", &server)),
+        Ok(created) => Ok(accepted("created", &created.server, created.action)),
         Err(error) => settle(held, &machine, error).await,
     }
 }
@@ -71,7 +73,7 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
 async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
-            tracing::warn!(machine = %machine.id, error = %crate::http::problem::chain(&error),
+            tracing::warn!(machine = %machine.id, error = %chain(&error),
                 "the outcome of a create is not known");
             Ok(Answer::wait(Duration::ZERO))
         }
@@ -111,12 +113,45 @@ async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) 
 }
 
 fn adopted(server: &Server) -> Answer {
-    accepted("adopted", server)
+    accepted("adopted", server, None)
 }
 
-fn accepted(note: &'static str, server: &Server) -> Answer {
-    let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4 };
+fn accepted(note: &'static str, server: &Server, action: Option<ActionId>) -> Answer {
+    let record = Record::CreateAccepted {
+        server: server.id.0,
+        address: server.public_ipv4,
+        action: action.map(|action| action.0),
+    };
     Answer::Done { note: Some(note.into()), record }
+}
+
+/// Looks at the provider's action that makes and starts the server; how long until the next look, or `None` once it has
+/// ended well or there is none. A provider that does not answer does not end the wait for the registration.
+///
+/// # Errors
+/// [`StepError`]; permanent where the action failed, since no host will register.
+pub async fn look_at_action(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
+    let session = held.platform.db.session().await?;
+    let Some(action) = machine_server::create_action(&session, machine).await? else { return Ok(None) };
+    drop(session);
+    let look_again = (held.step_age().await? / 4).clamp(LOOK_AGAIN, SLOWEST_LOOK);
+    match held.platform.provider.action(ActionId(action)).await.map(|action| action.status) {
+        Ok(ActionStatus::Running) => Ok(Some(look_again)),
+        Ok(ActionStatus::Error { code, message }) => {
+            let what = "the provider could not start its server";
+            let cause = Cause::Answer { status: 200, code, message };
+            Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
+        }
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            tracing::debug!(%machine, error = %chain(&error), "the action of a create is not known");
+            Ok(Some(look_again))
+        }
+        Ok(ActionStatus::Success) | Err(_) => {
+            let session = held.platform.db.session().await?;
+            machine_server::create_action_ended(&session, machine).await?;
+            Ok(None)
+        }
+    }
 }
 
 /// The machine's server by its name, else by its label.

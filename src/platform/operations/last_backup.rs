@@ -255,8 +255,12 @@ async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
         return;
     }
     match pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
-        Ok(()) => tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced"),
-        Err(error) => tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays"),
+        Ok(()) => {
+            tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced")
+        }
+        Err(error) => {
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays")
+        }
     }
 }
 

@@ -67,6 +67,8 @@ pub enum Record {
     CreateAccepted {
         server: i64,
         address: Option<Ipv4Addr>,
+        /// The provider's action that makes and starts it.
+        action: Option<i64>,
     },
     /// The machine's last snapshot, taken after its writers had stopped.
     Saved {
@@ -230,7 +232,8 @@ pub fn fence_of(held: &Held<'_>, machine: &MachineRow) -> Fence {
     Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
 }
 
-/// Registering ends the operation by itself; what is left to see here is that the time runs out.
+/// Registering ends the operation by itself; what is left to see here is that the provider fails to start the server, or
+/// that the time runs out.
 async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     if machine.registered_at.is_some() {
@@ -242,5 +245,6 @@ async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
         held.expire().await?;
         return Err(StepError::Lost);
     }
-    Ok(Answer::wait(left.min(Duration::from_secs(30))))
+    let next_look = create::look_at_action(held, machine.id).await?;
+    Ok(Answer::wait(left.min(next_look.unwrap_or(Duration::from_secs(30)))))
 }

@@ -18,11 +18,12 @@ use self::budget::Budget;
 pub use self::call::Limits;
 use self::call::{Call, Line, Repeat};
 use self::wire::{
-    ChangeType, CreateServer, ManyLocations, ManyServerTypes, ManyServers, OneAction, OneServer,
+    ChangeType, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers, OneAction,
+    OneServer,
 };
 use super::{
-    Action, ActionId, Allowance, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId, ServerOrder,
-    ServerTypeInfo,
+    Action, ActionId, Allowance, Created, Deleted, ErrorKind, Provider, ProviderError, Server, ServerId,
+    ServerOrder, ServerTypeInfo,
 };
 use crate::machine::name::{Location, ServerType};
 
@@ -109,11 +110,11 @@ impl Hetzner {
 
 #[async_trait]
 impl Provider for Hetzner {
-    async fn create(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
+    async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         let body = json(&CreateServer::of(order, order.user_data.expose_secret()));
-        let answer: OneServer =
+        let answer: CreatedServer =
             self.line.json(Call::post("create server", "/servers", body, Repeat::Harmful)).await?;
-        Ok(answer.server.into())
+        Ok(answer.into())
     }
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {

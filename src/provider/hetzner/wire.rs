@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use serde::{Deserialize, Serialize};
 
 use super::super::server::{
-    Action, ActionId, ActionStatus, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
+    Action, ActionId, ActionStatus, Created, Server, ServerId, ServerOrder, ServerStatus, ServerTypeInfo,
 };
 use crate::machine::name::ServerType;
 
@@ -60,6 +60,19 @@ impl<'a> ChangeType<'a> {
 #[derive(Deserialize)]
 pub(super) struct OneServer {
     pub(super) server: WireServer,
+}
+
+#[derive(Deserialize)]
+pub(super) struct CreatedServer {
+    server: WireServer,
+    action: Option<WireAction>,
+}
+
+impl From<CreatedServer> for Created {
+    fn from(created: CreatedServer) -> Self {
+        let action = created.action.map(|action| Action::from(action).id);
+        Self { server: created.server.into(), action }
+    }
 }
 
 #[derive(Deserialize)]
