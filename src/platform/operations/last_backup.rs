@@ -254,14 +254,11 @@ async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
     if invented <= machine.epoch.believable() {
         return;
     }
-    match pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
-        Ok(()) => {
-            tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced")
-        }
-        Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays")
-        }
+    if let Err(error) = pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
+        tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays");
+        return;
     }
+    tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced");
 }
 
 /// Whether no writer is left on the host.
