@@ -307,8 +307,11 @@ fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
 #[test]
 fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
     let cause = FailureCause::ServerGone;
-    for state in [running(), resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
-        assert_moves(&state, &Event::ServerGone, &failed(cause), &fails_with(cause));
+    assert_moves(&running(), &Event::ServerGone, &failed(cause), &fails_with(cause));
+    // One that is there after all may have been switched off.
+    let effects = [fails_with(cause), vec![Effect::SwitchOn]].concat();
+    for state in [resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
+        assert_moves(&state, &Event::ServerGone, &failed(cause), &effects);
     }
     for state in [State::Provisioning, State::Recovering, failed(cause), failed(FailureCause::Operator)] {
         assert_unchanged(&state, &Event::ServerGone);

@@ -39,6 +39,8 @@ pub struct Rules {
     pub respects_snapshots: bool,
     /// Whether a successor whose server is lost leaves the server before it kept.
     pub distrusts_lost_successors: bool,
+    /// Whether a server that was believed to be gone is looked for before it is deleted.
+    pub looks_for_lost_servers: bool,
 }
 
 /// Acknowledged rows of an owner, by number.

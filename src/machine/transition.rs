@@ -179,9 +179,10 @@ fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal
 
 fn server_gone(machine: &Machine) -> Outcome {
     match machine.state {
-        State::Running { .. } | State::Resizing { .. } => failed(FailureCause::ServerGone),
-        // What heals by a heartbeat does so no longer once its server is gone.
-        State::Failed { cause } if cause.heals() => failed(FailureCause::ServerGone),
+        State::Running { .. } => failed(FailureCause::ServerGone),
+        // What heals by a heartbeat does so no longer once its server is gone. One that is there after all may be off.
+        State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
+        State::Failed { cause } if cause.heals() => failed_while_off(FailureCause::ServerGone),
         _ => Outcome::Unchanged,
     }
 }
@@ -200,9 +201,12 @@ fn failed(cause: FailureCause) -> Outcome {
     moved(State::Failed { cause }, vec![Effect::FailOperation { cause }, Effect::CloseConnections])
 }
 
-/// Its server may be off: the change of type switches it off.
 fn failed_resize() -> Outcome {
-    let cause = FailureCause::Resize;
+    failed_while_off(FailureCause::Resize)
+}
+
+/// Its server may be off: the change of type switches it off.
+fn failed_while_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },
         vec![Effect::FailOperation { cause }, Effect::CloseConnections, Effect::SwitchOn],

@@ -329,3 +329,34 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
     assert_eq!((&kept["finalBackupAt"], &kept["unsavedSince"]), (&Value::Null, &Value::Null), "{kept}");
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
+
+/// The provider denied the server, and has it after all: its data is nobody's to delete unasked.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_was_believed_gone_is_kept_once_it_is_found() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "0")]);
+    let old = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let client = stack.database.connect().await.unwrap();
+    let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'";
+    client.execute(gone, &[]).await.unwrap();
+    let recovery = recover(&stack, &process, &body()).await;
+    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
+    stack.ended(&process, &id(&recovery, "operationId")).await;
+    stack.beat(&process, &new, &beat_of(&new)).await;
+    let kept = || async {
+        let found = record(&stack, &process, &old.machine).await;
+        found["unsavedSince"].is_string().then_some(found)
+    };
+    stack.eventually("it is kept", kept).await;
+    assert!(power(&stack, &old.machine).is_some());
+    assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
+    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
+    let path = format!("/vps/{}/discard", old.machine);
+    stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
+    let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!(discarded.status, 202, "{discarded:?}");
+    let deleted = || async { power(&stack, &old.machine).is_none().then_some(()) };
+    stack.eventually("its server is deleted", deleted).await;
+}

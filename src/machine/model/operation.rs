@@ -141,7 +141,9 @@ impl World {
     }
 
     fn last_backup(&mut self, index: usize, id: usize, luck: Luck) {
-        let Some(leaving) = self.leaving(index, id).filter(|&leaving| !self.rows[leaving].removed) else {
+        let Some(leaving) =
+            self.leaving(index, id).filter(|&leaving| !self.rows[leaving].is_server_known_gone())
+        else {
             return self.advance(index, luck, Step::Fence);
         };
         if self.rows[leaving].power_off_ordered {
@@ -239,7 +241,9 @@ impl World {
     }
 
     fn power_off_server(&mut self, index: usize, id: usize, luck: Luck) {
-        if let Some(leaving) = self.leaving(index, id).filter(|&leaving| !self.rows[leaving].removed) {
+        if let Some(leaving) =
+            self.leaving(index, id).filter(|&leaving| !self.rows[leaving].is_server_known_gone())
+        {
             self.rows[leaving].power_off_ordered = true;
             if matches!(luck, Luck::Fine | Luck::LostReply) {
                 self.cloud.switch(leaving, Power::Off);

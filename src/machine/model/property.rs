@@ -22,6 +22,7 @@ const SOUND: Rules = Rules {
     reinstates_older: true,
     respects_snapshots: true,
     distrusts_lost_successors: true,
+    looks_for_lost_servers: true,
 };
 
 /// Enough tries for the longest operation, which has five steps, behind a deletion.
@@ -229,6 +230,12 @@ fn deletion_of_predecessor_of_lost_successor_is_noticed() {
     let violation = Violation::LastServerRemoved;
     let found = found_under(Rules { distrusts_lost_successors: false, ..SOUND }, violation);
     assert!(found.contains(&violation), "{found:?}");
+}
+
+#[test]
+fn deletion_of_server_that_was_believed_gone_is_noticed() {
+    let found = found_under(Rules { looks_for_lost_servers: false, ..SOUND }, Violation::LostRows);
+    assert!(found.contains(&Violation::LostRows), "{found:?}");
 }
 
 #[test]

@@ -37,12 +37,24 @@ impl World {
     pub fn reconcile(&mut self) {
         for id in 0..self.rows.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
+                if self.is_found_again(id) {
+                    self.rows[id].unsaved = true;
+                    continue;
+                }
                 if self.is_last_copy(id) {
                     self.seen.insert(Violation::LastServerRemoved);
                 }
                 self.remove(id);
             }
         }
+    }
+
+    /// Whether the provider has a server that it had denied, and nobody has decided what becomes of its data.
+    fn is_found_again(&self, id: usize) -> bool {
+        let row = &self.rows[id];
+        let was_gone = row.is_server_known_gone() && !row.removed;
+        let may_hold_data = row.registered && !row.loss_accepted && self.cloud.of(id).is_some();
+        self.rules.looks_for_lost_servers && was_gone && may_hold_data
     }
 
     /// Whether a machine that was replaced, and served, is the only one of its slot whose server may still exist.

@@ -129,7 +129,8 @@ fn check(machine: &MachineRow) -> Result<(), Problem> {
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
-    if machine.server_exists() {
+    // The provider is asked for one that it had denied.
+    if machine.provider_server_id.is_some() && machine.server_deleted_at.is_none() {
         Ok(())
     } else {
         Err(refused(machine, "It has no server: recover the slot."))

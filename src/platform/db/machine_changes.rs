@@ -327,12 +327,13 @@ pub async fn registered(
         .map(drop)
 }
 
-/// Notes that a machine that left its slot, or never registered, serves in truth: its server holds what no snapshot does.
+/// Notes that a machine that left its slot, or never registered, has a server or serves in truth: that server may hold what
+/// was written since the newest backup that its host reported.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, now()) \
+    let sql = "UPDATE user_machines SET unsaved_since = coalesce(unsaved_since, backup_taken_at, registered_at, now()) \
                WHERE machine_id = $1 AND server_deleted_at IS NULL \
                AND (registered_at IS NULL OR retired_at IS NOT NULL OR deleted_at IS NOT NULL)";
     execute(client, sql, &[&id.0]).await.map(drop)
