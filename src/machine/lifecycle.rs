@@ -336,7 +336,7 @@ fn the_operators_fail_ends_the_operation_and_the_routing() {
         if is_booting(&state) {
             effects.push(Effect::ReinstatePredecessor);
         }
-        if matches!(state, State::Resizing { .. }) {
+        if matches!(state, State::Resizing { .. } | State::Failed { cause: FailureCause::Resize }) {
             effects.push(Effect::SwitchOn);
         }
         assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);

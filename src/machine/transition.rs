@@ -97,7 +97,8 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
             ),
-            State::Resizing { .. } => moved(
+            // Its server may be off, or about to be switched on by the operation that ends here.
+            State::Resizing { .. } | State::Failed { cause: FailureCause::Resize } => moved(
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::SwitchOn],
             ),

@@ -208,9 +208,8 @@ impl World {
 
     /// A heartbeat, however late. The caller of the transition asks the provider for the server before it believes it.
     fn hear(&mut self, id: usize, epoch: Epoch) {
-        if let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) {
-            self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
-        }
+        let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
+        self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
         let row = &mut self.rows[id];
         if row.machine.state.is_active() {
             row.power_off_ordered = false;
