@@ -86,6 +86,8 @@ pub enum Event {
     },
     /// The provider no longer has the server.
     ServerGone,
+    /// The provider has the server of a machine that failed because it was gone.
+    ServerFound,
     /// An operator asks for the slot to be provisioned; this machine is the slot's.
     ProvisionRequested {
         restore: RestoreMode,

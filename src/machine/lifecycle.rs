@@ -65,6 +65,7 @@ fn every_event() -> Vec<Event> {
         Event::BootFailureReported,
         Event::RegistrationExpired,
         Event::ServerGone,
+        Event::ServerFound,
         Event::ProvisionRequested { restore: RestoreMode::Empty },
         Event::ProvisionRequested { restore: RestoreMode::Required },
         Event::RecoverRequested { restore: RestoreMode::Empty },
@@ -87,11 +88,11 @@ fn every_event() -> Vec<Event> {
         Event::ResumeRequested { server_type: large() },
     ];
     events.extend(CreationFailure::ALL.map(|why| Event::CreationFailed { why }));
-    let mut kinds = [false; 19];
+    let mut kinds = [false; 20];
     for event in &events {
         kinds[kind(event)] = true;
     }
-    assert_eq!(kinds, [true; 19], "a kind of event is missing");
+    assert_eq!(kinds, [true; 20], "a kind of event is missing");
     events
 }
 
@@ -116,6 +117,7 @@ fn kind(event: &Event) -> usize {
         Event::Reinstated { .. } => 16,
         Event::SuccessorDeleted => 17,
         Event::ResumeRequested { .. } => 18,
+        Event::ServerFound => 19,
     }
 }
 
@@ -329,14 +331,37 @@ fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
 }
 
 #[test]
+fn a_server_that_is_found_again_waits_for_its_hosts_word() {
+    let (gone, found) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
+    assert_moves(&gone, &Event::ServerFound, &found, &[]);
+    let retired = |was: &State| State::Retired { was: Box::new(was.clone()) };
+    let deleted = |was: &State| State::Deleted { was: Box::new(was.clone()) };
+    assert_moves(&retired(&gone), &Event::ServerFound, &retired(&found), &[]);
+    assert_moves(&deleted(&gone), &Event::ServerFound, &deleted(&found), &[]);
+    for state in every_state().into_iter().filter(|state| *state != gone) {
+        let inner = match &state {
+            State::Retired { was } | State::Deleted { was } => was,
+            other => other,
+        };
+        if *inner != gone {
+            assert_unchanged(&state, &Event::ServerFound);
+        }
+    }
+}
+
+#[test]
 fn the_operators_fail_ends_the_operation_and_the_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
         let mut effects = vec![Effect::CancelOperation, Effect::CloseConnections];
+        // What is under way then switches its server on.
+        if matches!(state, State::Failed { .. }) {
+            effects.remove(0);
+        }
         if is_booting(&state) {
             effects.push(Effect::ReinstatePredecessor);
         }
-        if matches!(state, State::Resizing { .. } | State::Failed { cause: FailureCause::Resize }) {
+        if matches!(state, State::Resizing { .. }) {
             effects.push(Effect::SwitchOn);
         }
         assert_moves(&state, &Event::OperatorFailed, &by_operator, &effects);

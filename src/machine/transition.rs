@@ -47,6 +47,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         Event::RegistrationExpired => boot_ended(machine, FailureCause::RegistrationExpired),
         Event::CreationFailed { why } => boot_ended(machine, why.cause()),
         Event::ServerGone => Ok(server_gone(machine)),
+        Event::ServerFound => Ok(server_found(&machine.state)),
         Event::ProvisionRequested { restore } => Ok(match machine.state {
             State::Failed { .. } => replace(machine, Status::Provisioning, *restore),
             _ => Outcome::Unchanged,
@@ -97,8 +98,11 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
             ),
-            // Its server may be off, or about to be switched on by the operation that ends here.
-            State::Resizing { .. } | State::Failed { cause: FailureCause::Resize } => moved(
+            // What is under way switches its server on: without that, it could not be resumed.
+            State::Failed { .. } => {
+                moved(State::Failed { cause: FailureCause::Operator }, vec![Effect::CloseConnections])
+            }
+            State::Resizing { .. } => moved(
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::SwitchOn],
             ),
@@ -123,6 +127,17 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
 fn after_the_end(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => reinstated(was, *epoch, *power, refusal),
+        Event::ServerFound => Ok(match server_found(was) {
+            Outcome::Moved { next, effects } => {
+                let was = Box::new(next);
+                let ended = match refusal {
+                    Refusal::Superseded => State::Retired { was },
+                    _ => State::Deleted { was },
+                };
+                Outcome::Moved { next: ended, effects }
+            }
+            Outcome::Unchanged => Outcome::Unchanged,
+        }),
         Event::SuccessorDeleted if refusal == Refusal::Superseded => {
             Ok(moved(State::Deleted { was: Box::new(was.clone()) }, vec![Effect::DeleteServer]))
         }
@@ -184,6 +199,16 @@ fn server_gone(machine: &Machine) -> Outcome {
         // What heals by a heartbeat does so no longer once its server is gone. One that is there after all may be off.
         State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
         State::Failed { cause } if cause.heals() => failed_while_off(FailureCause::ServerGone),
+        _ => Outcome::Unchanged,
+    }
+}
+
+/// Its host's word makes it run.
+fn server_found(state: &State) -> Outcome {
+    match state {
+        State::Failed { cause: FailureCause::ServerGone } => {
+            moved(State::Failed { cause: FailureCause::Reinstating }, vec![])
+        }
         _ => Outcome::Unchanged,
     }
 }

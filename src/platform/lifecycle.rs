@@ -135,14 +135,14 @@ async fn write_state(
             written.server_type = from;
             written.resize_to = Some(to);
         }
-        State::Failed { cause } => {
-            let (stage, message) = with.failed_at.unzip();
-            failure = Failure {
-                cause: *cause,
-                stage: stage.map(str::to_owned),
-                message: message.map(str::to_owned),
-            };
-            written.failure = Some(&failure);
+        State::Failed { .. } => {
+            failure = failure_of(next, with);
+            written.failure = failure.as_ref();
+        }
+        // It has left its slot before, and what is known of its server changes.
+        State::Retired { was: held } | State::Deleted { was: held } if !was.is_active() => {
+            failure = failure_of(held, with);
+            written.failure = failure.as_ref().or(was.failure.as_ref());
         }
         State::Retired { .. } => {
             written.failure = was.failure.as_ref();
@@ -154,6 +154,13 @@ async fn write_state(
         }
     }
     machine_changes::compare_and_set(tx, was, &written).await
+}
+
+fn failure_of(state: &State, with: &Circumstances<'_>) -> Option<Failure> {
+    let State::Failed { cause } = state else { return None };
+    let (stage, message) =
+        with.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
+    Some(Failure { cause: *cause, stage, message })
 }
 
 async fn effect_of(
@@ -182,6 +189,8 @@ async fn effect_of(
         Effect::ChangeType { .. } => {
             return Ok(Some(file(tx, was.id, OperationKind::Resize, with.options).await?));
         }
+        // An operator has switched it off.
+        Effect::SwitchOn if was.powered_off_at.is_some() => {}
         Effect::SwitchOn => {
             return Ok(Some(file(tx, was.id, OperationKind::PowerOn, OperationOptions::default()).await?));
         }

@@ -60,11 +60,11 @@ pub struct Server {
     pub labels: BTreeMap<String, String>,
 }
 
-/// A server that was ordered, and the action that makes and starts it.
+/// A server that was ordered, and the actions that make and start it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Created {
     pub server: Server,
-    pub action: Option<ActionId>,
+    pub actions: Vec<ActionId>,
 }
 
 /// The state of a server's power. Running never means that its host is ready.

@@ -158,7 +158,7 @@ impl Cloud {
     }
 
     fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
-        Ok(Created { server: self.order(order)?, action: None })
+        Ok(Created { server: self.order(order)?, actions: Vec::new() })
     }
 
     async fn look<T>(&self, call: &'static str, found: impl FnOnce(&Books) -> T) -> Result<T, ProviderError> {

@@ -73,8 +73,8 @@ impl Failure {
                 "its server is being switched on: its next healthy heartbeat makes it run; if none comes, {recover}"
             ),
             Some("server_gone") => format!(
-                "{recover} replaces it and restores the latest snapshot; `svcctl resume {}` where the provider shows \
-                 its server again and its host is well",
+                "{recover} replaces it and restores the latest snapshot; where the provider shows its server again, \
+                 `svcctl power on {0}` switches it on, or `svcctl resume {0}` while its host is well",
                 machine.machine_id
             ),
             Some("operator" | "operation_hung") if machine.registered_at.is_some() => {

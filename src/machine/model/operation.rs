@@ -141,9 +141,10 @@ impl World {
     }
 
     fn last_backup(&mut self, index: usize, id: usize, luck: Luck) {
-        let Some(leaving) =
-            self.leaving(index, id).filter(|&leaving| !self.rows[leaving].is_server_known_gone())
-        else {
+        let leaving = self.leaving(index, id);
+        let Some(leaving) = leaving.filter(|&leaving| {
+            !self.rows[leaving].is_server_known_gone() || self.finds_server_again(leaving)
+        }) else {
             return self.advance(index, luck, Step::Fence);
         };
         if self.rows[leaving].power_off_ordered {

@@ -2,6 +2,7 @@
 
 use super::invariant::Violation;
 use super::{Row, World};
+use crate::machine::event::Event;
 use crate::machine::state::State;
 
 impl World {
@@ -37,7 +38,7 @@ impl World {
     pub fn reconcile(&mut self) {
         for id in 0..self.rows.len() {
             if self.is_removable(id) && !self.cloud.in_flight.contains(&id) {
-                if self.is_found_again(id) {
+                if self.finds_server_again(id) {
                     self.rows[id].unsaved = true;
                     continue;
                 }
@@ -49,12 +50,16 @@ impl World {
         }
     }
 
-    /// Whether the provider has a server that it had denied, and nobody has decided what becomes of its data.
-    fn is_found_again(&self, id: usize) -> bool {
+    /// Whether the provider has the server of a machine that served and failed because it was gone; then that is noted.
+    pub fn finds_server_again(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
-        let may_hold_data = row.registered && !row.loss_accepted && self.cloud.of(id).is_some();
-        self.rules.looks_for_lost_servers && was_gone && may_hold_data
+        let may_be_found = was_gone && row.registered && self.rules.looks_for_lost_servers;
+        let is_found = may_be_found && self.cloud.of(id).is_some();
+        if is_found {
+            self.apply(id, &Event::ServerFound);
+        }
+        is_found
     }
 
     /// Whether a machine that was replaced, and served, is the only one of its slot whose server may still exist.

@@ -77,6 +77,15 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
     let mut session = platform.db.session().await?;
     let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
     let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
+    if let Some(reply) = mutation.replay(&session).await? {
+        return Ok(reply.into_response());
+    }
+    let is_undone = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
+    if is_undone && machine.deleted_at.is_some() && !seen.has_ended() {
+        drop(session);
+        undelete::ensure_may_return(platform, &machine).await?;
+        session = platform.db.session().await?;
+    }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", machine.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {

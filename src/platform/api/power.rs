@@ -94,7 +94,7 @@ async fn power(
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
-    check(&change.machine)?;
+    check(&change.machine, action)?;
     if let Some(operation) = under_way(&change.tx, &change.machine, action).await? {
         let body = |after: &MachineRow| body(after, action, Some(operation));
         return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
@@ -119,7 +119,7 @@ async fn power(
     change.end(Effect::Changed(action.audit_action()), StatusCode::ACCEPTED, body).await
 }
 
-fn check(machine: &MachineRow) -> Result<(), Problem> {
+fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
         return Err(fault::machine_not_found(&machine.id.to_string()));
     }
@@ -130,7 +130,10 @@ fn check(machine: &MachineRow) -> Result<(), Problem> {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
     // The provider is asked for one that it had denied.
-    if machine.provider_server_id.is_some() && machine.server_deleted_at.is_none() {
+    let may_be_found = action == PowerAction::On
+        && machine.provider_server_id.is_some()
+        && machine.server_deleted_at.is_none();
+    if may_be_found || machine.server_exists() {
         Ok(())
     } else {
         Err(refused(machine, "It has no server: recover the slot."))

@@ -44,11 +44,7 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     if let Some(deleted) = seen.filter(|machine| machine.deleted_at.is_some()) {
         // No session is held while the store is asked.
         drop(session);
-        match restorable::ensure_holds_slot(platform, &deleted).await {
-            // The operation asks it again before it changes anything.
-            Err(problem) if problem.code == Code::StoreUnavailable => {}
-            checked => checked?,
-        }
+        ensure_may_return(platform, &deleted).await?;
         session = platform.db.session().await?;
     }
     let change = match MachineChange::begin(&mut session, mutation, id, Lock::User).await? {
@@ -62,6 +58,18 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     let filed = reinstate(platform, &change.tx, &change.machine).await?;
     let body = |after: &MachineRow| body(after, filed, false);
     change.end(Effect::Changed("undelete"), StatusCode::ACCEPTED, body).await
+}
+
+/// Refuses the return of a machine whose slot another machine holds by the store's word. A store that does not answer is
+/// asked again by the operation, before it changes anything.
+///
+/// # Errors
+/// `invalid_state`.
+pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Result<(), Problem> {
+    match restorable::ensure_holds_slot(platform, deleted).await {
+        Err(problem) if problem.code == Code::StoreUnavailable => Ok(()),
+        checked => checked,
+    }
 }
 
 /// The operation that brought a deleted machine back, where its deletion is undone already.

@@ -105,8 +105,8 @@ pub async fn of_slot(
              (SELECT o.operation_id FROM operations o WHERE o.machine_id = m.machine_id AND o.kind = 'delete' \
                 AND o.state = 'running' AND (o.options ->> 'now')::boolean LIMIT 1) AS deleted_by \
          FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT} \
-         AND m.provider_server_id IS NOT NULL \
-         AND (m.failure_cause IS DISTINCT FROM 'server_gone' OR m.unsaved_since IS NOT NULL) AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
+         AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
+         AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
     );
     let (replaced, deleted, unregistered) = seconds(retention);
     let params: Params<'_> = &[&replaced, &deleted, &unregistered, &user.as_str(), &slot.as_str()];

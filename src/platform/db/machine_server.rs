@@ -14,34 +14,48 @@ pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes the provider's action that makes and starts the server.
+/// Notes the provider's actions that make and start the server, in their order.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_action_begun(
+pub async fn create_actions_begun(
     tx: &Transaction<'_>,
     id: MachineId,
-    action: Option<i64>,
+    actions: &[i64],
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET create_action_id = $2 WHERE machine_id = $1";
-    execute(tx, sql, &[&id.0, &action]).await.map(drop)
+    let sql = "UPDATE user_machines SET create_actions = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &actions]).await.map(drop)
 }
 
-/// The provider's action that makes and starts the server, while it is not known to have ended.
+/// Those of them that are not known to have ended.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_action(client: &impl GenericClient, id: MachineId) -> Result<Option<i64>, DbError> {
-    let sql = "SELECT create_action_id FROM user_machines WHERE machine_id = $1";
-    Ok(row(client, sql, &[&id.0]).await?.and_then(|row| row.get(0)))
+pub async fn create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
+    let sql = "SELECT create_actions FROM user_machines WHERE machine_id = $1";
+    Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Notes that it has ended.
+/// Notes that one of them has ended.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_action_ended(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET create_action_id = NULL WHERE machine_id = $1";
+pub async fn create_action_ended(
+    client: &impl GenericClient,
+    id: MachineId,
+    action: i64,
+) -> Result<(), DbError> {
+    let sql =
+        "UPDATE user_machines SET create_actions = array_remove(create_actions, $2) WHERE machine_id = $1";
+    execute(client, sql, &[&id.0, &action]).await.map(drop)
+}
+
+/// Notes that the provider has the server.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn found(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET server_missing_since = NULL WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 

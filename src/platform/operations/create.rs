@@ -64,7 +64,7 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
     let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
     let Ok(answer) = sent else { return Ok(Answer::wait(LOOK_AGAIN)) };
     match answer {
-        Ok(created) => Ok(accepted("created", &created.server, created.action)),
+        Ok(created) => Ok(accepted("created", &created.server, &created.actions)),
         Err(error) => settle(held, &machine, error).await,
     }
 }
@@ -113,29 +113,27 @@ async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) 
 }
 
 fn adopted(server: &Server) -> Answer {
-    accepted("adopted", server, None)
+    accepted("adopted", server, &[])
 }
 
-fn accepted(note: &'static str, server: &Server, action: Option<ActionId>) -> Answer {
-    let record = Record::CreateAccepted {
-        server: server.id.0,
-        address: server.public_ipv4,
-        action: action.map(|action| action.0),
-    };
+fn accepted(note: &'static str, server: &Server, actions: &[ActionId]) -> Answer {
+    let actions = actions.iter().map(|action| action.0).collect();
+    let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
     Answer::Done { note: Some(note.into()), record }
 }
 
-/// Looks at the provider's action that makes and starts the server; how long until the next look, or `None` once it has
-/// ended well or there is none. A provider that does not answer does not end the wait for the registration.
+/// Looks at the provider's actions that make and start the server; how long until the next look, or `None` once they have
+/// ended well or there are none. A provider that does not answer does not end the wait for the registration.
 ///
 /// # Errors
-/// [`StepError`]; permanent where the action failed, since no host will register.
-pub async fn look_at_action(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
+/// [`StepError`]; permanent where one failed, since no host will register.
+pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
-    let Some(action) = machine_server::create_action(&session, machine).await? else { return Ok(None) };
+    let actions = machine_server::create_actions(&session, machine).await?;
     drop(session);
+    let Some(action) = actions.first() else { return Ok(None) };
     let look_again = (held.step_age().await? / 4).clamp(LOOK_AGAIN, SLOWEST_LOOK);
-    match held.platform.provider.action(ActionId(action)).await.map(|action| action.status) {
+    match held.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
         Ok(ActionStatus::Running) => Ok(Some(look_again)),
         Ok(ActionStatus::Error { code, message }) => {
             let what = "the provider could not start its server";
@@ -148,8 +146,8 @@ pub async fn look_at_action(held: &Held<'_>, machine: MachineId) -> Result<Optio
         }
         Ok(ActionStatus::Success) | Err(_) => {
             let session = held.platform.db.session().await?;
-            machine_server::create_action_ended(&session, machine).await?;
-            Ok(None)
+            machine_server::create_action_ended(&session, machine, *action).await?;
+            Ok((actions.len() > 1).then_some(Duration::ZERO))
         }
     }
 }

@@ -8,7 +8,6 @@ use std::time::Duration;
 use super::held::Held;
 use super::step::{Answer, StepError};
 use super::{create, later_holder};
-use crate::machine::state::FailureCause;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::ServerId;
@@ -27,24 +26,16 @@ pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
             return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    if is_found_again(held, &machine).await? {
-        held.keep_after_all(machine.id).await?;
+    // Nobody has decided what becomes of its data.
+    let is_undecided = machine.registered_at.is_some()
+        && machine.final_backup_at.is_none()
+        && machine.discard_ordered_at.is_none();
+    if is_undecided && held.finds_server_again(&machine).await? {
+        held.unsaved(machine.id).await?;
         let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
         return Ok(Answer::Fail { code: "server_found", note });
     }
     Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
-}
-
-/// Whether the provider has the server of a machine that failed because it had none. No last backup was taken of it, and
-/// nobody has decided what becomes of its data.
-async fn is_found_again(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
-    let was_gone = machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
-    let may_hold_data = machine.registered_at.is_some() && machine.final_backup_at.is_none();
-    let Some(id) = machine.provider_server_id else { return Ok(false) };
-    if !was_gone || !may_hold_data || machine.discard_ordered_at.is_some() {
-        return Ok(false);
-    }
-    Ok(held.platform.provider.get(ServerId(id)).await?.is_some())
 }
 
 /// Whether an operator had the server discarded after it was kept for what the store says. An earlier order may be

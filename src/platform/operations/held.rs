@@ -12,11 +12,13 @@ use crate::failpoint;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{CreationFailure, Event};
 use crate::machine::id::{MachineId, OperationId};
+use crate::machine::state::FailureCause;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::provider::ServerId;
 
 pub struct Held<'a> {
     pub platform: &'a Platform,
@@ -76,6 +78,30 @@ impl Held<'_> {
         self.under_lease(Note::KeptAfterAll(machine)).await
     }
 
+    /// Whether the provider has the server of a machine that failed because it was gone; then that is noted, and the machine
+    /// counts as one with a server.
+    ///
+    /// # Errors
+    /// [`StepError`].
+    pub async fn finds_server_again(&self, machine: &MachineRow) -> Result<bool, StepError> {
+        let was_gone =
+            machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
+        let may_be_there = was_gone && machine.server_deleted_at.is_none();
+        let Some(server) = machine.provider_server_id.filter(|_| may_be_there) else { return Ok(false) };
+        if self.platform.provider.get(ServerId(server)).await?.is_none() {
+            return Ok(false);
+        }
+        let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
+        fail(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
+        db::machine_server::found(&self.platform.db.session().await?, machine.id).await?;
+        Ok(true)
+    }
+
+    /// Notes, under the lease, that the machine's server holds what no snapshot does.
+    pub async fn unsaved(&self, machine: MachineId) -> Result<(), StepError> {
+        self.under_lease(Note::Unsaved(machine)).await
+    }
+
     /// Raises the epoch of the machine to one that the store knows, or above it.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.under_lease(Note::EpochRaised(epoch)).await
@@ -114,6 +140,7 @@ impl Held<'_> {
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
             Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
+            Note::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
             Note::KeptAfterAll(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
@@ -190,6 +217,7 @@ enum Note {
     PoweredOn,
     EpochRaised(Epoch),
     KeptAfterAll(MachineId),
+    Unsaved(MachineId),
 }
 
 /// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.

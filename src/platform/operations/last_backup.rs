@@ -176,7 +176,7 @@ async fn needs_none(
     if machine.power_off_ordered_at.is_some() {
         return Ok(Some(Answer::done_noting("the earlier machine is out of service already")));
     }
-    if !machine.server_exists() {
+    if !machine.server_exists() && !held.finds_server_again(machine).await? {
         let saved = saved_until(held, machine).await;
         let note = format!("the earlier machine has no server; the newest copy is {saved}");
         return Ok(Some(Answer::Done { note: Some(note.into()), record: Record::Nothing }));

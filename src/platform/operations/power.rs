@@ -20,6 +20,7 @@ pub async fn start(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(Answer::wait(POLL));
     }
     let Some(server) = server_of(held, &machine).await? else { return Ok(no_server()) };
+    held.finds_server_again(&machine).await?;
     let is_on = reinstate::is_on(held, &server).await?;
     if is_on && !may_shut_down_late(held, &machine).await? {
         return Ok(Answer::done());

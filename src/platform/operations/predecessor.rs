@@ -43,9 +43,13 @@ pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
 /// Switches the server off: it is asked to shut down, and its power is cut when it has not.
 pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     let answer = try_power_off(held).await?;
+    let options = held.operation.options;
     match answer {
+        // One that is believed gone is looked for once more after the time for which it would be kept.
         Answer::Done { note, record: Record::Nothing }
-            if held.kind == OperationKind::Delete && held.operation.options.now =>
+            if held.kind == OperationKind::Delete
+                && options.now
+                && (options.accept_loss || held.machine().await?.server_exists()) =>
         {
             Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
         }

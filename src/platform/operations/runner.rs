@@ -320,10 +320,10 @@ async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record)
 async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
     match record {
         Record::Nothing => Ok(()),
-        Record::CreateAccepted { server, address, action } => {
+        Record::CreateAccepted { server, address, actions } => {
             let (machine, ttl) = (held.operation.machine, held.platform.config.timing.registration_ttl);
             machine_changes::create_accepted(tx, machine, server, address, ttl).await?;
-            machine_server::create_action_begun(tx, machine, action).await
+            machine_server::create_actions_begun(tx, machine, &actions).await
         }
         Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
         Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,

@@ -67,8 +67,8 @@ pub enum Record {
     CreateAccepted {
         server: i64,
         address: Option<Ipv4Addr>,
-        /// The provider's action that makes and starts it.
-        action: Option<i64>,
+        /// The provider's actions that make and start it.
+        actions: Vec<i64>,
     },
     /// The machine's last snapshot, taken after its writers had stopped.
     Saved {
@@ -245,6 +245,6 @@ async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
         held.expire().await?;
         return Err(StepError::Lost);
     }
-    let next_look = create::look_at_action(held, machine.id).await?;
+    let next_look = create::look_at_actions(held, machine.id).await?;
     Ok(Answer::wait(left.min(next_look.unwrap_or(Duration::from_secs(30)))))
 }

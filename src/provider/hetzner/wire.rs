@@ -66,12 +66,16 @@ pub(super) struct OneServer {
 pub(super) struct CreatedServer {
     server: WireServer,
     action: Option<WireAction>,
+    /// That the server is started.
+    #[serde(default)]
+    next_actions: Vec<WireAction>,
 }
 
 impl From<CreatedServer> for Created {
     fn from(created: CreatedServer) -> Self {
-        let action = created.action.map(|action| Action::from(action).id);
-        Self { server: created.server.into(), action }
+        let actions = created.action.into_iter().chain(created.next_actions);
+        let actions = actions.map(|action| Action::from(action).id).collect();
+        Self { server: created.server.into(), actions }
     }
 }
 

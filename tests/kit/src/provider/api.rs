@@ -71,11 +71,12 @@ async fn list(State(cloud): Shared, Query(listing): Query<Listing>) -> Answer {
 async fn create(State(cloud): Shared, outcome: Option<Extension<Outcome>>, body: Bytes) -> Made {
     let order: Order = serde_json::from_slice(&body)
         .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
-    let (record, action) = cloud.create(order, outcome_of(outcome))?;
+    let (record, actions) = cloud.create(order, outcome_of(outcome))?;
+    let mut actions = actions.iter().map(wire::action);
     let body = json!({
         "server": wire::server(&record, true),
-        "action": wire::action(&action),
-        "next_actions": [],
+        "action": actions.next(),
+        "next_actions": actions.collect::<Vec<_>>(),
         "root_password": null,
     });
     Ok((StatusCode::CREATED, Json(body)))

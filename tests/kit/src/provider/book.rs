@@ -118,8 +118,9 @@ impl Book {
         }
     }
 
-    pub(super) fn create(&mut self, order: Order) -> Result<(Record, ActionRecord), Refusal> {
+    pub(super) fn create(&mut self, order: Order) -> Result<(Record, Vec<ActionRecord>), Refusal> {
         let server_type = self.check(&order)?;
+        let starts = order.start_after_create;
         let record = Record {
             id: self.id(),
             name: order.name,
@@ -142,8 +143,11 @@ impl Book {
             ended: None,
         });
         self.servers.insert(record.id, record.clone());
-        let action = self.open(record.id, "create_server");
-        Ok((record, action))
+        let mut actions = vec![self.open(record.id, "create_server")];
+        if starts {
+            actions.push(self.open(record.id, "start_server"));
+        }
+        Ok((record, actions))
     }
 
     fn check(&self, order: &Order) -> Result<&'static CatalogType, Refusal> {

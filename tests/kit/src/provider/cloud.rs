@@ -53,12 +53,21 @@ impl Cloud {
         self: &Arc<Self>,
         order: Order,
         outcome: Outcome,
-    ) -> Result<(Record, ActionRecord), Refusal> {
-        let start = order.start_after_create;
-        let (record, action) = self.book().create(order)?;
+    ) -> Result<(Record, Vec<ActionRecord>), Refusal> {
+        let (record, actions) = self.book().create(order)?;
         self.guests.install(&record);
-        self.run(action.id, record.id, if start { Effect::Boot } else { Effect::Cut }, outcome);
-        Ok((record, action))
+        match actions.as_slice() {
+            [created, started] => {
+                self.run(created.id, record.id, Effect::Nothing, Outcome::Success);
+                self.run(started.id, record.id, Effect::Boot, outcome);
+            }
+            created => {
+                for action in created {
+                    self.run(action.id, record.id, Effect::Cut, outcome);
+                }
+            }
+        }
+        Ok((record, actions))
     }
 
     pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, Refusal> {
