@@ -60,8 +60,8 @@ pub async fn fits(platform: &Platform, side: &SideRecord, server_type: &ServerTy
         return Ok(());
     }
     let detail = format!(
-        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a larger \
-         serverType.",
+        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a type \
+         with a larger disk.",
         database.size_bytes >> 30,
         needed.div_ceil(1 << 30),
         info.disk_gb
@@ -110,7 +110,7 @@ pub async fn ensure_no_forgotten_holder(
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
          from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. With \
-         acceptLoss the slot starts from that snapshot; where there is none, allowEmpty starts it empty.",
+         `--accept-loss` the slot starts from that snapshot; where there is none, `--allow-empty` starts it empty.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
@@ -210,8 +210,8 @@ fn unsaved(machine: &MachineRow) -> Problem {
         format!("`svcctl status {id}` says what became of it.")
     };
     let detail = format!(
-        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} To \
-         start empty all the same, send allowEmpty (`svcctl provision --allow-empty`)."
+        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} `svcctl \
+         provision --allow-empty` starts empty all the same."
     );
     Problem::new(Code::SnapshotUnusable, detail)
 }
