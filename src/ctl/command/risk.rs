@@ -5,8 +5,9 @@ use crate::ctl::show::machine::Machine;
 use crate::ctl::show::operation::Operation;
 
 const LOSS_ACCEPTED: &str =
-    "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
-const LOSS_ASKED: &str = "If the host answers and cannot make it, the operation waits for your decision.";
+    "--accept-loss: if the host cannot make the last backup, what no snapshot holds is lost with its server.";
+const LOSS_ASKED: &str =
+    "If the host answers and cannot make the last backup, the operation waits for your decision.";
 
 /// Before the machine of a slot is replaced.
 pub fn of_recovery(args: &Recover) -> String {
