@@ -20,6 +20,7 @@ pub mod metrics;
 pub mod partial;
 pub mod platform;
 pub mod provider;
+mod quantity;
 pub mod store;
 pub mod telemetry;
 pub mod untrusted_text;

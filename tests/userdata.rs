@@ -160,6 +160,7 @@ impl Parts {
             final_backup_at: None,
             unsaved_since: None,
             discard_ordered_at: None,
+            removal_abandoned_at: None,
             boot_progress: None,
             preview_expires_at: None,
             powered_off_at: None,

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use clap::CommandFactory;
 use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::api::CallError;
+use super::args::Args;
 use super::show::compact;
 use crate::applet::{Exit, Failure};
 use crate::untrusted_text;
@@ -39,8 +41,10 @@ impl Refusal {
             Err(_) => (None, format!("{status}, and no problem+json: is this the platform's URL?"), None),
         };
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
-        let more = body.as_ref().map(|body| particulars(body, &detail)).unwrap_or_default();
-        detail.push_str(&more);
+        if let Some(body) = &body {
+            detail = by_options(&detail, body);
+            detail.push_str(&particulars(body, &detail));
+        }
         let detail = untrusted_text::printable(&detail).into_owned();
         Self { status, code, detail, request_id, body, retry_after }
     }
@@ -97,7 +101,7 @@ impl Refusal {
             }
             // The detail names the option that overrides the refusal.
             "snapshot_unusable" if self.detail.contains("svcctl provision --allow-empty") => None,
-            "conflict" if self.detail.contains("with force") => None,
+            "conflict" | "not_found" if self.detail.contains("`svcctl ") => None,
             _ => advice(code),
         }
     }
@@ -138,12 +142,40 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
+/// With the wrong fields named by the options of `svcctl` that set them.
+fn by_options(detail: &str, body: &Value) -> String {
+    let errors = body["errors"].as_array().into_iter().flatten();
+    errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
+        detail.replace(&format!("{pointer}: "), &format!("{}: ", option_of(pointer)))
+    })
+}
+
+/// The option that sets a field of a request; a field that none sets stays as the API names it.
+fn option_of(pointer: &str) -> String {
+    let name = match pointer.trim_start_matches(['/', '?']) {
+        "snapshotKey" => "snapshot".to_owned(),
+        name => name.chars().fold(String::new(), |mut option, letter| {
+            if letter.is_ascii_uppercase() {
+                option.push('-');
+            }
+            option.push(letter.to_ascii_lowercase());
+            option
+        }),
+    };
+    if has_option(&Args::command(), &name) { format!("--{name}") } else { pointer.to_owned() }
+}
+
+fn has_option(command: &clap::Command, name: &str) -> bool {
+    command.get_arguments().any(|argument| argument.get_long() == Some(name))
+        || command.get_subcommands().any(|sub| has_option(sub, name))
+}
+
 /// What some codes say beyond their detail: the wrong fields, the state that is and those that would do.
 fn particulars(body: &Value, known: &str) -> String {
     let mut said = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
         let (pointer, detail) = (compact(error.get("pointer")), compact(error.get("detail")));
-        let field = format!("{pointer}: {detail}");
+        let field = format!("{}: {detail}", option_of(&pointer));
         if !known.contains(&field) {
             said.push_str(&format!("\n  {field}"));
         }
@@ -264,7 +296,7 @@ mod tests {
         let said = read(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
-        assert!(said.contains("\n  /slot: too long"), "{said}");
+        assert!(said.contains("\n  --slot: too long"), "{said}");
         let said = read(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );

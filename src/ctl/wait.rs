@@ -9,6 +9,7 @@ use tokio::time::{Instant, sleep};
 use super::api::{Answer, Api, CallError};
 use super::progress::Progress;
 use super::show::boot::BootProgress;
+use super::show::failure::Failure as Failed;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
@@ -27,21 +28,49 @@ pub async fn until_settled(
     operation_id: Option<&str>,
     within: Duration,
 ) -> Result<(Answer, Machine), Failure> {
+    let (answer, machine) = follow(api, machine_id, operation_id, within).await?;
+    let operation = operation_of(&machine, operation_id);
+    verdict(api, &machine, operation).await?;
+    Ok((answer, machine))
+}
+
+/// [`until_settled`], for an operation that may end in any way as long as the machine serves then.
+///
+/// # Errors
+/// As [`until_settled`].
+pub async fn until_serving(
+    api: &Api,
+    machine_id: &str,
+    operation_id: Option<&str>,
+    within: Duration,
+) -> Result<(Answer, Machine), Failure> {
+    let (answer, machine) = follow(api, machine_id, operation_id, within).await?;
+    verdict(api, &machine, None).await?;
+    Ok((answer, machine))
+}
+
+fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operation> {
+    id.and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id))
+}
+
+async fn follow(
+    api: &Api,
+    machine_id: &str,
+    operation_id: Option<&str>,
+    within: Duration,
+) -> Result<(Answer, Machine), Failure> {
     let mut clock = Clock::start(within);
     let mut seen = Seen::new();
     loop {
         match look(api, machine_id).await? {
             Ok((answer, machine)) => {
-                let operation = operation_id
-                    .and_then(|id| machine.operations.iter().find(|operation| operation.operation_id == id));
+                let operation = operation_of(&machine, operation_id);
                 seen.tell(&machine, operation);
                 if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
                     drop(seen);
                     return Err(Failure::new(Exit::TryAgain, undecided(waiting)));
                 }
                 if is_settled(&machine, operation) {
-                    drop(seen);
-                    verdict(api, &machine, operation).await?;
                     return Ok((answer, machine));
                 }
             }
@@ -101,11 +130,29 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
     ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
+/// What happens to a machine while its operation is under way, or else the state that it is in.
+fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
+    let under_way = operation.filter(|operation| operation.is_under_way());
+    let is_coming_back = machine.failure.as_ref().is_some_and(Failed::is_reinstating)
+        && machine.state_word() == "failed"
+        && operation.is_none_or(Operation::is_under_way);
+    match under_way.map(|operation| operation.kind.as_str()) {
+        Some("power_off") => "is being switched off".to_owned(),
+        Some("power_on") => "is being switched on".to_owned(),
+        Some("reboot") => "is being restarted".to_owned(),
+        Some("delete") => "is being deleted".to_owned(),
+        Some("reinstate") => "is being brought back".to_owned(),
+        _ if is_coming_back => "is being brought back".to_owned(),
+        _ if machine.shown_state() == "off" => "is switched off".to_owned(),
+        _ => format!("is {}", machine.shown_state()),
+    }
+}
+
 /// The question of an operation, and the commands that answer it.
 fn undecided(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation.answers().join("\n        or ");
-    anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.kind)
+    anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.noun())
 }
 
 async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
@@ -118,7 +165,7 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
         (None, state) => format!("is {state}"),
         (Some(operation), _) => {
             let code = operation.error_code.as_deref().map(|code| format!(" ({code})")).unwrap_or_default();
-            format!("is {}: its {} {}{code}", machine.state_word(), operation.kind, ended_word(operation))
+            format!("is {}: its {} {}{code}", machine.state_word(), operation.noun(), ended_word(operation))
         }
     };
     let id = &machine.machine_id;
@@ -217,19 +264,28 @@ impl Seen {
         self.stages = stages.len();
         // Times of one clock, in one form: their texts are in order, too.
         news.sort_by_key(|(at, _)| *at);
-        news.iter().for_each(|(_, line)| self.progress.line(line));
-        let now = machine.state_word();
-        if self.state != now {
-            self.progress.line(&format!("machine {} is {now}", machine.machine_id));
-            now.clone_into(&mut self.state);
+        let is_first = self.state.is_empty();
+        let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
+        if is_first {
+            self.progress.line(&state);
         }
-        let progress = machine.boot_progress.as_ref().filter(|_| machine.registered_at.is_none());
+        news.iter().for_each(|(_, line)| self.progress.line(line));
+        if !is_first && self.state != state {
+            self.progress.line(&state);
+        }
+        self.state = state;
+        // The progress of a stage that is over would come after the line of the next one.
+        let is_current = |progress: &&BootProgress| {
+            machine.registered_at.is_none()
+                && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)
+        };
+        let progress = machine.boot_progress.as_ref().filter(is_current);
         let tens = progress.and_then(BootProgress::percent).unwrap_or_default() / 10;
         if let Some(progress) = progress.filter(|_| tens > self.tens) {
             self.progress.line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
         }
         self.tens = tens;
-        let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(now);
+        let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(machine.state_word());
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
         let far = progress.map(|progress| format!(" {}", progress.line())).unwrap_or_default();
         let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();

@@ -73,6 +73,14 @@ impl Alarm {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
+    /// How an alarm that holds nothing back ends.
+    pub fn end(self) -> &'static str {
+        match self {
+            Self::DatabaseBehindStore => "a day after it was last raised",
+            _ => "by itself a few minutes after its cause is gone",
+        }
+    }
+
     /// What a person does about it.
     pub fn advice(self) -> &'static str {
         match self {

@@ -37,7 +37,7 @@ pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
 pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, took: Duration) {
     let outcome = match end {
         Ok(Answer::Done { .. } | Answer::End { .. }) => "done",
-        Ok(Answer::Wait { .. } | Answer::Ask(_)) => "waiting",
+        Ok(Answer::Wait { .. } | Answer::WaitFor { .. } | Answer::Ask(_)) => "waiting",
         Ok(Answer::Abandon { .. } | Answer::Fail { .. })
         | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
         Err(StepError::Lost) => "lost",

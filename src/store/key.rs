@@ -102,6 +102,34 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
+/// Where a page of snapshots ended: a key, or another text that keys are compared with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SnapshotCursor(String);
+
+impl SnapshotCursor {
+    pub const PATTERN: &str = "^system/db/snapshots/[A-Za-z0-9._~-]{1,220}$";
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::str::FromStr for SnapshotCursor {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let fits = |name: &str| {
+            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~".contains(&b));
+            plain && (1..=220).contains(&name.len())
+        };
+        if text.strip_prefix("system/db/snapshots/").is_some_and(fits) {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err("must be a cursor that an earlier page gave")
+        }
+    }
+}
+
 /// `system/db/snapshots/<YYYY-MM-DDTHH-MM-SS.mmmZ>-<epoch>.dump`, relative to the slot.
 pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))

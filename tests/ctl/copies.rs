@@ -144,7 +144,11 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     let said = operator.does(0, &["delete", HANDLE, "--yes"]).await;
     has(
         &said,
-        &["status     deleted", "snapshot   none known", &format!("undo       `svcctl undelete {id}` until")],
+        &[
+            "status     deleted",
+            "snapshot   2026-01-02 03:04:05 UTC",
+            &format!("undo       `svcctl undelete {id}` until"),
+        ],
     );
     let said = operator.does(0, &["undelete", HANDLE, "--wait=60"]).await;
     has(&said, &["status       running", "epoch        2", "live server"]);
@@ -153,7 +157,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
 
     // Its host cannot be called: what it was written since its registration is on its server alone.
     let answer = operator.json(&["delete", HANDLE, "--yes"]).await;
-    assert!(answer["undeletableUntil"].is_string() && answer["newestSnapshotAt"].is_null(), "{answer}");
+    assert!(answer["undeletableUntil"].is_string() && answer["newestSnapshotSource"] == "store", "{answer}");
     let operation = answer["operationId"].as_str().unwrap();
     operator.stack.ended(&operator.process, operation).await;
     let held = format!("of changes that no snapshot has; kept until `svcctl discard {id} --accept-loss`");
@@ -169,7 +173,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
         ],
     );
     let said = operator.does(65, &["discard", HANDLE, "--yes"]).await;
-    has(&said, &["invalid_state", "No snapshot holds", "next: ", "--accept-loss"]);
+    has(&said, &["invalid_state", "No snapshot holds", &format!("`svcctl discard {id} --accept-loss`")]);
     assert!(operator.has_server(id), "a refusal deletes nothing");
 
     operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
@@ -189,7 +193,7 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     has(
         &said,
         &[
-            "the recover waits for your decision",
+            "the recovery waits for your decision",
             "the host answers 500",
             "svcctl operation continue",
             "svcctl operation abandon",
@@ -205,7 +209,7 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let said = operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
-    has(&said, &["the recover waits for your decision", "the last backup is tried again"]);
+    has(&said, &["the recovery waits for your decision", "its host is asked for the last backup again"]);
     // For programs the question is in the failure, and the exit says that nothing is over.
     let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();
@@ -214,10 +218,15 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
 
     has(&operator.does(0, &["operation", "abandon", &operation]).await, &["recover  failed  abandoned"]);
     let said = operator.does(69, &["operation", "show", &operation, "--wait=60"]).await;
-    has(&said, &["recover failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)]);
+    has(&said, &["recovery failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)]);
     let said = operator.does(0, &["status", HANDLE]).await;
     has(&said, &[&guest.machine, "status       running", "epoch        3"]);
-    has(&operator.does(65, &["operation", "abandon", &operation]).await, &["invalid_state", "has ended"]);
+    let said = operator.does(65, &["operation", "abandon", &operation]).await;
+    has(
+        &said,
+        &["invalid_state", "The recovery has ended, and nothing was changed: it failed (abandoned) at "],
+    );
+    assert!(!said.contains("svcctl recover"), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -238,7 +247,7 @@ async fn deletion_during_a_recovery_names_both_machines_and_asks() {
     has(
         &said,
         &[
-            "the delete waits for your decision",
+            "the deletion waits for your decision",
             &format!("No last backup of {old}"),
             "the deletion is undone",
         ],

@@ -72,7 +72,10 @@ async fn options_and_decisions_reach_the_platform() {
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"), json!({})));
     let (_, body) = sent(&["power", "on", MACHINE], vec![record(), accepted()]).await;
     assert_eq!(body, json!({"action": "on"}));
-    let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), record()]).await;
+    let mut discarded = super::record("running", None);
+    discarded["operationId"] = OPERATION.into();
+    let discarded = Reply::Json(202, discarded);
+    let (line, body) = sent(&["discard", MACHINE, "--yes"], vec![record(), discarded]).await;
     assert_eq!((line, body), (format!("POST /vps/{MACHINE}/discard HTTP/1.1"), json!({"acceptLoss": false})));
 }
 
@@ -149,6 +152,154 @@ async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
     }
 }
 
+/// The platform files the removal a moment after the request: its id is looked up.
+#[tokio::test]
+async fn discard_names_server_and_operation() {
+    let mut replaced = record("running", None);
+    replaced["replacedBy"] = OPERATION.into();
+    replaced["providerServerId"] = "4711".into();
+    let mut filed = replaced.clone();
+    filed["operations"] =
+        json!([operation("remove_server", "running", &[]), operation("remove_server", "cancelled", &[])]);
+    let mut again = replaced.clone();
+    again["operationId"] = OPERATION.into();
+    again["alreadyOrdered"] = true.into();
+    for (answer, looks, note) in
+        [(replaced.clone(), vec![replaced.clone(), filed], false), (again, vec![], true)]
+    {
+        let replies = [replaced.clone(), answer].into_iter().chain(looks);
+        let platform = Platform::start(replies.map(|reply| Reply::Json(200, reply))).await;
+        let output = platform.svcctl(&["discard", MACHINE, "--yes"]).await;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{}", stderr(&output));
+        for part in [
+            "server     4711: being deleted, with its disk",
+            &format!("operation  {OPERATION}"),
+            "status     replaced",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert_eq!(said.contains("had already been ordered; nothing was changed"), note, "{said}");
+    }
+}
+
+#[tokio::test]
+async fn power_off_says_what_happens_and_what_had_happened() {
+    let reply = |operation: Value| {
+        Reply::Json(
+            202,
+            json!({"machineId": MACHINE, "action": "off", "status": "running", "operationId": operation}),
+        )
+    };
+    let mut off = record("running", Some(operation("power_off", "succeeded", &["stop_server"])));
+    off["poweredOffAt"] = "2026-01-01T00:00:00.000Z".into();
+    let mut going = off.clone();
+    going["operations"] = json!([operation("power_off", "running", &[])]);
+    let platform = Platform::start([
+        Reply::Json(200, record("running", None)),
+        reply(json!(OPERATION)),
+        Reply::Json(200, going),
+        Reply::Json(200, off.clone()),
+    ])
+    .await;
+    let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
+    let said = stderr(&output);
+    assert!(output.status.success(), "{said}");
+    assert_eq!(said.lines().next(), Some(&*format!("machine {MACHINE} is being switched off")), "{said}");
+    assert!(said.ends_with(&format!("machine {MACHINE} is switched off\n")), "{said}");
+
+    // Also where the machine has failed: there is nothing to wait for.
+    off["status"] = "failed".into();
+    let again = [Reply::Json(200, off.clone()), reply(Value::Null), Reply::Json(200, off.clone())];
+    let platform = Platform::start(again).await;
+    let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(stderr(&output), "note: it had already been switched off; nothing was changed\n");
+    let platform = Platform::start([Reply::Json(200, off), reply(Value::Null)]).await;
+    let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("status     off\n") && said.contains("had already been switched off"), "{said}");
+}
+
+#[tokio::test]
+async fn undelete_says_that_the_machine_is_being_brought_back() {
+    let reply = |again: bool| {
+        Reply::Json(
+            202,
+            json!({"machineId": MACHINE, "kind": "customer", "status": "failed", "epoch": 2,
+                                "operationId": OPERATION, "alreadyUndone": again}),
+        )
+    };
+    let at = |status: &str, state: &str| {
+        let mut machine = record(status, Some(operation("reinstate", state, &[])));
+        if status == "failed" {
+            machine["failure"] = json!({"cause": "reinstating", "stage": null, "message": null});
+        }
+        Reply::Json(200, machine)
+    };
+    let platform = Platform::start([reply(false)]).await;
+    let output = platform.svcctl(&["undelete", MACHINE]).await;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("being brought back: it serves with its next healthy heartbeat"), "{said}");
+    for again in [false, true] {
+        let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
+        let platform = Platform::start(replies).await;
+        let output = platform.svcctl(&["undelete", MACHINE, "--wait"]).await;
+        let said = stderr(&output);
+        assert!(output.status.success(), "{said}");
+        assert!(
+            said.contains(&format!(
+                "machine {MACHINE} is being brought back\nmachine {MACHINE} is running\n"
+            )),
+            "{said}"
+        );
+        assert!(!said.contains("is failed"), "{said}");
+        assert_eq!(said.starts_with("note: the deletion had already been undone"), again, "{said}");
+    }
+}
+
+#[tokio::test]
+async fn abandon_waits_for_the_machine_that_serves_again() {
+    const OLD: &str = "019a0000-0000-7000-8000-000000000009";
+    let recovery = |state: &str| Reply::Json(200, operation("recover", state, &[]));
+    let mut new = record("failed", Some(operation("recover", "failed", &[])));
+    new["copies"] = json!({"live": {"machineId": OLD, "providerServerId": "1"}, "newestSnapshotAt": null,
+        "exposedSeconds": null, "kept": []});
+    let old = |status: &str, state: &str| {
+        let mut operation = operation("reinstate", state, &[]);
+        operation["machineId"] = OLD.into();
+        let mut machine = record(status, Some(operation));
+        machine["machineId"] = OLD.into();
+        Reply::Json(200, machine)
+    };
+    let new = || Reply::Json(200, new.clone());
+    let replies = [
+        recovery("running"),
+        new(),
+        recovery("failed"),
+        new(),
+        old("failed", "running"),
+        old("failed", "running"),
+        old("running", "succeeded"),
+    ];
+    let platform = Platform::start(replies).await;
+    let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
+    let said = format!("{}{}", stderr(&output), String::from_utf8_lossy(&output.stdout));
+    assert!(output.status.success(), "{said}");
+    assert!(said.starts_with(&format!("machine {OLD} is being brought back\n")), "{said}");
+    assert!(said.contains(&format!("machine {OLD} is running\n")), "{said}");
+
+    // No machine gets the slot: the operation has ended, and there is nothing to wait for.
+    let mut alone = record("failed", Some(operation("provision", "failed", &[])));
+    alone["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
+    let made = |state: &str| Reply::Json(200, operation("provision", state, &[]));
+    let alone = || Reply::Json(200, alone.clone());
+    let platform = Platform::start([made("running"), alone(), made("failed"), alone()]).await;
+    let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && said.starts_with("provision  failed"), "{said}{}", stderr(&output));
+}
+
 #[tokio::test]
 async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let mut waiting = operation("delete", "waiting", &[]);
@@ -163,22 +314,34 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(75));
     let said = stderr(&output);
-    let again =
-        format!("next: either `svcctl operation continue {OPERATION}`: the last backup is tried again");
-    for part in ["its disk is full", &again, "or `svcctl operation continue", "the deletion is undone"] {
+    let again = format!(
+        "next: either `svcctl operation continue {OPERATION}`: its host is asked for the last backup again"
+    );
+    for part in [
+        "the deletion waits for your decision",
+        "its disk is full",
+        &again,
+        "or `svcctl operation continue",
+        "the deletion is undone",
+    ] {
         assert!(said.contains(part), "{part}: {said}");
     }
 }
 
 #[tokio::test]
 async fn wait_shows_boot_progress_once_for_each_ten_percent() {
-    let at = |bytes: u64| {
+    let at = |stage: &str, bytes: u64| {
         let mut booting = record("recovering", Some(operation("recover", "running", &[])));
         booting["bootProgress"] = json!({"stage": "restore", "bytes": bytes, "totalBytes": 1000});
+        booting["boot"] = json!({"stage": stage, "at": "2026-01-01T00:00:01.000Z",
+            "stages": [{"stage": stage, "at": "2026-01-01T00:00:01.000Z"}]});
         Reply::Json(200, booting)
     };
+    let restoring = |bytes| at("restore", bytes);
     let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
-    let platform = Platform::start([accepted(), at(50), at(420), at(440), at(990), done]).await;
+    // What comes after the stage is over says nothing new.
+    let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
+    let platform = Platform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
     let said = stderr(&output);
     assert!(output.status.success(), "{said}");

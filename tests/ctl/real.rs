@@ -105,7 +105,10 @@ async fn a_persons_day() {
     let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
     let kept = format!("of replaced machine {old}: kept until ");
     has(&operator.does(0, &["status", "ada"]).await, &["live server", &kept, "snapshot ", "at risk "]);
-    has(&operator.does(0, &["discard", old, "--yes"]).await, &["status       replaced"]);
+    has(
+        &operator.does(0, &["discard", old, "--yes"]).await,
+        &["status     replaced", "being deleted, with its disk"],
+    );
     let said = operator.does(0, &["delete", "ada", "--yes", "--wait=120"]).await;
     has(&said, &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "]);
     has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);

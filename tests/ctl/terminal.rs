@@ -96,6 +96,31 @@ async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
 }
 
 #[tokio::test]
+async fn delete_prompt_of_a_recovery_names_both_machines() {
+    const OLD: &str = "019a0000-0000-7000-8000-000000000009";
+    let mut machine = record("recovering", Some(operation("recover", "running", &[])));
+    machine["copies"] = copies();
+    machine["copies"]["kept"] = json!([
+        {"machineId": OLD, "providerServerId": "1", "reason": "replaced", "until": null, "unsavedSince": null}]);
+    let platform = Platform::start([Reply::Json(200, machine)]).await;
+    let output = on_terminal(&platform, &["delete", MACHINE], "no\n", &[]).await;
+    assert_eq!(output.status.code(), Some(65));
+    let said = printed(&output);
+    for part in [
+        "A recovery of user_1 (slot primary) is under way. This cancels it and deletes both of its machines",
+        &format!("{MACHINE}, the new one, which has not served yet: its server is deleted"),
+        &format!("{OLD}, the old one: its host is asked for a last backup"),
+        &format!("`svcctl undelete {OLD}` brings it back"),
+        &format!(
+            "To cancel the recovery alone, so that machine {OLD} serves again: `svcctl operation abandon {OPERATION}`"
+        ),
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(!said.contains(&format!("svcctl undelete {MACHINE}")), "{said}");
+}
+
+#[tokio::test]
 async fn discard_prompt_says_what_only_that_server_holds() {
     let mut machine = record("running", None);
     machine["retiredAt"] = "2026-01-01T00:43:00.000Z".into();

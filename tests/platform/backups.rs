@@ -127,6 +127,10 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     }
     assert_eq!(paged, wanted);
 
+    let refused = stack.get(&process, &format!("{path}?cursor=xyz")).await;
+    refused.assert_problem(400, "invalid_request");
+    let why = refused.body["detail"].as_str().unwrap();
+    assert!(why.contains("cursor: must be a cursor that an earlier page gave"), "{why}");
     for wrong in ["limit=0", "limit=201", "limit=x", "page=2"] {
         stack.get(&process, &format!("{path}?{wrong}")).await.assert_problem(400, "invalid_request");
     }

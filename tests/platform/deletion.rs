@@ -1,8 +1,9 @@
 //! Delete: the machine leaves its slot at once, its server after; objects and record stay.
 
+use kit::s3::{Fault, Rule};
 use serde_json::json;
 
-use super::stack::{BUCKET, Stack, heartbeat};
+use super::stack::{BUCKET, Stack, beat_of, heartbeat};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same() {
@@ -34,6 +35,50 @@ async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same
     let made = stack.provision(&process, "user_1").await;
     assert_eq!(made["epoch"], 2);
     assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_names_newest_snapshot_of_the_store_or_the_reported_one() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let (reported, taken_at) = ("2026-03-02T03:04:05.678Z", "2026-03-02T04:04:05.678Z");
+    let mut beat = beat_of(&guest);
+    beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
+    stack.beat(&process, &guest, &beat).await;
+    // Later than the last heartbeat.
+    stack.snapshot_by("user_1", &guest.machine, taken_at);
+    let newest = async || {
+        let deleted = stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
+        assert_eq!(deleted.status, 202, "{deleted:?}");
+        ["newestSnapshotAt", "newestSnapshotSource", "snapshotProblem"].map(|name| deleted.body[name].clone())
+    };
+    assert_eq!(newest().await, [json!(taken_at), json!("store"), json!(null)]);
+    stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).key("latest").always());
+    let problem = "the object store does not answer";
+    assert_eq!(newest().await, [json!(reported), json!("reported"), json!(problem)]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_says_that_it_waits_for_the_store() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.store.down();
+    let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
+    assert_eq!(deleted.status, 202, "{deleted:?}");
+    let path = format!("/vps/operations/{}", deleted.body["operationId"].as_str().unwrap());
+    let waits = || async {
+        let operation = stack.get(&process, &path).await.body;
+        (operation["errorCode"] == "store_unavailable").then_some(operation)
+    };
+    let operation = stack.eventually("it waits for the store", waits).await;
+    let last = operation["log"].as_array().unwrap().last().unwrap();
+    assert_eq!((&last["step"], &last["outcome"]), (&json!("last_backup"), &json!("retry")), "{operation}");
+    assert!(last["detail"].as_str().unwrap().contains("the object store does not answer"), "{operation}");
+    stack.store.up().unwrap();
+    let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
+    assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("succeeded"), &json!(null)), "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

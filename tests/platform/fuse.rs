@@ -92,6 +92,10 @@ async fn released_alarm_lets_lost_machines_fail() {
         .post(&process, "/vps/fleet/alarms/nothing/release", &json!({}))
         .await
         .assert_problem(404, "not_found");
+    let informs = "/vps/fleet/alarms/database_behind_store/release";
+    let refused = stack.post(&process, informs, &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    assert!(refused.body["detail"].as_str().unwrap().contains("holds nothing back"), "{refused:?}");
     let answer = stack.post(&process, path, &json!({})).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     assert!(answer.body["releasedUntil"].is_string(), "{answer:?}");

@@ -137,6 +137,12 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     stack.register(&process, &new).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert_eq!(power(&stack, &old.machine), Some(Power::Off), "its successor has not served yet");
+    let refused = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
+    refused.assert_problem(409, "invalid_state");
+    let why = refused.body["detail"].as_str().unwrap();
+    for part in ["No later machine of the slot has served yet", "may hold the only copy", "--accept-loss`"] {
+        assert!(why.contains(part), "{part}: {why}");
+    }
     let copies = record(&stack, &process, &new.machine).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], old.machine, "{copies}");
     assert_eq!(
@@ -172,7 +178,20 @@ async fn unreachable_host_is_passed_over_and_its_server_kept_until_the_loss_is_a
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("2026-01-02T03:04:05"), "{refused:?}");
-    assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 202);
+    // Its removal takes a while.
+    let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
+    stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
+    let ordered = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
+    assert_eq!((ordered.status, &ordered.body["alreadyOrdered"]), (202, &json!(false)), "{ordered:?}");
+    let removal = || async {
+        let again = stack.post(&process, &path, &json!({})).await;
+        assert_eq!((again.status, &again.body["alreadyOrdered"]), (202, &json!(true)), "{again:?}");
+        again.body["operationId"].as_str().map(str::to_owned)
+    };
+    let removal = stack.eventually("its removal is filed", removal).await;
+    let operation = stack.get(&process, &format!("/vps/operations/{removal}")).await.body;
+    assert_eq!((&operation["kind"], &operation["machineId"]), (&json!("remove_server"), &json!(old.machine)));
+    stack.provider.clear_faults();
     let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
     stack.eventually("it is deleted", gone).await;
     let path = format!("/vps/{}/discard", new.machine);
@@ -190,7 +209,19 @@ async fn provider_that_refuses_to_switch_off_or_delete_does_not_hold_up_a_recove
     stack.provider.fault(FaultRule::times(1000, "DELETE", "/servers/", locked));
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
     let operation = stack.ended(&process, &id(&recovery, "operationId")).await;
-    assert_eq!(operation["state"], "succeeded", "{operation}");
+    assert_eq!(
+        (&operation["state"], &operation["errorCode"]),
+        (&json!("succeeded"), &Value::Null),
+        "{operation}"
+    );
+    let refused =
+        operation["log"].as_array().unwrap().iter().find(|line| line["outcome"] == "retry").unwrap();
+    let why = "the provider does not switch the server off: locked";
+    assert_eq!(
+        (&refused["step"], &refused["detail"]),
+        (&json!("power_off_server"), &json!(why)),
+        "{operation}"
+    );
     let new = stack.guest(&process, &id(&recovery, "machineId")).await;
     stack.beat(&process, &new, &beat_of(&new)).await;
     let removal = || async {

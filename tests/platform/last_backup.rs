@@ -248,7 +248,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let detail = asks["question"]["detail"].as_str().unwrap();
     let accept = format!("svcctl backup accept {}", old.guest.machine);
     for part in
-        [loss, &accept, "svcctl operation continue", "2026-01-02T03:04:05.678Z", "acceptLoss", "abandon"]
+        [loss, &accept, "svcctl operation continue", "2026-01-02T03:04:05.678Z", "--accept-loss", "abandon"]
     {
         assert!(detail.contains(part), "{part}: {detail}");
     }

@@ -91,6 +91,28 @@ async fn rebuild_brings_back_a_lost_pointer_with_its_fence() {
     assert!(now["seq"].as_u64() > before["seq"].as_u64(), "{before} {now}");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn unknown_slot_is_not_found_and_not_written() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let shown = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9&slot=second").await;
+    shown.assert_problem(404, "not_found");
+    let why = shown.body["detail"].as_str().unwrap();
+    assert!(
+        why.contains("User user_9 has no slot second") && why.contains("`svcctl slot list user_9`"),
+        "{why}"
+    );
+    let empty = json!({"idpUserId": "user_9", "empty": true, "force": true});
+    stack.post(&process, REBUILD, &empty).await.assert_problem(404, "not_found");
+    assert!(stack.store.read(BUCKET, "user_9/primary/system/db/latest").is_none());
+
+    let slot = json!({"idpUserId": "user_9", "slot": "primary", "plan": "starter", "status": "active"});
+    let request = stack.request(&process, Method::PUT, "/vps/slots").bearer_auth(SECRET).json(&slot);
+    assert_eq!(stack.send(request).await.status, 200);
+    let shown = stack.get(&process, "/vps/slots/pointer?idpUserId=user_9").await;
+    assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
+}
+
 /// Else the old host's last backup, for which the recovery waits, would be refused for good.
 #[tokio::test(flavor = "multi_thread")]
 async fn rebuild_during_a_last_backup_leaves_the_fence_to_the_old_machine() {

@@ -58,6 +58,13 @@ async fn power_off_keeps_machine_off_until_power_on() {
         refused.assert_problem(409, "invalid_state");
         assert!(refused.body["detail"].as_str().unwrap().contains("svcctl power on"), "{refused:?}");
     }
+    for path in ["backup", "drill", "backup-accept"] {
+        let refused = stack.post(&process, &format!("/vps/{}/{path}", guest.machine), &json!({})).await;
+        refused.assert_problem(409, "invalid_state");
+        let why = refused.body["detail"].as_str().unwrap();
+        let next = format!("`svcctl power on {} --wait`", guest.machine);
+        assert!(why.contains("is switched off") && why.contains(&next), "{why}");
+    }
     let provisioned = stack.post(&process, "/vps/provision", &super::stack::provision_body("user_1")).await;
     assert_eq!((provisioned.status, &provisioned.body["machineId"]), (200, &json!(guest.machine)));
 

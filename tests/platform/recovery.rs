@@ -143,18 +143,19 @@ async fn recovery_under_way_refuses_other_options() {
         let again = stack.post(&process, "/vps/recover", &again).await;
         assert_eq!((again.status, &again.body), (202, &first.body), "{again:?}");
     }
-    for (name, value) in [
-        ("snapshotKey", json!(key)),
-        ("serverType", json!("cpx22")),
-        ("location", json!("hel1")),
-        ("fallbackLocations", json!(["fsn1"])),
-        ("imageVersion", json!("v0")),
-        ("replaceFirst", json!(true)),
+    for (member, value, said) in [
+        ("snapshotKey", json!(key), "the snapshot"),
+        ("serverType", json!("cpx22"), "the server type"),
+        ("location", json!("hel1"), "the location"),
+        ("fallbackLocations", json!(["fsn1"]), "the fallback locations"),
+        ("imageVersion", json!("v0"), "the image version"),
+        ("replaceFirst", json!(true), "replacing first"),
     ] {
         let refused =
-            stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", name: value})).await;
+            stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;
         refused.assert_problem(409, "invalid_state");
-        assert!(refused.body["detail"].as_str().unwrap().contains(name), "{refused:?}");
+        let differs = format!("This request differs in: {said}.");
+        assert!(refused.body["detail"].as_str().unwrap().contains(&differs), "{refused:?}");
         assert_eq!(refused.body["operationId"], first.body["operationId"], "{refused:?}");
     }
 }

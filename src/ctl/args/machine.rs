@@ -221,7 +221,7 @@ pub struct Delete {
 
 #[derive(Debug, ClapArgs)]
 pub struct Undelete {
-    /// A machine's id, or the handle that it had
+    /// A machine's id, the handle that it had, or USER/SLOT
     pub machine: Target,
     #[command(flatten)]
     pub wait: Wait,
@@ -276,7 +276,7 @@ Example: svcctl power off ada --wait"
 
 #[derive(Debug, ClapArgs)]
 pub struct Discard {
-    /// The id of a replaced or deleted machine, or the handle that it had
+    /// The id of a replaced or deleted machine, the handle that it had, or USER/SLOT
     pub machine: Target,
     /// Delete its server even where it holds what no snapshot does, or where no later machine has served yet
     #[arg(long)]

@@ -68,7 +68,8 @@ pub enum AlarmCommand {
     #[command(
         after_help = "servers_missing: for an hour, machines whose servers the provider does not show fail. \
 unknown_servers: the servers of this moment that no machine is known for are deleted, with their disks, each \
-ORPHAN_GRACE_SECONDS of the platform after it was first seen; one that appears later is held back.\n\n\
+ORPHAN_GRACE_SECONDS of the platform after it was first seen; one that appears later is held back. Other alarms inform: \
+they hold nothing back and end by themselves.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {

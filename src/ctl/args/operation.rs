@@ -51,12 +51,15 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
         after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. A machine that gets \
 its slot back is switched on, also where `svcctl power off` had switched it off. A deletion can be abandoned until its \
 operation has ended, then undone with `svcctl undelete`, but not after `svcctl delete --now`. An abandoned removal leaves the \
-server at the provider, until `svcctl discard` or `svcctl undelete`.\n\n\
-Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002"
+server at the provider, until `svcctl discard` or `svcctl undelete`. With --wait it ends when the machine that has the slot \
+again serves.\n\n\
+Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002 --wait"
     )]
     Abandon {
         /// Its id, as `svcctl status` and `svcctl fleet` show it
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
+        #[command(flatten)]
+        wait: Wait,
     },
 }

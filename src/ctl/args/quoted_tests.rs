@@ -150,6 +150,46 @@ fn texts_name_only_commands_and_options_that_there_are() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
+/// Members of requests. People read texts in `svcctl`, which has options in their place.
+const MEMBERS: [&str; 8] = [
+    "acceptLoss",
+    "allowEmpty",
+    "replaceFirst",
+    "snapshotKey",
+    "serverType",
+    "imageVersion",
+    "fallbackLocations",
+    "with force",
+];
+
+/// The literals of a source file that are sentences, but for those of the API's description.
+fn sentences(text: &str) -> Vec<String> {
+    let text = joined(text, Language::Rust);
+    let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let is_description = |line: &str| ["summary: ", "about: "].iter().any(|name| line.contains(name));
+    let lines = lines.filter(|line| !is_description(line));
+    let literals = lines.flat_map(|line| line.split('"').skip(1).step_by(2));
+    literals.filter(|literal| literal.contains(' ')).map(str::to_owned).collect()
+}
+
+#[test]
+fn texts_name_options_in_place_of_request_members() {
+    let (mut mistakes, mut checked) = (Vec::new(), 0);
+    for path in
+        texts().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
+    {
+        for sentence in sentences(&fs::read_to_string(&path).unwrap()) {
+            checked += 1;
+            let named = MEMBERS.iter().find(|member| sentence.contains(**member));
+            mistakes.extend(named.map(|member| format!("{}: {member} in {sentence:?}", path.display())));
+        }
+    }
+    assert!(mistakes.is_empty(), "{}", mistakes.join("\n"));
+    assert!(checked > 500, "only {checked} texts were found");
+    let found = sentences("    let why = \"Send acceptLoss \\\n        to go on\";");
+    assert!(found.len() == 1 && found[0].starts_with("Send acceptLoss"), "{found:?}");
+}
+
 #[test]
 fn wrong_commands_are_noticed() {
     let svcctl = svcctl();

@@ -10,6 +10,15 @@ use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::fleet::{Alarm, Fleet, released};
 
+/// These hold nothing back: the platform refuses their release, so there is nothing to confirm.
+const INFORMING: [&str; 5] = [
+    "provider_unauthorized",
+    "provider_limit",
+    "provider_capacity",
+    "unknown_operations",
+    "database_behind_store",
+];
+
 pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Failure> {
     let AlarmCommand::Release { alarm, yes } = command;
     let what = match alarm.as_str() {
@@ -21,9 +30,9 @@ pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Fail
             "The unknown servers of this moment are deleted, with their disks, each ORPHAN_GRACE_SECONDS of the platform \
              after it was first seen. What they alone hold is lost then. Kept servers whose time is over are deleted now."
         }
-        _ => "What this alarm holds back is let through.",
+        _ => "What this alarm holds back is carried out.",
     };
-    if confirm::is_due(what, yes)? {
+    if !INFORMING.contains(&alarm.as_str()) && confirm::is_due(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
         let shown = raised.map(|raised| format!("\n{}", raised.line())).unwrap_or_default();

@@ -19,13 +19,10 @@ use crate::ctl::out::{Out, print};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups, list, one};
 use crate::ctl::show::machine::Machine;
-use crate::ctl::show::operation::Operation;
+use crate::ctl::show::operation::{HELD_BACK, Operation};
 use crate::ctl::show::{View, compact};
 use crate::ctl::wait::{self, Clock};
 use crate::untrusted_text::one_line;
-
-/// The question's code where an operation's last backup is held back.
-const HELD_BACK: &str = "last_backup_held_back";
 
 pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
@@ -130,7 +127,10 @@ async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), 
     let id = asked["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
-            format!("`svcctl operation continue {}` goes ahead with it", operation.operation_id)
+            format!(
+                "`svcctl operation continue {}` goes ahead with it, once its host has made it the latest",
+                operation.operation_id
+            )
         }
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
@@ -261,7 +261,7 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
             && let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said))
         {
             let error = anyhow!(
-                "the backup failed: {}\n  next: home/svc/home/system/logs/backup.jsonl on the host says more",
+                "the backup failed: {}\n  next: /home/svc/home/system/logs/backup.jsonl on the host says more",
                 compact(said.get("error"))
             );
             return Err(Failure::new(Exit::Unavailable, error));

@@ -15,6 +15,7 @@ use crate::ctl::show::backup::{Backup, Backups};
 use crate::ctl::show::size;
 use crate::fsx::FileError;
 use crate::partial::Partial;
+use crate::store::key::SnapshotCursor;
 
 /// Tries without a byte before it is given up.
 const TRIES: u32 = 6;
@@ -25,12 +26,19 @@ const PAUSE: Duration = Duration::from_secs(2);
 /// # Errors
 /// [`Failure`]; `Refused` where there is none.
 pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+    let none = || {
+        let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
+        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
+        Failure::new(Exit::Refused, error)
+    };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
         // The page that begins with this key.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
-            vec![("limit", "1".to_owned()), ("cursor", format!("system/db/snapshots/{name}~"))]
+            let cursor: SnapshotCursor =
+                format!("system/db/snapshots/{name}~").parse().map_err(|_| none())?;
+            vec![("limit", "1".to_owned()), ("cursor", cursor.as_str().to_owned())]
         }
     };
     let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
@@ -38,11 +46,7 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
     };
-    page.backups.into_iter().find(is_it).ok_or_else(|| {
-        let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
-        let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
-        Failure::new(Exit::Refused, error)
-    })
+    page.backups.into_iter().find(is_it).ok_or_else(none)
 }
 
 /// Reads it in full and says whether it is what its record says.

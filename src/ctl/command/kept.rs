@@ -1,5 +1,7 @@
 //! The commands about machines out of service: they are brought back, or their kept servers are deleted.
 
+use std::time::Duration;
+
 use anyhow::anyhow;
 use http::Method;
 use serde_json::json;
@@ -13,7 +15,11 @@ use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::copies::KeptServer;
-use crate::ctl::show::machine::{self as shown, Machine, Machines};
+use crate::ctl::show::machine::{self as shown, Discarded, Machine, Machines};
+use crate::ctl::wait::{self, Clock};
+
+/// How long the id of a removal is waited for.
+const MAX_FILING: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
     let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
@@ -47,7 +53,10 @@ pub async fn resume(api: &Api, args: Resume, out: &Out) -> Result<(), Failure> {
 pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure> {
     let what = risk::of_discard(&args);
     let due = confirm::is_due(&what, args.yes)?;
-    let id = kept_id(api, &args.machine, |_| true).await?;
+    let id = match kept_id(api, &args.machine, |_| true).await {
+        Ok(id) => id,
+        Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
+    };
     let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server that holds unsaved changes: there is nothing to confirm.
     if due && (args.accept_loss || machine.unsaved_since.is_none()) {
@@ -55,7 +64,27 @@ pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure>
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let answer = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    let mut discarded: Discarded = answer.read()?;
+    if discarded.operation_id.is_none() && !out.json {
+        discarded.operation_id = filed_removal(api, &id).await;
+    }
+    out.answer(&answer, |view| Ok(discarded.show(view)))
+}
+
+/// The operation that deletes the server. The platform files it a moment after the request.
+async fn filed_removal(api: &Api, id: &str) -> Option<String> {
+    let mut clock = Clock::start(MAX_FILING);
+    loop {
+        let (_, machine) = wait::look(api, id).await.ok()?.ok()?;
+        let mut operations = machine.operations.into_iter();
+        let removal = operations.find(|operation| {
+            operation.kind == "remove_server" && matches!(operation.state.as_str(), "running" | "succeeded")
+        });
+        if removal.is_some() || clock.is_over() {
+            return removal.map(|removal| removal.operation_id);
+        }
+        clock.pause().await;
+    }
 }
 
 /// What the server of a machine holds beyond snapshots, and whether the provider still has it.
@@ -89,6 +118,14 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
             Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
         }
     }
+}
+
+/// The only machine whose server is being deleted, where no server is kept: its discard is repeated.
+async fn removed_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
+    let (all, view) = (kept_of(api, target).await?, View::of_stdout());
+    let (mut going, kept): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|server| server.is_being_deleted(&view));
+    Ok(going.pop().filter(|_| kept.is_empty() && going.is_empty()).map(|server| server.machine_id))
 }
 
 /// Why none of a slot's kept servers is one that the command can use.

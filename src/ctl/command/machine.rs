@@ -102,8 +102,8 @@ pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
     if due {
         let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
-        let along = risk::of_deletion_of_successor(&machine);
-        confirm::ask(&format!("{what}\n{whose} {stake}{along}"), &machine.handle)?;
+        let what = risk::of_deletion_of_successor(&machine, args.accept_loss).unwrap_or(what);
+        confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
     let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
@@ -118,6 +118,13 @@ pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<
     let Some(seconds) = wait.wait else {
         return out.answer(&answer, |view| Ok(shown::accepted(view, &accepted)));
     };
+    if let Some(note) = accepted.note() {
+        eprintln!("note: {note}");
+    }
+    if accepted.is_off_already() {
+        let answer = api.get(&["vps", &accepted.machine_id], &[]).await?;
+        return out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)));
+    }
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
     let (answer, machine) = wait::until_settled(api, &accepted.machine_id, operation, within).await?;

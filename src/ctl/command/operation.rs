@@ -10,7 +10,7 @@ use crate::applet::{Exit, Failure};
 use crate::ctl::api::Api;
 use crate::ctl::args::{Operation as Args, OperationCommand, Wait};
 use crate::ctl::out::Out;
-use crate::ctl::show::machine::Machine;
+use crate::ctl::show::machine::{self as shown, Machine};
 use crate::ctl::show::operation::{self, Operation};
 use crate::ctl::wait;
 use crate::machine::id::OperationId;
@@ -27,7 +27,7 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
             }
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
         }
-        (Some(OperationCommand::Abandon { operation }), _) => {
+        (Some(OperationCommand::Abandon { operation, wait }), _) => {
             // The note is not worth a failure.
             let switched_on = switched_on_by_abandoning(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
@@ -38,10 +38,36 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
                      on. Once it runs, `svcctl power off {machine}` switches it off again"
                 );
             }
+            if let Some(seconds) = wait.wait
+                && let Some(subject) = restored_by(api, &answer.read()?).await?
+            {
+                let within = Duration::from_secs(seconds);
+                let under_way = subject.operations.iter().find(|operation| operation.is_under_way());
+                let under_way = under_way.map(|operation| operation.operation_id.as_str());
+                let (answer, machine) =
+                    wait::until_serving(api, &subject.machine_id, under_way, within).await?;
+                return out.answer(&answer, |view| Ok(shown::one(view, &machine)));
+            }
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
         (None, None) => Err(Failure::new(Exit::Usage, anyhow!("an operation's id is missing"))),
+    }
+}
+
+/// The machine that is to serve again once the operation is abandoned; `None` where none is.
+async fn restored_by(api: &Api, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
+    let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
+    match abandoned.kind.as_str() {
+        "provision" | "recover" => {
+            let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
+            let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else {
+                return Ok(None);
+            };
+            Ok(Some(api.get(&["vps", &live.machine_id], &[]).await?.read()?))
+        }
+        "delete" | "resize" => Ok(Some(machine).filter(Machine::is_active)),
+        _ => Ok(None),
     }
 }
 

@@ -2,10 +2,12 @@
 
 use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
 use crate::ctl::show::machine::Machine;
+use crate::ctl::show::operation::Operation;
 
 const LOSS_ACCEPTED: &str =
-    "--accept-loss: if the host cannot make it, what no snapshot holds is lost with its server.";
-const LOSS_ASKED: &str = "If the host answers and cannot make it, the operation waits for your decision.";
+    "--accept-loss: if the host cannot make the last backup, what no snapshot holds is lost with its server.";
+const LOSS_ASKED: &str =
+    "If the host answers and cannot make the last backup, the operation waits for your decision.";
 
 /// Before the machine of a slot is replaced.
 pub fn of_recovery(args: &Recover) -> String {
@@ -64,24 +66,34 @@ pub fn of_deletion(args: &Delete) -> String {
     [what.as_str(), loss, kept.as_str()].join("\n")
 }
 
-/// What the deletion of a machine that is to replace another one means for that one; nothing for other machines.
-pub fn of_deletion_of_successor(machine: &Machine) -> String {
+/// Before a machine is deleted that is to replace another one: the recovery ends, and both machines with it. `None` for
+/// other machines.
+pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<String> {
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
-    let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced");
-    let Some(replaced) = replaced else { return String::new() };
-    let back = machine.operations.iter().find(|operation| operation.is_under_way());
-    let back = back.map(|operation| {
+    let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
+    let operation = machine.operations.iter().find(|operation| operation.is_under_way());
+    let (new, old) = (&machine.machine_id, &replaced.machine_id);
+    let noun = operation.map_or("recovery", Operation::noun);
+    let mut lines = vec![
         format!(
-            "\nTo go back to that machine instead: `svcctl operation abandon {}`.",
+            "A {noun} of {} (slot {}) is under way. This cancels it and deletes both of its machines:",
+            machine.idp_user_id, machine.slot
+        ),
+        format!("- {new}, the new one, which has not served yet: its server is deleted."),
+        format!(
+            "- {old}, the old one: its host is asked for a last backup, then its server is switched off and kept for the \
+             platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` brings it back."
+        ),
+        if accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned(),
+        "Snapshots stay.".to_owned(),
+    ];
+    lines.extend(operation.map(|operation| {
+        format!(
+            "To cancel the {noun} alone, so that machine {old} serves again: `svcctl operation abandon {}`.",
             operation.operation_id
         )
-    });
-    format!(
-        "\nIt has not served yet. Machine {0}, which it was to replace, is deleted with it: its host is asked for a last \
-         backup, then its server is switched off and kept; `svcctl undelete {0}` brings it back.{1}",
-        replaced.machine_id,
-        back.unwrap_or_default()
-    )
+    }));
+    Some(lines.join("\n"))
 }
 
 /// Before a machine is taken out of service.

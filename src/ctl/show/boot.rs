@@ -4,6 +4,7 @@ use serde::Deserialize;
 
 use super::View;
 use super::human::{ago, seconds, size};
+use crate::quantity::counted;
 
 #[derive(Debug, Deserialize)]
 pub struct Boot {
@@ -69,8 +70,8 @@ impl BootProgress {
             None => format!("{} downloaded", size(bytes)),
         }));
         parts.extend(self.rows.map(|rows| match self.total_rows {
-            Some(total) => format!("{rows} of {total} rows loaded"),
-            None => format!("{rows} rows loaded"),
+            Some(total) => format!("{rows} of {} loaded", counted(total, "row")),
+            None => format!("{} loaded", counted(rows, "row")),
         }));
         parts.join(", ")
     }
@@ -93,5 +94,7 @@ mod tests {
         assert_eq!(far(Some(5), Some(0), None, None).percent(), None);
         assert_eq!(far(Some(u64::MAX), Some(1), None, None).percent(), Some(100));
         assert_eq!(far(None, None, Some(7), None).line(), "7 rows loaded");
+        assert_eq!(far(None, None, Some(1), None).line(), "1 row loaded");
+        assert_eq!(far(None, None, Some(1), Some(1)).line(), "100 %, 1 of 1 row loaded");
     }
 }

@@ -3,14 +3,17 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::deploy::Rollout;
 use super::human::span;
 use super::machine::Update;
+use super::operation::noun_of;
 use super::table::{self, Cell};
-use super::{Colour, View};
+use super::{Colour, View, compact};
 use crate::ctl::args;
 use crate::diagnosis::Findings;
+use crate::quantity::counted;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -33,7 +36,7 @@ pub struct Fleet {
 pub struct Alarm {
     pub alarm: String,
     pub since: String,
-    pub detail: BTreeMap<String, serde_json::Value>,
+    pub detail: BTreeMap<String, Value>,
     pub released_until: Option<String>,
     pub next: String,
 }
@@ -41,9 +44,13 @@ pub struct Alarm {
 impl Alarm {
     /// Its name with its figures: `servers_missing (limit 4, live 6, missing 5)`.
     pub fn line(&self) -> String {
-        let figures: Vec<String> =
-            self.detail.iter().map(|(name, value)| format!("{name} {value}")).collect();
-        let figures = if figures.is_empty() { String::new() } else { format!(" ({})", figures.join(", ")) };
+        let (cases, figures): (Vec<_>, Vec<_>) =
+            self.detail.iter().partition(|(_, value)| value.is_array() || value.is_object());
+        let figures: Vec<_> = figures.iter().map(|(name, value)| figure(name, value)).collect();
+        let cases = cases.iter().map(|(name, value)| format!("{}: {}", words(name), case(value)));
+        let shown: Vec<_> =
+            (!figures.is_empty()).then(|| figures.join(", ")).into_iter().chain(cases).collect();
+        let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
         let released = match &self.released_until {
             Some(last) if self.alarm == "unknown_servers" => {
                 format!(", released: the last is deleted at {last}")
@@ -52,6 +59,45 @@ impl Alarm {
             None => String::new(),
         };
         format!("{}{figures} since {}{released}", self.alarm, self.since)
+    }
+}
+
+/// `missing 5`.
+fn figure(name: &str, value: &Value) -> String {
+    format!("{} {}", words(name), compact(Some(value)))
+}
+
+/// `server 4711, machine 019a…, epoch 3`; those of a list are separated by semicolons.
+fn case(value: &Value) -> String {
+    match value {
+        Value::Array(cases) => cases.iter().map(case).collect::<Vec<_>>().join("; "),
+        Value::Object(members) => {
+            let rank =
+                |name: &str| CASE_ORDER.iter().position(|known| *known == name).unwrap_or(CASE_ORDER.len());
+            let mut members: Vec<_> = members.iter().filter(|(_, value)| !value.is_null()).collect();
+            members.sort_by_key(|(name, _)| rank(name));
+            members.iter().map(|(name, value)| figure(name, value)).collect::<Vec<_>>().join(", ")
+        }
+        scalar => compact(Some(scalar)),
+    }
+}
+
+/// What a person looks for first comes first.
+const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
+
+/// A member's name as a person says it: `failedInLastHour` is `failed in last hour`. What is no such name stays as it is.
+fn words(name: &str) -> String {
+    match name {
+        "providerServerId" => "server".to_owned(),
+        "machineId" => "machine".to_owned(),
+        name if !name.bytes().all(|byte| byte.is_ascii_alphanumeric()) => name.to_owned(),
+        name => name.chars().fold(String::new(), |mut said, letter| {
+            if letter.is_ascii_uppercase() {
+                said.push(' ');
+            }
+            said.push(letter.to_ascii_lowercase());
+            said
+        }),
     }
 }
 
@@ -69,7 +115,7 @@ pub struct Overdue {
 impl Overdue {
     fn line(&self) -> String {
         let Self { handle, kind, step, .. } = self;
-        format!("{kind} of {handle} at {step} for {}", span(self.age_seconds))
+        format!("{} of {handle} at {step} for {}", noun_of(kind), span(self.age_seconds))
     }
 
     fn advice(&self) -> String {
@@ -157,11 +203,15 @@ impl Fleet {
         });
         let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
         let named = if more > 0 {
-            named.warning(format!("and {more} more machines need somebody"), "svcctl fleet")
+            let verb = if more == 1 { "needs" } else { "need" };
+            named.warning(
+                format!("and {} {verb} somebody", counted(more as u64, "more machine")),
+                "svcctl fleet",
+            )
         } else {
             named
         };
-        named.or_ok(format!("{} machines, none needs anybody", self.totals.machines))
+        named.or_ok(format!("{}, none needs anybody", counted(self.totals.machines as u64, "machine")))
     }
 }
 
@@ -171,9 +221,9 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         view,
         &[
             ("machines", Cell::painted(Some(Colour::Strong), totals.machines.to_string())),
-            ("status", counted(&totals.by_status).into()),
-            ("health", counted(&totals.by_health).into()),
-            ("images", counted(&totals.by_image_version).into()),
+            ("status", by_count(&totals.by_status).into()),
+            ("health", by_count(&totals.by_health).into()),
+            ("images", by_count(&totals.by_image_version).into()),
             ("backups", backups(&fleet.backups)),
             ("rollout", rollout(fleet.rollout.as_ref())),
         ],
@@ -213,7 +263,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
 }
 
 /// `3 running, 1 failed`: what there is most of first, and nothing that there is none of.
-fn counted(counts: &BTreeMap<String, usize>) -> String {
+fn by_count(counts: &BTreeMap<String, usize>) -> String {
     let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
@@ -273,5 +323,42 @@ fn advice(reason: &str) -> &'static str {
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
         _ => "svcctl status HANDLE",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
+    const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+
+    #[test]
+    fn alarms_are_text() {
+        let alarm = |name: &str, detail: Value| {
+            let alarm =
+                json!({"alarm": name, "since": "T", "detail": detail, "releasedUntil": null, "next": "n"});
+            serde_json::from_value::<Alarm>(alarm).unwrap().line()
+        };
+        assert_eq!(
+            alarm("servers_missing", json!({"missing": 5, "live": 6, "failedInLastHour": 0, "limit": 4})),
+            "servers_missing (failed in last hour 0, limit 4, live 6, missing 5) since T"
+        );
+        assert_eq!(
+            alarm("database_behind_store", json!({"user_1/primary": {"machineId": MACHINE, "epoch": 7}})),
+            format!("database_behind_store (user_1/primary: machine {MACHINE}, epoch 7) since T")
+        );
+        let server = |id: &str, slot: Value| json!({"providerServerId": id, "machineId": OTHER, "epoch": "3", "slot": slot});
+        let servers = json!([server("1", json!("user_1/primary")), server("2", Value::Null)]);
+        assert_eq!(
+            alarm("unknown_servers", json!({"unknown": 2, "released": 0, "servers": servers})),
+            format!(
+                "unknown_servers (released 0, unknown 2; servers: server 1, machine {OTHER}, slot user_1/primary, epoch 3; \
+                 server 2, machine {OTHER}, epoch 3) since T"
+            )
+        );
+        assert_eq!(alarm("provider_limit", json!({})), "provider_limit since T");
     }
 }

@@ -107,12 +107,28 @@ pub struct Accepted {
     pub old_machine_id: Option<String>,
     pub deleted_at: Option<String>,
     pub newest_snapshot_at: Option<String>,
+    /// `store`, or `reported` by a host where the store did not say.
+    pub newest_snapshot_source: Option<String>,
+    /// Why the store's newest snapshot is not known, or cannot be restored.
+    pub snapshot_problem: Option<String>,
     pub undeletable_until: Option<String>,
     /// The machine that was deleted with one that was to replace it.
     pub also_deleted: Option<AlsoDeleted>,
-    /// An undelete found the deletion undone.
+    /// Of an undelete: whether it found the deletion undone.
+    pub already_undone: Option<bool>,
+    /// Of a power command.
+    pub action: Option<String>,
+}
+
+/// What a discard answers: the machine, and what deletes its server.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Discarded {
+    #[serde(flatten)]
+    machine: Machine,
+    pub operation_id: Option<String>,
     #[serde(default)]
-    pub already_undone: bool,
+    already_ordered: bool,
 }
 
 #[derive(Debug, Deserialize)]
@@ -121,6 +137,66 @@ pub struct AlsoDeleted {
     pub machine_id: String,
     pub operation_id: String,
     pub undeletable_until: Option<String>,
+}
+
+impl Discarded {
+    pub fn show(&self, view: &View) -> String {
+        let Self { machine, operation_id, already_ordered } = self;
+        let id = &machine.machine_id;
+        let server = machine.provider_server_id.as_deref().unwrap_or("unknown");
+        let operation = operation_id.clone().unwrap_or_else(|| {
+            format!(
+                "not begun yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
+                 provider's servers; `svcctl fleet` shows an alarm that holds it back"
+            )
+        });
+        let note =
+            if *already_ordered { "its deletion had already been ordered; nothing was changed" } else { "" };
+        table::pairs(
+            view,
+            &[
+                ("machine", id.clone().into()),
+                (
+                    "slot",
+                    format!("{}, slot {} of {}", machine.handle, machine.slot, machine.idp_user_id).into(),
+                ),
+                ("status", Cell::state(machine.shown_state())),
+                ("server", format!("{server}: being deleted, with its disk").into()),
+                ("operation", operation.into()),
+                ("note", note.into()),
+            ],
+        )
+    }
+}
+
+impl Accepted {
+    /// What a repeated command has to say, which changed nothing.
+    pub fn note(&self) -> Option<&'static str> {
+        if self.already_undone == Some(true) {
+            return Some("the deletion had already been undone; nothing was changed");
+        }
+        self.is_off_already().then_some("it had already been switched off; nothing was changed")
+    }
+
+    /// Whether it was to be switched off and is.
+    pub fn is_off_already(&self) -> bool {
+        self.action.as_deref() == Some("off") && self.operation_id.is_none()
+    }
+
+    fn status_word(&self) -> &str {
+        let status = self.status.as_deref().unwrap_or_default();
+        match (self.action.as_deref(), self.already_undone) {
+            _ if self.deleted_at.is_some() => "deleted",
+            (Some("off"), _) if self.is_off_already() => "off",
+            (Some("off"), _) => "being switched off",
+            (Some("on"), _) => "being switched on",
+            (Some("reboot"), _) => "being restarted",
+            (_, Some(false)) if status == "failed" => {
+                "being brought back: it serves with its next healthy heartbeat"
+            }
+            _ => status,
+        }
+    }
 }
 
 impl Machine {
@@ -136,7 +212,7 @@ impl Machine {
     }
 
     /// [`Self::state_word`]; a machine that runs and is switched off shows that instead.
-    fn shown_state(&self) -> &str {
+    pub fn shown_state(&self) -> &str {
         let is_off = self.powered_off_at.is_some() && self.state_word() == "running";
         if is_off { "off" } else { self.state_word() }
     }
@@ -298,11 +374,12 @@ pub fn one(view: &View, m: &Machine) -> String {
 }
 
 pub fn accepted(view: &View, a: &Accepted) -> String {
-    let status = if a.deleted_at.is_some() { "deleted" } else { a.status.as_deref().unwrap_or_default() };
-    let newest = a.newest_snapshot_at.as_deref().map(|at| when(view.now, at));
+    let is_reported = a.newest_snapshot_source.as_deref() == Some("reported");
+    let source = if is_reported { ", as its host reported" } else { "" };
+    let newest = a.newest_snapshot_at.as_deref().map(|at| format!("{}{source}", when(view.now, at)));
     let newest = newest.or_else(|| a.deleted_at.as_ref().map(|_| "none known".to_owned()));
-    let note =
-        if a.already_undone { "the deletion had already been undone; nothing was changed" } else { "" };
+    let problem = a.snapshot_problem.as_ref().map(|problem| format!("; {problem}")).unwrap_or_default();
+    let newest = newest.map(|newest| newest + &problem);
     table::pairs(
         view,
         &[
@@ -311,11 +388,11 @@ pub fn accepted(view: &View, a: &Accepted) -> String {
             ("with it", a.also_deleted.as_ref().map(also_deleted).unwrap_or_default().into()),
             ("replaces", text(a.old_machine_id.as_ref()).into()),
             ("type", text(a.server_type.as_ref()).into()),
-            ("status", Cell::state(status)),
+            ("status", Cell::state(a.status_word())),
             ("operation", text(a.operation_id.as_ref()).into()),
             ("snapshot", text(newest.as_ref()).into()),
             ("undo", undo(view, a).into()),
-            ("note", note.into()),
+            ("note", a.note().unwrap_or_default().into()),
         ],
     )
 }

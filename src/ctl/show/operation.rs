@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::human::{ago, seconds};
 use super::{Colour, View, compact};
+use crate::quantity::counted;
 use crate::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
@@ -26,6 +27,9 @@ pub struct Operation {
     #[serde(default)]
     pub log_omitted: u64,
 }
+
+/// The code of the question about a last backup that the host holds back.
+pub const HELD_BACK: &str = "last_backup_held_back";
 
 /// What an operation waits for an operator to decide.
 #[derive(Debug, Deserialize)]
@@ -69,8 +73,24 @@ impl Operation {
         self.question.as_ref().filter(|_| self.state == "waiting")
     }
 
+    pub fn noun(&self) -> &str {
+        noun_of(&self.kind)
+    }
+
     pub fn is_under_way(&self) -> bool {
         matches!(self.state.as_str(), "running" | "waiting")
+    }
+
+    /// Why the step that it is at runs again, as long as that is what happened last.
+    fn waits_for(&self) -> Option<String> {
+        let last = self.log.last().filter(|_| self.state == "running")?;
+        let is_retried = self.error_code.is_some() || self.attempts.is_some_and(|attempts| attempts > 0);
+        let is_waiting = match last.outcome.as_deref() {
+            Some("retry") => is_retried,
+            outcome => outcome == Some("waits"),
+        };
+        let why = last.detail.as_ref().filter(|_| is_waiting && self.step.as_ref() == Some(&last.step));
+        why.map(|why| compact(Some(why)))
     }
 
     /// The commands that answer its question, and what each does.
@@ -81,13 +101,26 @@ impl Operation {
             "delete" => "the deletion is undone",
             _ => "it ends as far as it has got",
         };
-        let again = self.question().filter(|question| question.may_be_settled());
-        let again =
-            again.map(|_| format!("`svcctl operation continue {id}`: the last backup is tried again"));
-        let is_outdated =
-            self.question().is_some_and(|question| question.code.as_deref() == Some("database_behind_store"));
-        let what =
-            if is_outdated { "the machine is deleted again" } else { "it goes ahead, and that data is lost" };
+        let code = self.question().and_then(|question| question.code.as_deref());
+        let again = self.question().filter(|question| question.may_be_settled()).map(|_| {
+            let what = match code {
+                Some(HELD_BACK) => format!(
+                    "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; without that, its host takes \
+                     another backup, and asks again if that is held back, too",
+                    self.machine_id
+                ),
+                _ => "its host is asked for the last backup again".to_owned(),
+            };
+            format!("`svcctl operation continue {id}`: {what}")
+        });
+        let what = match code {
+            Some("database_behind_store") => "the machine is deleted again",
+            Some(HELD_BACK) => {
+                "it goes ahead with the newest snapshot that is not held back; what only the old server holds is lost when \
+                 that is deleted"
+            }
+            _ => "it goes ahead, and that data is lost when the old server is deleted",
+        };
         let others = [
             format!("`svcctl operation continue {id} --accept-loss`: {what}"),
             format!("`svcctl operation abandon {id}`: {back}"),
@@ -120,7 +153,7 @@ impl Operation {
     fn repeats(&self, entry: &LogEntry) -> String {
         let last = entry.repeated_at.as_deref().filter(|_| entry.repeats > 0);
         last.map_or_else(String::new, |last| {
-            format!("(repeated {} times, last at {})", entry.repeats, self.offset(last).trim())
+            format!("(repeated {}, last at {})", counted(entry.repeats, "time"), self.offset(last).trim())
         })
     }
 
@@ -135,6 +168,20 @@ impl Operation {
     pub fn offset(&self, at: &str) -> String {
         let from = self.created_at.as_deref().and_then(|created| seconds(created, at));
         from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
+    }
+}
+
+/// What a person calls an operation of this kind.
+pub fn noun_of(kind: &str) -> &str {
+    match kind {
+        "provision" => "provisioning",
+        "recover" => "recovery",
+        "delete" => "deletion",
+        "reinstate" => "reinstatement",
+        "remove_server" => "removal of the server",
+        "power_on" => "power-on",
+        "power_off" => "power-off",
+        kind => kind,
     }
 }
 
@@ -153,11 +200,15 @@ pub fn one(view: &View, o: &Operation) -> String {
     head.extend(took.map(|took| format!("took {took:.1} s")));
     head.push(view.paint(Some(Colour::Faint), &o.operation_id));
     let mut shown = head.join("  ") + "\n";
+    if let Some(why) = o.waits_for() {
+        shown.push_str(&format!("{}\n", view.paint(Some(Colour::Moving), &format!("waiting: {why}"))));
+    }
     for line in o.question_lines() {
         shown.push_str(&format!("{}\n", view.paint(Some(Colour::Bad), &line)));
     }
     if o.log_omitted > 0 {
-        shown.push_str(&format!("({} older entries are not shown)\n", o.log_omitted));
+        let (entries, are) = if o.log_omitted == 1 { ("entry", "is") } else { ("entries", "are") };
+        shown.push_str(&format!("({} older {entries} {are} not shown)\n", o.log_omitted));
     }
     for entry in o.log.iter().filter(|entry| entry.is_news()) {
         shown.push_str(&format!("{}\n", o.line(view, entry)));
@@ -168,4 +219,58 @@ pub fn one(view: &View, o: &Operation) -> String {
 /// An operation that runs is under way, where a machine that runs is well.
 fn operation_colour(state: &str) -> &str {
     if state == "running" { "retry" } else { state }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const ID: &str = "019a0000-0000-7000-8000-000000000002";
+    const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+
+    fn read(value: &Value) -> Operation {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    #[test]
+    fn operation_says_what_it_waits_for_until_it_goes_on() {
+        let mut waiting = json!({
+            "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
+            "attempts": 1, "errorCode": null,
+            "log": [{"at": "T", "step": "last_backup", "outcome": "retry", "detail": "the store does not answer"}],
+        });
+        let why = |operation: &Value| read(operation).waits_for();
+        assert_eq!(why(&waiting).as_deref(), Some("the store does not answer"));
+        waiting["attempts"] = 0.into();
+        assert_eq!(why(&waiting), None);
+        waiting["errorCode"] = "store_unavailable".into();
+        assert!(why(&waiting).is_some());
+        waiting["step"] = "power_off_server".into();
+        assert_eq!(why(&waiting), None);
+        waiting["step"] = "last_backup".into();
+        waiting["state"] = "failed".into();
+        assert_eq!(why(&waiting), None);
+    }
+
+    /// Each answer says what becomes of the snapshot that is held back.
+    #[test]
+    fn held_back_backup_asks_with_precise_answers() {
+        let answers = read(&json!({
+            "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
+            "question": {"code": "last_backup_held_back", "detail": "Held back."},
+        }))
+        .answers();
+        for (answer, part) in answers.iter().zip([
+            format!(
+                "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it goes ahead with"
+            ),
+            "it goes ahead with the newest snapshot that is not held back".to_owned(),
+            "the slot goes back to the machine that it had".to_owned(),
+        ]) {
+            assert!(answer.contains(&part), "{part}: {answer}");
+        }
+        assert!(answers[0].contains("without that, its host takes another backup"), "{}", answers[0]);
+    }
 }

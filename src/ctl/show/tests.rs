@@ -151,6 +151,14 @@ fn repeated_and_omitted_log_entries_are_counted() {
     assert!(shown.contains("(7 older entries are not shown)"), "{shown}");
     assert!(shown.contains("the provider is busy  (repeated 4319 times, last at 3600.4 s)"), "{shown}");
 
+    long["log"][1]["repeats"] = 1.into();
+    long["logOmitted"] = 1.into();
+    let shown = operation::one(&plain(), &read(long.clone()));
+    assert!(
+        shown.contains("(1 older entry is not shown)") && shown.contains("(repeated 1 time, last"),
+        "{shown}"
+    );
+
     // An earlier platform sends no numbers: the place counts.
     let after = |value: &Value, seen| {
         let operation: operation::Operation = read(value.clone());

@@ -15,6 +15,7 @@ use crate::host::lock::Lock;
 use crate::host::pgconn::{self, ConnectError};
 use crate::host::scratch::{self, DownloadError, LoadError, Means, Roles};
 use crate::http::problem::chain;
+use crate::quantity::counted;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -117,7 +118,7 @@ async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<Stri
     failpoint::pass("drill.dropped")?;
     clean(&into, &dir).await?;
     let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
-    Ok(format!("{} tables, {rows} rows", side.tables.len()))
+    Ok(format!("{}, {}", counted(side.tables.len() as u64, "table"), counted(rows, "row")))
 }
 
 /// The newest snapshot; its name stays where it is not usable.

@@ -2,6 +2,7 @@
 //! lost a table, is backed up, and does not become the latest by itself.
 
 use crate::host::census;
+use crate::quantity::counted;
 use crate::store::snapshot::TableCount;
 
 /// What was in the database, and is not.
@@ -33,10 +34,11 @@ pub fn shrunk(before: &[TableCount], now: &[TableCount]) -> Option<String> {
     if let Some(first) = gone.first() {
         let others = gone.len() - 1;
         let others = if others > 0 { format!(" and {others} more") } else { String::new() };
-        return Some(format!("the table {} with {} rows{others} is gone", first.name, first.rows));
+        return Some(format!("the table {} with {}{others} is gone", first.name, counted(first.rows, "row")));
     }
     let (before, now) = (rows(before), rows(now));
-    (before > 0 && now <= before / 2).then(|| format!("the database holds {now} rows instead of {before}"))
+    (before > 0 && now <= before / 2)
+        .then(|| format!("the database holds {} instead of {before}", counted(now, "row")))
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use crate::host::census;
 use crate::host::patience::Patience;
 use crate::host::pgconn::{self, ConnectError, ident, literal};
 use crate::host::pgtools;
+use crate::quantity::counted;
 use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
 /// Nothing on a machine of ours takes longer to load.
@@ -296,7 +297,7 @@ async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<()
         Some(table) => {
             let of = |tables: &[crate::store::snapshot::TableCount]| {
                 let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
-                rows.map_or("is not there".to_owned(), |rows| format!("has {rows} rows"))
+                rows.map_or("is not there".to_owned(), |rows| format!("has {}", counted(rows, "row")))
             };
             let why = format!("{} {} and was recorded as: {}", table.name, of(&found), of(&recorded));
             Err(LoadError::Differs(why))

@@ -26,8 +26,14 @@ pub async fn handle(
     let call = Call::read(request).await?;
     call.operator(&platform)?;
     call.fields()?.finish(Some(()))?;
-    let not_found = || Problem::new(Code::NotFound, "No fuse of this name has tripped.");
-    let alarm: Alarm = alarm.parse().ok().filter(|alarm: &Alarm| alarm.is_fuse()).ok_or_else(not_found)?;
+    let not_found = || {
+        let detail = format!("No alarm {alarm} is raised. `svcctl fleet` lists the alarms.");
+        Problem::new(Code::NotFound, detail)
+    };
+    let known: Alarm = alarm.parse().map_err(|_| not_found())?;
+    if !known.is_fuse() {
+        return Err(informs_only(known));
+    }
     let mutation = Mutation::of(&call)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -35,22 +41,32 @@ pub async fn handle(
         return Ok(reply.into_response());
     }
     let unknown = async || db::unknown_servers::count(&tx, platform.config.timing.orphan_grace).await;
-    let before = db::alarms::get(&tx, alarm.as_str()).await?.ok_or_else(not_found)?;
+    let before = db::alarms::get(&tx, known.as_str()).await?.ok_or_else(not_found)?;
     let before = alarms::record(&before, &unknown().await?);
-    let after = alarms::release(&tx, alarm).await?.ok_or_else(not_found)?;
+    let after = alarms::release(&tx, known).await?.ok_or_else(not_found)?;
     let after = alarms::record(&after, &unknown().await?);
     let reply = Reply::new(StatusCode::OK, after.clone());
     let changed = Changed {
         action: "alarm.release",
-        target: alarm.as_str(),
+        target: known.as_str(),
         before: Some(&before),
         after: Some(&after),
     };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
-    tracing::warn!(alarm = alarm.as_str(), "an operator released the alarm");
+    tracing::warn!(alarm = known.as_str(), "an operator released the alarm");
     platform.reconcile.notify_one();
     Ok(reply.into_response())
+}
+
+/// The refusal where an alarm holds nothing back.
+fn informs_only(alarm: Alarm) -> Problem {
+    let detail = format!(
+        "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` says what to do about it.",
+        alarm.as_str(),
+        alarm.end()
+    );
+    Problem::new(Code::InvalidState, detail)
 }
 
 /// The route and its description.
@@ -75,6 +91,7 @@ pub static RELEASE: Endpoint = Endpoint {
         answers: &[told(200, "It is released.", || named("Alarm"))],
         problems: &[
             Code::NotFound,
+            Code::InvalidState,
             Code::InvalidRequest,
             Code::IdempotencyMismatch,
             Code::DatabaseUnavailable,

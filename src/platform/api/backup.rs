@@ -182,6 +182,16 @@ fn running(machine: &MachineRow) -> Result<(), Problem> {
     if machine.status != Status::Running {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running]));
     }
+    if machine.powered_off_at.is_some() {
+        let detail = format!(
+            "The machine is switched off: its host cannot make a backup or restore one. `svcctl power on {} --wait` switches \
+             it on; try again then.",
+            machine.id
+        );
+        return Err(Problem::new(Code::InvalidState, detail)
+            .with("machineStatus", json!(machine.status))
+            .with("allowed", json!([])));
+    }
     Ok(())
 }
 

@@ -13,7 +13,7 @@ use super::endpoint::{CURSOR, Endpoint, MACHINE_ID, OPERATOR, told};
 use super::fault;
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{
-    Operation, Parameter, Place, array, boolean, count, nullable, object, text, time, uuid,
+    Operation, Parameter, Place, array, boolean, count, matching, nullable, object, text, time, uuid,
 };
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
@@ -21,7 +21,7 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::store::bucket::StoreError;
-use crate::store::key::SlotPrefix;
+use crate::store::key::{SlotPrefix, SnapshotCursor};
 use crate::store::snapshot::SideRecord;
 use crate::store::snapshots::{Page, Window};
 use crate::store::{pointer_io, snapshots};
@@ -42,7 +42,7 @@ pub async fn handle(
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query();
     let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
-    let before: Option<String> = query.optional("cursor");
+    let before: Option<SnapshotCursor> = query.optional("cursor");
     let only_latest = query.optional::<bool>("latest").unwrap_or(false);
     query.finish(Some(()))?;
 
@@ -70,7 +70,8 @@ pub async fn handle(
             Page { records: record.into_iter().collect(), next: None }
         } else {
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
-            let window = Window { before: before.as_deref(), latest: taken_at, limit };
+            let window =
+                Window { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
             snapshots::page(&platform.bucket, &slot, window).await?
         };
         Ok::<_, Problem>((latest, page))
@@ -103,7 +104,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         path: "/vps/{id}/backups",
         summary: "The verified snapshots of the machine's slot, the newest first.",
         credentials: &[OPERATOR],
-        parameters: &[MACHINE_ID, LIMIT, CURSOR, LATEST],
+        parameters: &[
+            MACHINE_ID,
+            LIMIT,
+            Parameter { schema: || matching(SnapshotCursor::PATTERN), ..CURSOR },
+            LATEST,
+        ],
         body: None,
         answers: &[told(200, "A page.", page)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],

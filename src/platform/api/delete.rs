@@ -18,12 +18,15 @@ use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::fields::Fields;
-use crate::http::openapi::{Operation, Parameter, Place, boolean, nullable, object, time, uuid};
+use crate::http::openapi::{
+    Operation, Parameter, Place, boolean, nullable, object, one_of, text, time, uuid,
+};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
+use crate::platform::copies;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
@@ -59,9 +62,14 @@ async fn delete(
     options: OperationOptions,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
-    let mut session = platform.db.session().await?;
+    let session = platform.db.session().await?;
     let not_found = || fault::machine_not_found(&id.to_string());
     let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
+    let copies = copies::of_slot(&session, &seen, &platform.config.timing).await?;
+    // The store may take its time: no session is held meanwhile.
+    drop(session);
+    let copies = copies.with_snapshot(&platform.bucket).await;
+    let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", seen.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -77,7 +85,8 @@ async fn delete(
             // Asked again: the operation that the first request filed.
             let operation = db::operations::newest(&tx, id, "delete").await?;
             let options = operation.as_ref().map_or(options, |operation| operation.options);
-            let deletion = Deletion { operation: operation.map(|operation| operation.id), options };
+            let operation = operation.map(|operation| operation.id);
+            let deletion = Deletion { operation, options, copies };
             let body = body(platform, &tx, &machine, &deletion).await?;
             let reply = Reply::new(StatusCode::ACCEPTED, body);
             mutation.store(&tx, &reply).await?;
@@ -86,7 +95,7 @@ async fn delete(
         }
     };
     let deleted = db::machines::get(&tx, id).await?.ok_or_else(not_found)?;
-    let body = body(platform, &tx, &deleted, &Deletion { operation: filed, options }).await?;
+    let body = body(platform, &tx, &deleted, &Deletion { operation: filed, options, copies }).await?;
     let reply = Reply::new(StatusCode::ACCEPTED, body);
     let (before, after) = (machine.record(), deleted.record());
     let target = id.to_string();
@@ -100,6 +109,8 @@ async fn delete(
 struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
+    /// Of the slot, before it.
+    copies: Value,
 }
 
 async fn body(
@@ -108,7 +119,6 @@ async fn body(
     machine: &MachineRow,
     deletion: &Deletion,
 ) -> Result<Value, DbError> {
-    let newest = db::machines::newest_backup(tx, &machine.user, &machine.slot).await?;
     let also = deleted_along(tx, machine).await?.map(|(other, operation)| {
         json!({
             "machineId": other.id,
@@ -125,7 +135,9 @@ async fn body(
         "status": machine.status,
         "registeredAt": machine.registered_at.map(rfc3339_ms),
         "deletedAt": machine.deleted_at.map(rfc3339_ms),
-        "newestSnapshotAt": newest.map(rfc3339_ms),
+        "newestSnapshotAt": deletion.copies["newestSnapshotAt"],
+        "newestSnapshotSource": deletion.copies["newestSnapshot"]["source"],
+        "snapshotProblem": deletion.copies["snapshotProblem"],
         "undeletableUntil": undeletable_until(platform, machine, deletion.options),
         "operationId": deletion.operation,
         "alsoDeleted": also,
@@ -185,6 +197,8 @@ fn answer() -> Value {
             ("registeredAt", nullable(time())),
             ("deletedAt", nullable(time())),
             ("newestSnapshotAt", nullable(time())),
+            ("newestSnapshotSource", nullable(one_of(&["store", "reported"]))),
+            ("snapshotProblem", nullable(text())),
             ("undeletableUntil", nullable(time())),
             ("operationId", nullable(uuid())),
             ("alsoDeleted", nullable(also)),
@@ -206,7 +220,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
         answers: &[told(
             202,
             "The machine is deleted; undelete brings it back while its server is kept. `alsoDeleted` is the machine that it \
-             was to replace: its server has the slot's data and is kept.",
+             was to replace: its server has the slot's data and is kept. `newestSnapshotAt` is what the store's pointer names; \
+             where the store does not say, what a host last reported, with the reason in `snapshotProblem`.",
             answer,
         )],
         problems: &[

@@ -7,19 +7,21 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
+use super::shape;
 use crate::clock::rfc3339_ms;
-use crate::http::openapi::{Operation, boolean, fields, named};
+use crate::http::openapi::{Operation, boolean, fields};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_changes};
+use crate::platform::operations::OperationKind;
 
 /// Whether what no snapshot holds may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -53,15 +55,39 @@ async fn discard(
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
-    check(&change.machine, loss)?;
+    check_left(&change.machine)?;
+    let removal = removal_under_way(&change.tx, id).await?;
+    if removal.is_some() || is_ordered(&change.machine) {
+        let body = |after: &MachineRow| body(after, removal, true);
+        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+    }
     if loss == Loss::Refused {
         check_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::discard_ordered(&change.tx, id).await?;
-    change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, MachineRow::record).await
+    // The reconciler files the removal, once it knows all servers at the provider.
+    change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
 }
 
-fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {
+/// The operation that deletes the server already.
+async fn removal_under_way(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
+    let removal = db::operations::newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
+    Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
+}
+
+/// Whether the server is not kept any more, by an order that nothing has taken back since.
+fn is_ordered(machine: &MachineRow) -> bool {
+    machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
+}
+
+fn body(machine: &MachineRow, removal: Option<OperationId>, already_ordered: bool) -> Value {
+    let mut body = machine.record();
+    body["operationId"] = json!(removal);
+    body["alreadyOrdered"] = json!(already_ordered);
+    body
+}
+
+fn check_left(machine: &MachineRow) -> Result<(), Problem> {
     if machine.is_active() {
         let detail = format!("The machine holds its slot: `svcctl delete {}` deletes it.", machine.id);
         return Err(invalid(machine.status.as_str(), &detail));
@@ -73,30 +99,35 @@ fn check(machine: &MachineRow, loss: Loss) -> Result<(), Problem> {
         );
         return Err(invalid("server_deleted", &detail));
     }
-    match machine.unsaved_since.filter(|_| loss == Loss::Refused) {
-        None => Ok(()),
-        Some(since) => Err(refused(&format!(
-            "No snapshot holds what was written on it since {}. Send acceptLoss to delete it all the same.",
-            rfc3339_ms(since)
-        ))),
-    }
+    Ok(())
 }
 
-/// Refuses a server that may hold the only copy of the slot's data: without `acceptLoss`, the database must say that a
-/// last backup exists or that an operator has accepted the loss already.
+/// Refuses a server that is still needed, or that may hold the only copy of the slot's data: without `acceptLoss`, the
+/// database must say that a last backup exists or that an operator has accepted the loss already.
 async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+    if let Some(since) = machine.unsaved_since {
+        let why = format!("No snapshot holds what was written on it since {}.", rfc3339_ms(since));
+        return Err(refused(machine, &why));
+    }
     if let Some(operation) = db::slot_operations::needs_server(tx, machine).await? {
-        return Err(refused(&format!(
-            "Operation {} ({}) still needs this server: wait until it has ended, or send acceptLoss to delete the \
-             server all the same.",
-            operation.id, operation.kind
-        )));
+        let why = format!(
+            "The {} {} still needs this server: wait until it has ended.",
+            operation.noun(),
+            operation.id
+        );
+        return Err(refused(machine, &why));
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
-        return Err(refused(
-            "No later machine of the slot has served yet: this server is its last copy. Send acceptLoss to delete it \
-             all the same.",
-        ));
+        let holds = match machine.final_backup_at {
+            Some(at) => format!("The snapshot of {} holds its data", rfc3339_ms(at)),
+            None => "No last backup of it is on record, so this server may hold the only copy of its data"
+                .to_owned(),
+        };
+        let why = format!(
+            "No later machine of the slot has served yet: if the new one does not start, this server is what the slot \
+             goes back to. {holds}."
+        );
+        return Err(refused(machine, &why));
     }
     // A machine that gets its slot back loses its `final_backup_at`: one that is set was made for this departure.
     if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
@@ -105,14 +136,15 @@ async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), P
     if db::slot_operations::is_loss_accepted(tx, machine.id).await? {
         return Ok(());
     }
-    Err(refused(
-        "No last backup of this machine is on record, and no accepted loss. Send acceptLoss to delete its server all \
-         the same.",
-    ))
+    Err(refused(machine, "No last backup of this machine is on record, and no accepted loss."))
 }
 
-fn refused(detail: &str) -> Problem {
-    invalid("kept", detail)
+fn refused(machine: &MachineRow, why: &str) -> Problem {
+    let detail = format!(
+        "{why} `svcctl status {0}` shows what its server holds; `svcctl discard {0} --accept-loss` deletes it all the same.",
+        machine.id
+    );
+    invalid("kept", &detail)
 }
 
 fn invalid(status: &str, detail: &str) -> Problem {
@@ -129,7 +161,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
-        answers: &[told(202, "Its server is being deleted.", || named("Machine"))],
+        answers: &[told(
+            202,
+            "Its server is deleted as soon as the reconciler has looked at the servers of the provider. `operationId` is the \
+             removal, once it is filed; `alreadyOrdered`: an earlier request or the end of its time ordered it.",
+            shape::discarded,
+        )],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -37,7 +37,7 @@ pub fn unusable(error: Unusable) -> Problem {
     match error {
         Unusable::Absent => Problem::new(
             Code::SnapshotUnusable,
-            "There is no snapshot to recover from; allowEmpty starts with an empty database.",
+            "There is no snapshot to recover from; `svcctl recover` with `--allow-empty` starts with an empty database.",
         ),
         Unusable::Damaged { key, why } => {
             Problem::new(Code::SnapshotUnusable, format!("{key} cannot be recovered from: {why}."))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use serde_json::Value;
 
 use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR, machine_with_operations, told};
@@ -12,8 +13,9 @@ use super::{fault, operation};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
+use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::copies;
+use crate::platform::copies::{self, Copies};
 use crate::platform::db::{self};
 use axum::routing::get;
 use http::Method;
@@ -27,20 +29,28 @@ pub async fn handle(
     call.operator(&platform)?;
     let id = path_id("machineId", &id)?;
     call.query().finish(Some(()))?;
-    let session = platform.report_db.session().await?;
-    let machine = db::machines::get(&session, id).await?;
+    // The store may take its time: no session is held meanwhile.
+    let (mut record, copies) = read(&platform, id).await?;
+    record["copies"] = copies.with_snapshot(&platform.bucket).await;
+    Ok(Json(record).into_response())
+}
+
+/// The machine with its operations, and the copies of its slot, all as of one moment: the log of an operation never names a
+/// step whose effect the machine does not show yet.
+async fn read(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Problem> {
+    let mut session = platform.report_db.session().await?;
+    let tx = db::begin_snapshot(&mut session).await?;
+    let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();
     let mut operations = Vec::new();
-    for one in db::operations::of_machine(&session, id).await? {
-        operations.push(operation::record(&session, &one).await?);
+    for one in db::operations::of_machine(&tx, id).await? {
+        operations.push(operation::record(&tx, &one).await?);
     }
     record["operations"] = operations.into();
-    let copies = copies::of_slot(&session, &machine, &platform.config.timing).await?;
-    // The store may take its time: no session is held meanwhile.
-    drop(session);
-    record["copies"] = copies.with_snapshot(&platform.bucket).await;
-    Ok(Json(record).into_response())
+    let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
+    db::commit(tx).await?;
+    Ok((record, copies))
 }
 
 /// The route and its description.

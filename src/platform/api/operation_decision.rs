@@ -14,6 +14,7 @@ use super::call::{Call, path_id};
 use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
 use super::{fault, operation, undelete};
+use crate::clock::rfc3339_ms;
 use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -95,7 +96,7 @@ async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) 
     let machine = db::machines::locked(&tx, seen.machine).await?.ok_or_else(not_found)?;
     let was = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
     if was.has_ended() {
-        return Err(invalid(&was, "The operation has ended."));
+        return Err(invalid(&was, &ended(&was)));
     }
     match decision {
         Decision::Retry => {
@@ -140,7 +141,13 @@ async fn resume(
     why: &str,
 ) -> Result<(), Problem> {
     if was.question.is_none() && !options.give_up_backup {
-        return Err(invalid(was, "The operation does not wait for a decision."));
+        let detail = format!(
+            "The {} does not wait for a decision: it is at {}. `svcctl operation show {} --wait` follows it.",
+            was.noun(),
+            was.step,
+            was.id
+        );
+        return Err(invalid(was, &detail));
     }
     db::operations::decide(tx, was.id, options).await?;
     Ok(db::operations::log(tx, was.id, &was.step, "continued", Some(why)).await?)
@@ -182,6 +189,21 @@ async fn give_up(
     }
     // What the machine's change has not ended.
     Ok(db::operations::end_one(tx, was.id, "cancelled", Some("abandoned")).await?)
+}
+
+/// How an operation ended that nothing can be decided about any more.
+fn ended(operation: &OperationRow) -> String {
+    let how = match operation.state.as_str() {
+        "cancelled" => "was cancelled",
+        state => state,
+    };
+    let code = operation.error_code.as_ref().map(|code| format!(" ({code})")).unwrap_or_default();
+    let at = operation.ended_at.map(|at| format!(" at {}", rfc3339_ms(at))).unwrap_or_default();
+    format!(
+        "The {} has ended, and nothing was changed: it {how}{code}{at}. `svcctl operation show {}` shows its steps.",
+        operation.noun(),
+        operation.id
+    )
 }
 
 fn invalid(operation: &OperationRow, detail: &str) -> Problem {

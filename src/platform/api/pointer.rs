@@ -67,6 +67,12 @@ impl Target {
         }
     }
 
+    /// Whether the database knows of the slot.
+    async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
+        let machines = db::machines::newest_of_slot(client, &self.user, &self.slot).await?;
+        Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
+    }
+
     async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
         let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
         // Before its server is ordered, the fence is still that of the machine which it is to replace.
@@ -99,9 +105,11 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let target = Target::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
-    let record = target.on_record(&session, &platform.mint).await?;
+    let (record, is_known) =
+        (target.on_record(&session, &platform.mint).await?, target.is_known(&session).await?);
     drop(session);
     let inspection = inspect(&platform, &target, record).await?;
+    ensure_exists(&target, is_known, &inspection)?;
     Ok(Json(shown(&target, &inspection)).into_response())
 }
 
@@ -114,7 +122,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     let sound = if body.boolean("force") == Some(true) { Sound::Replaced } else { Sound::Kept };
     let target = body.finish(target)?;
     if empty && target.to.is_some() {
-        return Err(Problem::field("/empty", "excludes snapshotKey"));
+        return Err(Problem::field("/empty", "cannot be combined with a snapshot to name"));
     }
     let mutation = Mutation::of(&call)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
@@ -130,15 +138,20 @@ async fn replace(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let record = target.on_record(&session, &platform.mint).await?;
+    let (record, is_known) =
+        (target.on_record(&session, &platform.mint).await?, target.is_known(&session).await?);
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
+    ensure_exists(target, is_known, &inspection)?;
     if inspection.found.is_sound() && sound == Sound::Kept {
         // A repetition may have been passed by the request that it repeats.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }
-        let detail = "The pointer is sound; with force it is replaced all the same.";
+        let detail = format!(
+            "The pointer is sound, and was not changed; `svcctl pointer rebuild {} --slot {} --force` replaces it all the same.",
+            target.user, target.slot
+        );
         return Err(Problem::new(Code::Conflict, detail));
     }
     if target.empty && sound == Sound::Kept {
@@ -175,15 +188,31 @@ async fn replace(
     Ok(reply)
 }
 
+/// Refuses a slot of which neither the database nor the store knows anything.
+fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
+    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, Found::Sound(None)) {
+        return Ok(());
+    }
+    let detail = format!(
+        "User {0} has no slot {1}: there is no subscription, no machine and no snapshot of it. `svcctl slot list {0}` lists \
+         the user's slots.",
+        target.user, target.slot
+    );
+    Err(Problem::new(Code::NotFound, detail))
+}
+
 /// Refuses to leave out a snapshot that could be restored.
 async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
     let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
     let Some(whole) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
-        "{} of {} can be restored; with force the slot starts empty all the same.",
+        "{} of {} can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
+         leaves that snapshot out all the same.",
         whole.key,
-        rfc3339_ms(whole.taken_at)
+        rfc3339_ms(whole.taken_at),
+        target.user,
+        target.slot
     );
     Err(Problem::new(Code::Conflict, detail))
 }
@@ -296,7 +325,12 @@ pub static SHOW: Endpoint = Endpoint {
                 &[],
             )
         })],
-        problems: &[Code::SnapshotUnusable, Code::StoreUnavailable, Code::DatabaseUnavailable],
+        problems: &[
+            Code::NotFound,
+            Code::SnapshotUnusable,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+        ],
     },
     serve: || get(show),
 };
@@ -325,6 +359,7 @@ pub static REBUILD: Endpoint = Endpoint {
             object(&[("idpUserId", idp_user_id()), ("slot", slot_name()), ("pointer", shape::pointer())], &[])
         })],
         problems: &[
+            Code::NotFound,
             Code::Conflict,
             Code::SnapshotUnusable,
             Code::StoreUnavailable,

@@ -274,7 +274,7 @@ async fn under_way(
     let other = other_options(asked, machine, operation.options, has_moved);
     if !other.is_empty() {
         let detail = format!(
-            "A recovery of the slot is under way, operation {}, with another {}. It keeps its own options.",
+            "A recovery of the slot is under way, operation {}, and keeps its own options. This request differs in: {}.",
             operation.id,
             other.join(", ")
         );
@@ -300,19 +300,19 @@ fn other_options(
     let location = asked.locations.location.as_ref();
     [
         (
-            "snapshotKey",
+            "the snapshot",
             snapshot.as_ref().is_some_and(|key| machine.restore_snapshot.as_deref() != Some(key.as_str())),
         ),
-        ("serverType", server_type.as_ref().is_some_and(|wanted| *wanted != machine.server_type)),
-        ("imageVersion", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
+        ("the server type", server_type.as_ref().is_some_and(|wanted| *wanted != machine.server_type)),
+        ("the image version", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
         (
-            "location",
+            "the location",
             location
                 .is_some_and(|wanted| if has_moved { !knows(wanted) } else { *wanted != machine.location }),
         ),
-        ("fallbackLocations", asked.locations.fallback.iter().flatten().any(|wanted| !knows(wanted))),
-        ("acceptLoss", asked.options.accept_loss && !options.accept_loss),
-        ("replaceFirst", asked.options.replace_first && !options.replace_first),
+        ("the fallback locations", asked.locations.fallback.iter().flatten().any(|wanted| !knows(wanted))),
+        ("an accepted loss", asked.options.accept_loss && !options.accept_loss),
+        ("replacing first", asked.options.replace_first && !options.replace_first),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))

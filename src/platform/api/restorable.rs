@@ -60,8 +60,8 @@ pub async fn fits(platform: &Platform, side: &SideRecord, server_type: &ServerTy
         return Ok(());
     }
     let detail = format!(
-        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a larger \
-         serverType.",
+        "The snapshot's database of {} GB needs a disk of {} GB; {server_type} has {} GB. Choose a type \
+         with a larger disk.",
         database.size_bytes >> 30,
         needed.div_ceil(1 << 30),
         info.disk_gb
@@ -111,7 +111,7 @@ pub async fn ensure_no_forgotten_holder(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
          from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. `svcctl \
          pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it all the same, repeat with \
-         `--accept-loss` (acceptLoss); where there is none, also with `--allow-empty` (allowEmpty).",
+         `--accept-loss`; where there is none, also with `--allow-empty`.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
@@ -151,7 +151,7 @@ pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(
     let detail = format!(
         "Machine {id} has been switched off since {since}, so that its host cannot take a last backup: what it wrote after \
          the newest snapshot is on its server alone. Switch it on first (`svcctl power on {id} --wait`), or accept that \
-         loss (`--accept-loss`; acceptLoss of the API)."
+         loss (`--accept-loss`)."
     );
     Err(Problem::new(Code::InvalidState, detail)
         .with("machineStatus", json!(machine.status))
@@ -233,8 +233,8 @@ fn unsaved(machine: &MachineRow) -> Problem {
         format!("`svcctl status {id}` says what became of it.")
     };
     let detail = format!(
-        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} To \
-         start empty all the same, send allowEmpty (`svcctl provision --allow-empty`)."
+        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} `svcctl \
+         provision --allow-empty` starts empty all the same."
     );
     Problem::new(Code::SnapshotUnusable, detail)
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::http::openapi::{
-    any_text, array, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
+    any_text, array, boolean, count, fields, matching, named, nullable, object, one_of, text, time, uuid,
 };
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::plan::Plan;
@@ -287,6 +287,14 @@ pub fn machine_with_operations() -> Value {
     let mut members = machine_members();
     members.push(("operations", array(named("Operation"))));
     members.push(("copies", copies()));
+    object(&members, &[])
+}
+
+/// A machine whose server is deleted before its time, and what deletes it.
+pub fn discarded() -> Value {
+    let mut members = machine_members();
+    members.push(("operationId", nullable(uuid())));
+    members.push(("alreadyOrdered", boolean()));
     object(&members, &[])
 }
 

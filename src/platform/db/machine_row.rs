@@ -24,7 +24,7 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, backup_taken_at, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
     power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
-    server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at";
+    removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at";
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,6 +113,8 @@ pub struct MachineRow {
     /// It left its slot without such a snapshot: what was written since is on its server alone.
     pub unsaved_since: Option<Timestamp>,
     pub discard_ordered_at: Option<Timestamp>,
+    /// When an operator gave up the removal of its server.
+    pub removal_abandoned_at: Option<Timestamp>,
     /// Since when the provider says that its server is not there.
     pub server_missing_since: Option<Timestamp>,
     /// `[{stage, at}]`, the oldest first.
@@ -205,6 +207,7 @@ impl MachineRow {
             final_backup_at: row.get("final_backup_at"),
             unsaved_since: row.get("unsaved_since"),
             discard_ordered_at: row.get("discard_ordered_at"),
+            removal_abandoned_at: row.get("removal_abandoned_at"),
             server_missing_since: row.get("server_missing_since"),
             boot_stages: row.get("boot_stages"),
             boot_progress: row.get("boot_progress"),

@@ -37,7 +37,7 @@ use tokio::task::JoinHandle;
 use tokio_postgres::config::{Host, SslMode};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
-use tokio_postgres::{Client, Config, NoTls, Row};
+use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
 use crate::http::resolve;
 
@@ -162,6 +162,15 @@ impl Db {
 /// [`DbError`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     in_time(session.transaction()).await
+}
+
+/// Begins a transaction whose statements all read the same moment, and that writes nothing.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbError> {
+    let transaction = session.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
+    in_time(transaction.read_only(true).start()).await
 }
 
 /// # Errors

@@ -64,6 +64,11 @@ impl OperationRow {
         self.state != "running"
     }
 
+    /// What a person calls it; the kind itself where a newer release has filed it.
+    pub fn noun(&self) -> &str {
+        self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
+    }
+
     pub fn record(&self, log: &[Value]) -> Value {
         json!({
             "operationId": self.id,

@@ -72,12 +72,14 @@ impl Trouble {
         match self {
             Self::Failed(why) => format!(
                 "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is on its server \
-                 alone. Continue to request the backup again, continue with acceptLoss, or abandon."
+                 alone. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it goes \
+                 ahead without, and `svcctl operation abandon {operation}` gives it up."
             ),
             Self::HeldBack { loss } => format!(
                 "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
                  {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
-                 {operation}`. Otherwise continue with acceptLoss, which goes ahead with the newest copy, or abandon."
+                 {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` goes ahead with the \
+                 newest copy, and `svcctl operation abandon {operation}` gives it up."
             ),
         }
     }

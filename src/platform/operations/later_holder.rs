@@ -175,7 +175,12 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
         }
         Err(error) if step == Step::LastBackup => {
             tracing::info!(error = %chain(&error), "the fence of the slot is not known yet");
-            return Ok(Some(Answer::wait(LOOK_AGAIN)));
+            let (code, source) = match error {
+                LookupError::Store(_) => ("store_unavailable", "object store"),
+                LookupError::Db(_) => ("database_unavailable", "database"),
+            };
+            let why = format!("the {source} does not answer: it is not known who holds the slot");
+            return Ok(Some(Answer::wait_for(LOOK_AGAIN, code, why)));
         }
         Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
     };
@@ -197,9 +202,11 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
             Ok(None)
         }
         Decision::AskWhetherToDelete => {
+            let operation = held.operation.id;
             let detail = format!(
                 "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
-                 deleted. Abandon brings it back here as well; continue with acceptLoss deletes it again.",
+                 deleted. `svcctl operation abandon {operation}` brings it back here as well; `svcctl operation continue \
+                 {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
             Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts: held.facts() })))
@@ -211,7 +218,7 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
         }
         Decision::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
-                        recover with acceptLoss replaces both";
+                        `svcctl recover` with `--accept-loss` replaces both machines";
             Ok(Some(Answer::Fail { code: BEHIND_STORE, note }))
         }
     }

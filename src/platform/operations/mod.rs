@@ -140,6 +140,21 @@ impl OperationKind {
         }
     }
 
+    /// What a person calls it.
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Provision => "provisioning",
+            Self::Recover => "recovery",
+            Self::Delete => "deletion",
+            Self::Resize => "resize",
+            Self::Reinstate => "reinstatement",
+            Self::RemoveServer => "removal of the server",
+            Self::PowerOn => "power-on",
+            Self::PowerOff => "power-off",
+            Self::Reboot => "reboot",
+        }
+    }
+
     /// Its steps in order. A new machine's fence stands before anything else of it exists.
     pub fn steps(self) -> &'static [Step] {
         match self {

@@ -79,7 +79,9 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         // A provider that refuses does not keep the slot from its new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
-            Ok(Answer::wait(resize::soon(age).max(POLL)))
+            let said = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
+            let why = format!("the provider does not switch the server off: {said}");
+            Ok(Answer::wait_for(resize::soon(age).max(POLL), "provider_error", why))
         }
     }
 }
@@ -99,7 +101,9 @@ pub(super) async fn switch_off(
     let mut facts = held.facts();
     let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| since(cut_at, age));
     if locked {
-        return Ok(Some(Answer::wait(resize::soon(since_cut.unwrap_or(age)))));
+        let again_in = resize::soon(since_cut.unwrap_or(age));
+        let why = "the provider has locked the server for another action";
+        return Ok(Some(Answer::wait_for(again_in, "server_locked", why)));
     }
     if age < held.platform.config.timing.resize_shutdown {
         if !facts.contains_key(SHUTDOWN_ASKED) {
@@ -143,7 +147,9 @@ pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
             "The server that is to be deleted first holds what was written since {since:.0}, and no snapshot does: \
-             continue with acceptLoss, or abandon."
+             `svcctl operation continue {operation} --accept-loss` deletes it, `svcctl operation abandon {operation}` \
+             gives the slot back to its machine.",
+            operation = held.operation.id
         );
         return Ok(Answer::Ask(Question { code: "replace_first_loses_data", detail, facts: held.facts() }));
     }

@@ -77,6 +77,10 @@ pub async fn one_step(
             let to = Next { step, facts: &facts, attempts: 0, due_in: again_in };
             set_aside(&held, to, None).await.map(|()| None)
         }
+        Ok(Answer::WaitFor { again_in, code, why }) => {
+            let to = Next { step, facts: &operation.facts, attempts: 0, due_in: again_in };
+            wait_for(&held, to, code, &why).await.map(|()| None)
+        }
         Err(StepError::Lost) => Err(StepError::Lost),
         // Without the account nothing can be switched on: the machine is not failed for it.
         Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
@@ -179,7 +183,8 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
         alarms::inform_of(held.platform, cause).await;
         let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
         let why = format!("{error}; it is tried again within {} s", max_pause(attempts).as_secs_f64().ceil());
-        return wait_for_account(held, to, &why).await;
+        // No deadline of the operation ends it.
+        return wait_for(held, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
     }
     // A step may take long: one failure late in it is no reason to give up.
     if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
@@ -245,11 +250,10 @@ async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), 
     store(held, to, None, line, Record::Nothing).await
 }
 
-/// [`set_aside`], marked so that no deadline of the operation ends it.
-async fn wait_for_account(held: &Held<'_>, to: Next<'_>, why: &str) -> Result<(), StepError> {
-    let error_code = Some(db::operations::WAITS_FOR_ACCOUNT);
-    write(held, to, Writing { lease: None, line: Some((RETRY, Some(why))), error_code }, Record::Nothing)
-        .await
+/// [`set_aside`], marked with what the operation waits for, until it is moved on.
+async fn wait_for(held: &Held<'_>, to: Next<'_>, code: &str, why: &str) -> Result<(), StepError> {
+    let writing = Writing { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
+    write(held, to, writing, Record::Nothing).await
 }
 
 async fn store(

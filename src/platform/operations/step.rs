@@ -29,6 +29,8 @@ pub enum Answer {
     Done { note: Option<Cow<'static, str>>, record: Record },
     /// The step runs again later; these facts are kept.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
+    /// The step runs again later. Until it does, the operation's error code and its log say what it waits for.
+    WaitFor { again_in: Duration, code: &'static str, why: Cow<'static, str> },
     /// The rest of the change is left out: on to what puts things right.
     Abandon { why: &'static str },
     /// The operation ends here, with what it means for the machine.
@@ -54,6 +56,10 @@ impl Answer {
 
     pub fn done_noting(note: &'static str) -> Self {
         Self::Done { note: Some(note.into()), record: Record::Nothing }
+    }
+
+    pub fn wait_for(again_in: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
+        Self::WaitFor { again_in, code, why: why.into() }
     }
 
     pub fn wait(again_in: Duration) -> Self {

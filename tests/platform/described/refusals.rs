@@ -126,6 +126,9 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post(rebuild, &named, 409, "snapshot_unusable").await;
     let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
     rows.row(world.ask(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
+    let unknown = "/vps/slots/pointer?idpUserId=user_none";
+    rows.row(world.ask(Method::GET, unknown, &Value::Null), 404, "not_found").await;
+    rows.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
     let mut beat = super::super::stack::beat_of(&world.runs);
     beat["attention"] = json!([{"code": "snapshot_held", "detail": "two rows instead of 400"}]);
@@ -199,7 +202,9 @@ async fn rollouts(rows: &mut Rows<'_>) {
     let (path, world) = ("/vps/deploy", rows.world);
     let of = |word: &str| format!("/vps/deploy/{}/{word}", world.rollout);
     rows.post(path, &json!({"imageVersion": "v9"}), 404, "bundle_not_found").await;
-    rows.post("/vps/fleet/alarms/servers_missing/release", &json!({}), 404, "not_found").await;
+    let release = |alarm: &str| format!("/vps/fleet/alarms/{alarm}/release");
+    rows.post(&release("servers_missing"), &json!({}), 404, "not_found").await;
+    rows.post(&release("database_behind_store"), &json!({}), 409, "invalid_state").await;
     rows.row(world.ask(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request").await;
     world.send(world.ask(Method::POST, &of("abort"), &json!({}))).await;
     let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
