@@ -139,10 +139,14 @@ async fn write_state(
             failure = failure_of(next, with);
             written.failure = failure.as_ref();
         }
-        // It has left its slot before, and what is known of its server changes.
-        State::Retired { was: held } | State::Deleted { was: held } if !was.is_active() => {
+        // One that has left its slot already stays where it is: what is known of its server changes.
+        State::Retired { was: held } if was.retired_at.is_some() => {
             failure = failure_of(held, with);
-            written.failure = failure.as_ref().or(was.failure.as_ref());
+            written.failure = failure.as_ref();
+        }
+        State::Deleted { was: held } if was.deleted_at.is_some() => {
+            failure = failure_of(held, with);
+            written.failure = failure.as_ref();
         }
         State::Retired { .. } => {
             written.failure = was.failure.as_ref();

@@ -361,33 +361,79 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
 
-/// The provider denied the server, and has it after all: its data is nobody's to delete unasked.
-#[tokio::test(flavor = "multi_thread")]
-async fn server_that_was_believed_gone_is_kept_once_it_is_found() {
+/// A machine that failed as `server_gone` although the provider has its server.
+async fn believed_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
-    let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "0")]);
+    let process = stack.platform_with(settings);
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let client = stack.database.connect().await.unwrap();
-    let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone'";
+    let gone = "UPDATE user_machines SET status = 'failed', failure_cause = 'server_gone', \
+                server_missing_since = now()";
     client.execute(gone, &[]).await.unwrap();
+    (stack, process, old)
+}
+
+/// It may have vanished from the provider's answers for a while: it is asked again before anything is done.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_was_believed_gone_is_switched_off_and_kept_by_a_recovery() {
+    let (stack, process, old) = believed_gone(&[]).await;
     let recovery = recover(&stack, &process, &body()).await;
-    let new = stack.guest(&process, &id(&recovery, "machineId")).await;
     stack.ended(&process, &id(&recovery, "operationId")).await;
-    stack.beat(&process, &new, &beat_of(&new)).await;
-    let kept = || async {
-        let found = record(&stack, &process, &old.machine).await;
-        found["unsavedSince"].is_string().then_some(found)
-    };
-    stack.eventually("it is kept", kept).await;
-    assert!(power(&stack, &old.machine).is_some());
-    assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
-    let copies = record(&stack, &process, &new.machine).await["copies"].clone();
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
+    let kept = record(&stack, &process, &old.machine).await;
+    assert_eq!((&kept["failure"]["cause"], kept["unsavedSince"].is_string()), (&json!("reinstating"), true));
+    let copies = record(&stack, &process, &id(&recovery, "machineId")).await["copies"].clone();
     assert_eq!(copies["kept"][0]["machineId"], json!(old.machine), "{copies}");
-    let path = format!("/vps/{}/discard", old.machine);
+    assert_eq!(copies["kept"][0]["missingSince"], Value::Null, "{copies}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_was_believed_gone_survives_a_deletion_at_once() {
+    let (stack, process, old) = believed_gone(&[]).await;
+    let path = format!("/vps/{}", old.machine);
+    let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
+    stack.ended(&process, &id(&deleted, "operationId")).await;
+    let kept = record(&stack, &process, &old.machine).await;
+    assert!(kept["unsavedSince"].is_string(), "{kept}");
+    let path = format!("{path}/discard");
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
-    let discarded = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
-    assert_eq!(discarded.status, 202, "{discarded:?}");
-    let deleted = || async { power(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("its server is deleted", deleted).await;
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_was_believed_gone_runs_again_once_it_is_switched_on() {
+    let (stack, process, old) = believed_gone(&[]).await;
+    let path = format!("/vps/{}/power", old.machine);
+    for action in ["off", "reboot"] {
+        let refused = stack.post(&process, &path, &json!({"action": action})).await;
+        refused.assert_problem(409, "invalid_state");
+    }
+    let on = stack.post(&process, &path, &json!({"action": "on"})).await;
+    assert_eq!(on.status, 202, "{on:?}");
+    beat_until_running(&stack, &process, &old).await;
+    stack.ended_while_beating(&process, &id(&on.body, "operationId")).await;
+    assert_eq!(record(&stack, &process, &old.machine).await["failure"], Value::Null);
+}
+
+/// Its removal looks for it a last time, and it can be brought back.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_that_is_found_at_its_removal_is_kept_and_undeleted() {
+    let (stack, process, old) = believed_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
+    let name = format!("svc-{}", old.machine);
+    stack.provider.hide_servers(&[name]);
+    let path = format!("/vps/{}", old.machine);
+    let client = stack.database.connect().await.unwrap();
+    let deleted = stack.delete(&process, &path).await.body;
+    stack.ended(&process, &id(&deleted, "operationId")).await;
+    stack.provider.hide_servers(&[]);
+    let kept =
+        || async { record(&stack, &process, &old.machine).await["unsavedSince"].is_string().then_some(()) };
+    stack.eventually("it is kept", kept).await;
+    let code = "SELECT error_code FROM operations WHERE kind = 'remove_server'";
+    let code: Option<String> = client.query_one(code, &[]).await.unwrap().get(0);
+    assert_eq!(code.as_deref(), Some("server_found"));
+    let back = stack.post(&process, &format!("{path}/undelete"), &json!({})).await;
+    assert_eq!(back.status, 202, "{back:?}");
+    beat_until_running(&stack, &process, &old).await;
 }

@@ -138,3 +138,19 @@ pub fn is_held_by_another(machine: &Machine) -> bool {
 fn slot_arguments(machine: &Machine) -> String {
     args::slot_arguments(&machine.idp_user_id, &machine.slot)
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::ctl::show::machine;
+    use crate::ctl::show::tests::{failed, plain, read};
+
+    #[test]
+    fn machine_whose_slot_the_store_gives_to_another_is_not_shown_as_coming_back() {
+        let mut machine = failed();
+        machine["failure"]["cause"] = "reinstating".into();
+        machine["operations"][0]["kind"] = "reinstate".into();
+        machine["operations"][0]["errorCode"] = "database_behind_store".into();
+        let shown = machine::one(&plain(), &read(machine));
+        assert!(!shown.contains("being switched on") && shown.contains("--accept-loss"), "{shown}");
+    }
+}

@@ -7,11 +7,11 @@ use super::*;
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
 
-fn plain() -> View {
+pub(super) fn plain() -> View {
     View { now: "2026-11-21T12:00:00Z".parse().unwrap(), colours: false, width: None }
 }
 
-fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
+pub(super) fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap()
 }
 
@@ -34,7 +34,7 @@ fn running() -> Value {
     })
 }
 
-fn failed() -> Value {
+pub(super) fn failed() -> Value {
     let mut machine = running();
     machine["machineId"] = OTHER.into();
     machine["handle"] = "grace".into();
@@ -277,19 +277,6 @@ fn failed_machine_advises_the_way_back_by_its_cause() {
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
     assert!(advice("reinstating").contains("being switched on"));
     assert!(!advice("boot_reported").contains("svcctl resume"));
-}
-
-#[test]
-fn machine_whose_slot_the_store_gives_to_another_is_not_shown_as_coming_back() {
-    let mut machine = running();
-    machine["status"] = "failed".into();
-    machine["failure"] = json!({"cause": "reinstating", "stage": "reinstate", "message": null});
-    machine["operations"] = json!([{"operationId": OTHER, "machineId": MACHINE, "kind": "reinstate", "state": "failed",
-        "errorCode": "database_behind_store", "log": []}]);
-    let copies = json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": []});
-    let shown = machine::one(&plain(), &with_copies(machine, copies));
-    assert!(!shown.contains("being switched on"), "{shown}");
-    assert!(shown.contains("--accept-loss") && shown.contains("not switched on"), "{shown}");
 }
 
 #[test]
