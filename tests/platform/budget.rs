@@ -48,6 +48,8 @@ async fn a_refusal_that_one_process_gets_is_obeyed_by_the_others() {
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
     stack.eventually("one is refused", refused).await;
+    // A look at the first server's start may have been under way.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let began = std::time::Instant::now();
     let before = stack.provider.calls().len();
     // The other one has not called for a while, and has something to do now.

@@ -130,9 +130,7 @@ fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
     // The provider is asked for one that it had denied.
-    let may_be_found = action == PowerAction::On
-        && machine.provider_server_id.is_some()
-        && machine.server_deleted_at.is_none();
+    let may_be_found = action == PowerAction::On && machine.may_have_server();
     if may_be_found || machine.server_exists() {
         Ok(())
     } else {

@@ -255,8 +255,17 @@ impl MachineRow {
 
     /// Whether there is a server of this machine at the provider, as far as is known, also one that is to be deleted.
     pub fn server_exists(&self) -> bool {
-        let gone = self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
-        self.provider_server_id.is_some() && self.server_deleted_at.is_none() && !gone
+        self.may_have_server() && !self.has_lost_server()
+    }
+
+    /// Whether its server is not known to be deleted: the provider may have it although it has denied it.
+    pub fn may_have_server(&self) -> bool {
+        self.provider_server_id.is_some() && self.server_deleted_at.is_none()
+    }
+
+    /// Whether it failed because the provider denied its server.
+    pub fn has_lost_server(&self) -> bool {
+        self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
     /// [`Self::server_exists`], and no operator has ordered its early deletion.

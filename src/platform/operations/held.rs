@@ -12,7 +12,6 @@ use crate::failpoint;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{CreationFailure, Event};
 use crate::machine::id::{MachineId, OperationId};
-use crate::machine::state::FailureCause;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
@@ -84,10 +83,8 @@ impl Held<'_> {
     /// # Errors
     /// [`StepError`].
     pub async fn finds_server_again(&self, machine: &MachineRow) -> Result<bool, StepError> {
-        let was_gone =
-            machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone);
-        let may_be_there = was_gone && machine.server_deleted_at.is_none();
-        let Some(server) = machine.provider_server_id.filter(|_| may_be_there) else { return Ok(false) };
+        let may_be_found = machine.has_lost_server() && machine.may_have_server();
+        let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }

@@ -49,7 +49,7 @@ pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
         Answer::Done { note, record: Record::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
-                && (options.accept_loss || held.machine().await?.server_exists()) =>
+                && (options.accept_loss || !held.machine().await?.has_lost_server()) =>
         {
             Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
         }
