@@ -184,7 +184,8 @@ fn particulars(body: &Value, known: &str) -> String {
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     // A state that would do says nothing of why it was refused, nor does one where no state would: the detail does.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
-    if let Some(status) = status.filter(|_| !allowed.is_empty()) {
+    let is_said = known.contains("; this needs ");
+    if let Some(status) = status.filter(|_| !allowed.is_empty() && !is_said) {
         said.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
     said

@@ -37,6 +37,24 @@ async fn the_stages_show_in_the_record_in_their_order() {
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
+/// A process that was killed during the create has not noted the server: a machine that ran could not be reached.
+#[tokio::test(flavor = "multi_thread")]
+async fn progress_does_not_let_a_host_register_before_its_server_is_noted() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let made = stack.provision(&process, "user_1").await;
+    let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
+    let client = stack.database.connect().await.unwrap();
+    let unnoted = "UPDATE user_machines SET provider_server_id = NULL, registration_expires_at = NULL";
+    client.execute(unnoted, &[]).await.unwrap();
+    let progress = json!({"stage": "restore", "progress": {"bytes": 10, "totalBytes": 100}});
+    assert_eq!(at(&stack, &process, &guest, &guest.registration_token, &progress).await.status, 204);
+    let expires = "SELECT registration_expires_at IS NULL, boot_progress IS NOT NULL FROM user_machines";
+    let row = client.query_one(expires, &[]).await.unwrap();
+    assert_eq!((row.get(0), row.get(1)), (true, true));
+    stack.register(&process, &guest).await.assert_problem(503, "unavailable");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn only_the_machines_own_token_and_known_stages_are_taken() {
     let stack = Stack::start().await;

@@ -96,13 +96,12 @@ pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
 }
 
 pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_deletion(&args);
-    let due = confirm::is_due(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
-    if due {
+    let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
+        .unwrap_or_else(|| risk::of_deletion(&args, &machine));
+    if confirm::is_due(&what, args.yes)? {
         let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
-        let what = risk::of_deletion_of_successor(&machine, args.accept_loss).unwrap_or(what);
         confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
     let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];

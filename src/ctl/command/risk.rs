@@ -46,7 +46,18 @@ pub fn of_provision(args: &Provision) -> Option<String> {
 }
 
 /// Before a machine is deleted.
-pub fn of_deletion(args: &Delete) -> String {
+pub fn of_deletion(args: &Delete, machine: &Machine) -> String {
+    if machine.powered_off_at.is_some() {
+        let kept = if args.accept_loss {
+            "--accept-loss: what no snapshot holds is lost with its server."
+        } else {
+            "Its server is kept, also with --now, until `svcctl discard` with --accept-loss."
+        };
+        return format!(
+            "This deletes machine {}. It is switched off, so that its host cannot take a last backup; its snapshots stay.\n{kept}",
+            args.machine
+        );
+    }
     let kept = if args.now {
         "--now deletes its server once that backup is taken and the server is off: then this cannot be undone, and a new \
          machine starts from the snapshot."

@@ -315,7 +315,8 @@ fn advice(reason: &str) -> &'static str {
         "failed" => "svcctl status HANDLE says why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "pointer_unusable" => {
-            "svcctl pointer show USER_SLOT says what is wrong and what a rebuild would name; svcctl pointer rebuild USER_SLOT"
+            "svcctl pointer show USER_SLOT says what is wrong and what a rebuild would name; svcctl pointer rebuild USER_SLOT, \
+             then svcctl backup now HANDLE --wait"
         }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
         "gateway_failing" | "database_failing" => "its own logs; recover if it stays so",

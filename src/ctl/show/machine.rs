@@ -321,7 +321,8 @@ pub fn one(view: &View, m: &Machine) -> String {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
                 "the snapshot pointer cannot be used: `svcctl pointer show {slot}` says what is wrong and what a rebuild would \
-                 name; `svcctl pointer rebuild {slot}` writes it again"
+                 name; `svcctl pointer rebuild {slot}` writes it again, then `svcctl backup now {}`",
+                m.machine_id
             )
         }
         None if update.is_some_and(Update::has_failed) => Update::ADVICE.to_owned(),

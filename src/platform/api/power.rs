@@ -134,7 +134,14 @@ fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if may_be_found || machine.server_exists() {
         Ok(())
     } else {
-        Err(refused(machine, "It has no server: recover the slot."))
+        Err(refused(
+            machine,
+            if machine.may_have_server() {
+                "The provider has denied its server: `svcctl power on` asks for it again; else recover the slot."
+            } else {
+                "It has no server: recover the slot."
+            },
+        ))
     }
 }
 

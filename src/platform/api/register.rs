@@ -181,7 +181,7 @@ async fn register(
         let same: bool = first.ct_eq(&body_hash).into();
         return if same { Ok(answer) } else { Err(registration_rejected()) };
     }
-    if machine.registration_expires_at.is_none() {
+    if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {
         // The host was faster than the answer to its own creation: it is asked to try again.
         return Err(Problem::new(Code::Unavailable, "The server is not noted yet; try again.").retry_after(1));
     }

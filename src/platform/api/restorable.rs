@@ -145,7 +145,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
 /// # Errors
 /// `invalid_state`.
 pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(), Problem> {
-    let holds_data = machine.registered_at.is_some() && machine.server_exists();
+    let is_there = machine.server_exists() && machine.server_missing_since.is_none();
+    let holds_data = machine.registered_at.is_some() && is_there;
     let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(

@@ -95,10 +95,11 @@ pub async fn reinstate(
     check(tx, machine).await?;
     let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
-    let with = Circumstances {
-        failed_at: Some(("reinstate", "its deletion was undone; it runs with its next healthy heartbeat")),
-        ..Circumstances::default()
-    };
+    // One that had failed before its deletion stays failed, for the same reason.
+    let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
+    let known = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
+    let with = Circumstances { failed_at: known.or(Some(undone)), ..Circumstances::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
     match change.map_err(|error| fault::lifecycle(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),

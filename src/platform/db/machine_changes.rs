@@ -251,7 +251,7 @@ pub async fn proven(client: &impl GenericClient, id: MachineId) -> Result<(), Db
 }
 
 /// Notes what a booting host says of its restore, and gives it `ttl` more to register, at most until `limit` after its
-/// server was accepted.
+/// server was accepted. While its server is not noted yet, the time to register has not begun.
 ///
 /// # Errors
 /// [`DbError`].
@@ -262,9 +262,10 @@ pub async fn boot_progress(
     ttl: Duration,
     limit: Duration,
 ) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET boot_progress = $2, registration_expires_at = greatest(\
+    let sql = "UPDATE user_machines SET boot_progress = $2, \
+               registration_expires_at = CASE WHEN registration_expires_at IS NOT NULL THEN greatest(\
                registration_expires_at, least(clock_timestamp() + make_interval(secs => $3), \
-               created_at + make_interval(secs => $4))) WHERE machine_id = $1";
+               created_at + make_interval(secs => $4))) END WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &progress, &ttl.as_secs_f64(), &limit.as_secs_f64()]).await.map(drop)
 }
 
