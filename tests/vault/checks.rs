@@ -157,7 +157,7 @@ async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
 
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
-    assert!(ended.stdout.contains("1 tables, 20000 rows"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("1 table, 20000 rows"), "{}", ended.stdout);
     assert_eq!(left(&machine).await?, ["lock"]);
     assert_eq!(last(&machine, "drill")?["status"], "success");
 
