@@ -95,7 +95,7 @@ async fn a_persons_day() {
     has(&said, &["status       failed", "disk errors", "svcctl recover user_1"]);
     has(&operator.does(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
     let said = operator.does(65, &["backup", "now", "ada"]).await;
-    has(&said, &["invalid_state", "It is failed, and must be running", "next: "]);
+    has(&said, &["invalid_state", "this needs running", "next: "]);
 
     let said = operator.does(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
     has(&said, &["boot: restore", "epoch        2", "status       running"]);

@@ -96,10 +96,11 @@ pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
 }
 
 pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
+    let due = confirm::is_due(&risk::of_deletion(&args, None), args.yes)?;
     let machine = find(api, &args.machine).await?;
-    let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
-        .unwrap_or_else(|| risk::of_deletion(&args, &machine));
-    if confirm::is_due(&what, args.yes)? {
+    if due {
+        let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
+            .unwrap_or_else(|| risk::of_deletion(&args, Some(&machine)));
         let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
         confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;

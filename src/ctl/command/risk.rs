@@ -45,9 +45,9 @@ pub fn of_provision(args: &Provision) -> Option<String> {
     Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
-/// Before a machine is deleted.
-pub fn of_deletion(args: &Delete, machine: &Machine) -> String {
-    if machine.powered_off_at.is_some() {
+/// Before a machine is deleted; `None` where it was not looked at.
+pub fn of_deletion(args: &Delete, machine: Option<&Machine>) -> String {
+    if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let kept = if args.accept_loss {
             "--accept-loss: what no snapshot holds is lost with its server."
         } else {
