@@ -18,6 +18,15 @@ use crate::untrusted_text::one_line;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
+/// What the end of the wait is judged by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal {
+    /// The operation succeeds, where one is followed, and the machine is well.
+    Success,
+    /// The machine serves, however the operation ends.
+    Service,
+}
+
 /// Follows a machine, by one operation of it or by its status alone, and gives its last record.
 ///
 /// # Errors
@@ -26,26 +35,12 @@ pub async fn until_settled(
     api: &Api,
     machine_id: &str,
     operation_id: Option<&str>,
+    goal: Goal,
     within: Duration,
 ) -> Result<(Answer, Machine), Failure> {
     let (answer, machine) = follow(api, machine_id, operation_id, within).await?;
-    let operation = operation_of(&machine, operation_id);
+    let operation = operation_of(&machine, operation_id).filter(|_| goal == Goal::Success);
     verdict(api, &machine, operation).await?;
-    Ok((answer, machine))
-}
-
-/// [`until_settled`], for an operation that may end in any way as long as the machine serves then.
-///
-/// # Errors
-/// As [`until_settled`].
-pub async fn until_serving(
-    api: &Api,
-    machine_id: &str,
-    operation_id: Option<&str>,
-    within: Duration,
-) -> Result<(Answer, Machine), Failure> {
-    let (answer, machine) = follow(api, machine_id, operation_id, within).await?;
-    verdict(api, &machine, None).await?;
     Ok((answer, machine))
 }
 

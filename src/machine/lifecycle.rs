@@ -353,11 +353,11 @@ fn a_server_that_is_found_again_waits_for_its_hosts_word() {
 fn the_operators_fail_ends_the_operation_and_the_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
-        let mut effects = vec![Effect::CancelOperation, Effect::CloseConnections];
-        // What is under way then switches its server on.
-        if matches!(state, State::Failed { .. }) {
-            effects.remove(0);
-        }
+        // The operation of a failed machine switches its server on, and goes on.
+        let mut effects = match state {
+            State::Failed { .. } => vec![Effect::CloseConnections],
+            _ => vec![Effect::CancelOperation, Effect::CloseConnections],
+        };
         if is_booting(&state) {
             effects.push(Effect::ReinstatePredecessor);
         }

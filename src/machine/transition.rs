@@ -98,7 +98,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
             ),
-            // What is under way switches its server on: without that, it could not be resumed.
+            // Its operation goes on: it switches the server on, without which the machine could not be resumed.
             State::Failed { .. } => {
                 moved(State::Failed { cause: FailureCause::Operator }, vec![Effect::CloseConnections])
             }

@@ -140,11 +140,7 @@ async fn write_state(
             written.failure = failure.as_ref();
         }
         // One that has left its slot already stays where it is: what is known of its server changes.
-        State::Retired { was: held } if was.retired_at.is_some() => {
-            failure = failure_of(held, with);
-            written.failure = failure.as_ref();
-        }
-        State::Deleted { was: held } if was.deleted_at.is_some() => {
+        State::Retired { was: held } | State::Deleted { was: held } if has_left_to(was, next) => {
             failure = failure_of(held, with);
             written.failure = failure.as_ref();
         }
@@ -158,6 +154,15 @@ async fn write_state(
         }
     }
     machine_changes::compare_and_set(tx, was, &written).await
+}
+
+/// Whether the machine left its slot in this way before.
+fn has_left_to(was: &MachineRow, next: &State) -> bool {
+    match next {
+        State::Retired { .. } => was.retired_at.is_some(),
+        State::Deleted { .. } => was.deleted_at.is_some(),
+        _ => false,
+    }
 }
 
 fn failure_of(state: &State, with: &Circumstances<'_>) -> Option<Failure> {

@@ -13,6 +13,7 @@ use crate::ctl::args::{Delete, Fail, List, Provision, Recover, Resize, Target, W
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
+use crate::ctl::wait::Goal;
 use crate::ctl::{confirm, wait};
 use crate::machine::name::{IdpUserId, Location, Slot};
 
@@ -127,10 +128,11 @@ pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<
     }
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
-    let (answer, machine) = wait::until_settled(api, &accepted.machine_id, operation, within).await?;
+    let (answer, machine) =
+        wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, within).await?;
     // The server that has the data may still be in the way of a decision.
     if let Some(also) = &accepted.also_deleted {
-        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), within).await?;
+        wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, within).await?;
     }
     out.answer(&answer, |view| Ok(shown::one(view, &machine)))
 }

@@ -12,7 +12,7 @@ use crate::ctl::args::{Operation as Args, OperationCommand, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::machine::{self as shown, Machine};
 use crate::ctl::show::operation::{self, Operation};
-use crate::ctl::wait;
+use crate::ctl::wait::{self, Goal};
 use crate::machine::id::OperationId;
 
 pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
@@ -45,7 +45,7 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
                 let under_way = subject.operations.iter().find(|operation| operation.is_under_way());
                 let under_way = under_way.map(|operation| operation.operation_id.as_str());
                 let (answer, machine) =
-                    wait::until_serving(api, &subject.machine_id, under_way, within).await?;
+                    wait::until_settled(api, &subject.machine_id, under_way, Goal::Service, within).await?;
                 return out.answer(&answer, |view| Ok(shown::one(view, &machine)));
             }
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
@@ -100,7 +100,8 @@ async fn show(api: &Api, id: OperationId, wait: Wait, out: &Out) -> Result<(), F
     let mut operation: Operation = answer.read()?;
     if let Some(seconds) = wait.wait {
         let within = Duration::from_secs(seconds);
-        wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), within).await?;
+        wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), Goal::Success, within)
+            .await?;
         answer = api.get(&path, &[]).await?;
         operation = answer.read()?;
     }

@@ -204,10 +204,8 @@ impl Fleet {
         let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
         let named = if more > 0 {
             let verb = if more == 1 { "needs" } else { "need" };
-            named.warning(
-                format!("and {} {verb} somebody", counted(more as u64, "more machine")),
-                "svcctl fleet",
-            )
+            let line = format!("and {} {verb} attention", counted(more as u64, "more machine"));
+            named.warning(line, "svcctl fleet")
         } else {
             named
         };

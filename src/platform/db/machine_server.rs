@@ -50,15 +50,6 @@ pub async fn create_action_ended(
     execute(client, sql, &[&id.0, &action]).await.map(drop)
 }
 
-/// Notes that the provider has the server.
-///
-/// # Errors
-/// [`DbError`].
-pub async fn found(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
-    let sql = "UPDATE user_machines SET server_missing_since = NULL WHERE machine_id = $1";
-    execute(client, sql, &[&id.0]).await.map(drop)
-}
-
 /// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
 /// last of them.
 ///

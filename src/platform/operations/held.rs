@@ -90,7 +90,7 @@ impl Held<'_> {
         }
         let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
         fail(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
-        db::machine_server::found(&self.platform.db.session().await?, machine.id).await?;
+        db::servers::seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
 
