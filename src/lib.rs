@@ -4,6 +4,7 @@
 
 pub mod accounts;
 pub mod applet;
+pub mod beneath;
 mod chain;
 pub mod clock;
 pub mod config;

@@ -1,9 +1,230 @@
-//! What serving files takes: media types, entity tags, decoded paths. Which files there are is the caller's.
+//! Serving a file over HTTP: conditional and range requests, entity tags, compression, media types, decoded paths.
+//!
+//! A file is served from a descriptor or from memory, never from a path: which file a URL names, and whether it may be opened,
+//! is the caller's to decide.
 
+use std::fs::{File, Metadata};
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::SystemTime;
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderMap, HeaderValue, StatusCode, header};
+use bytes::Bytes;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use futures_util::stream::{self, Stream};
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Method, Request, header};
+use http_serve::{BoxError, Entity};
+use sha2::{Digest, Sha256};
+
+use super::problem::{Code, Problem};
+
+const CHUNK_BYTES: u64 = 128 * 1024;
+/// Compressing less than this costs more than it saves.
+const MIN_GZIP_BYTES: u64 = 1024;
+
+/// A file that can be served many times.
+#[derive(Debug, Clone)]
+pub struct StaticFile {
+    content: Content,
+    media_type: &'static str,
+    tag: HeaderValue,
+    encoding: Option<HeaderValue>,
+}
+
+#[derive(Debug, Clone)]
+enum Content {
+    Open { file: Arc<File>, bytes: u64 },
+    Memory(Bytes),
+}
+
+impl StaticFile {
+    /// A regular file that is open for reading. `name` decides its media type.
+    pub fn open(file: File, meta: &Metadata, name: &Path) -> Self {
+        let tag = format!("\"{:x}-{:x}-{:x}-{:x}\"", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len());
+        Self {
+            content: Content::Open { file: Arc::new(file), bytes: meta.len() },
+            media_type: media_type(name),
+            tag: tag_value(&tag),
+            encoding: None,
+        }
+    }
+
+    /// A file whose content is in memory.
+    pub fn in_memory(content: impl Into<Bytes>, media_type: &'static str) -> Self {
+        let content = content.into();
+        let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
+        Self { content: Content::Memory(content), media_type, tag: tag_value(&tag), encoding: None }
+    }
+
+    pub fn media_type(&self) -> &'static str {
+        self.media_type
+    }
+
+    /// In bytes.
+    pub fn size(&self) -> u64 {
+        match &self.content {
+            Content::Open { bytes, .. } => *bytes,
+            Content::Memory(content) => content.len() as u64,
+        }
+    }
+
+    /// Identifies this content of this file.
+    pub fn tag(&self) -> &HeaderValue {
+        &self.tag
+    }
+
+    /// Whether it is a text that is worth compressing.
+    pub fn is_compressible(&self) -> bool {
+        let kind = self.media_type;
+        let is_text =
+            kind.starts_with("text/") || ["json", "svg", "xml"].iter().any(|part| kind.contains(part));
+        is_text && self.size() >= MIN_GZIP_BYTES
+    }
+
+    /// The same file compressed, in memory, under a tag of its own; `None` where that is no smaller. Blocks.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn gzip(&self, level: Compression) -> io::Result<Option<Self>> {
+        let mut encoder = GzEncoder::new(Vec::new(), level);
+        match &self.content {
+            Content::Memory(content) => encoder.write_all(content)?,
+            Content::Open { file, bytes } => {
+                let mut content = vec![0; usize::try_from(*bytes).map_err(io::Error::other)?];
+                file.read_exact_at(&mut content, 0)?;
+                encoder.write_all(&content)?;
+            }
+        }
+        let packed = encoder.finish()?;
+        if packed.len() as u64 >= self.size() {
+            return Ok(None);
+        }
+        let tag = self.tag.to_str().unwrap_or_default().trim_end_matches('"');
+        Ok(Some(Self {
+            tag: tag_value(&format!("{tag}-gzip\"")),
+            content: Content::Memory(packed.into()),
+            media_type: self.media_type,
+            encoding: Some(HeaderValue::from_static("gzip")),
+        }))
+    }
+}
+
+fn tag_value(tag: &str) -> HeaderValue {
+    HeaderValue::from_str(tag).unwrap_or_else(|_| HeaderValue::from_static("\"\""))
+}
+
+impl Entity for StaticFile {
+    type Error = BoxError;
+    type Data = Bytes;
+
+    fn len(&self) -> u64 {
+        self.size()
+    }
+
+    fn get_range(
+        &self,
+        range: Range<u64>,
+    ) -> Pin<Box<dyn Stream<Item = Result<Bytes, BoxError>> + Send + Sync>> {
+        match &self.content {
+            Content::Memory(content) => {
+                let bounds =
+                    usize::try_from(range.start).and_then(|start| Ok(start..usize::try_from(range.end)?));
+                let part = bounds.map(|bounds| content.slice(bounds)).map_err(BoxError::from);
+                Box::pin(stream::iter([part]))
+            }
+            Content::Open { file, .. } => Box::pin(read_chunks(file.clone(), range)),
+        }
+    }
+
+    fn add_headers(&self, headers: &mut HeaderMap) {
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(self.media_type));
+        if let Some(encoding) = &self.encoding {
+            headers.insert(header::CONTENT_ENCODING, encoding.clone());
+        }
+    }
+
+    fn etag(&self) -> Option<HeaderValue> {
+        Some(self.tag.clone())
+    }
+
+    /// None: tags are exact, and seconds are not.
+    fn last_modified(&self) -> Option<SystemTime> {
+        None
+    }
+}
+
+/// Reads on a blocking thread, one chunk at a time. A file that has been truncated ends with an error.
+fn read_chunks(
+    file: Arc<File>,
+    range: Range<u64>,
+) -> impl Stream<Item = Result<Bytes, BoxError>> + Send + Sync {
+    stream::try_unfold(range, move |rest| {
+        let file = file.clone();
+        async move {
+            if rest.is_empty() {
+                return Ok(None);
+            }
+            let size = CHUNK_BYTES.min(rest.end - rest.start);
+            let read = tokio::task::spawn_blocking(move || {
+                let mut chunk = vec![0; usize::try_from(size).unwrap_or_default()];
+                file.read_exact_at(&mut chunk, rest.start).map(|()| chunk)
+            });
+            let chunk = read.await??;
+            Ok(Some((Bytes::from(chunk), rest.start + size..rest.end)))
+        }
+    })
+}
+
+/// How long a browser may keep a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Caching {
+    /// It revalidates the file each time.
+    Revalidate,
+    /// The content never changes under this name.
+    Immutable,
+}
+
+/// Answers a `GET` or `HEAD` request for a file with `gzip`, its compressed form, where there is one and the client accepts
+/// it.
+pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, caching: Caching) -> Response {
+    let varies = plain.is_compressible();
+    let file = gzip.filter(|_| http_serve::should_gzip(&request.headers)).unwrap_or(plain);
+    let mut asked = Request::new(());
+    asked.method_mut().clone_from(&request.method);
+    asked.headers_mut().clone_from(&request.headers);
+    let mut response = http_serve::serve(file, &asked).map(Body::new);
+    let headers = response.headers_mut();
+    let keep = match caching {
+        Caching::Revalidate => "private, no-cache",
+        Caching::Immutable => "private, max-age=31536000, immutable",
+    };
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static(keep));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    if varies {
+        headers.insert(header::VARY, HeaderValue::from_static("accept-encoding"));
+    }
+    response
+}
+
+/// The answer to a request for a file by any method but `GET` and `HEAD`.
+pub fn method_not_allowed() -> Response {
+    let mut refusal =
+        Problem::new(Code::MethodNotAllowed, "Files can only be read: use GET or HEAD.").into_response();
+    refusal.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    refusal
+}
+
+/// Whether a method reads.
+pub fn is_read(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD)
+}
 
 /// A path without its percent signs; `None` where they are not right, or hide no UTF-8.
 pub fn percent_decode(text: &str) -> Option<String> {
@@ -20,29 +241,8 @@ pub fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Whether `If-None-Match` names this tag.
-pub fn is_fresh(headers: &HeaderMap, tag: &str) -> bool {
-    let given = headers.get(header::IF_NONE_MATCH).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    given.split(',').map(|one| one.trim().trim_start_matches("W/")).any(|one| one == tag || one == "*")
-}
-
-pub fn not_modified(tag: &str) -> Response {
-    let mut response = StatusCode::NOT_MODIFIED.into_response();
-    tagged(response.headers_mut(), tag);
-    response
-}
-
-/// Kept by the browser, and asked about each time.
-pub fn tagged(headers: &mut HeaderMap, tag: &str) {
-    if let Ok(tag) = HeaderValue::from_str(tag) {
-        headers.insert(header::ETAG, tag);
-    }
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("private, no-cache"));
-    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-}
-
 /// The media type by the name's ending.
-pub fn content_type(path: &Path) -> &'static str {
+pub fn media_type(path: &Path) -> &'static str {
     let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
     match ending.as_str() {
         "html" | "htm" => "text/html; charset=utf-8",

@@ -1,8 +1,10 @@
 //! `svc-gateway` as a process of its own, before a real PostgreSQL.
 
 mod agents;
+mod app_files;
 mod apps;
 mod bridge;
+mod bridge_bounds;
 mod bridge_cancel;
 mod bridge_changes;
 mod bridge_pages;

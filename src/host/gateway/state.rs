@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::apps::Registry;
+use super::apps::{GzipCache, Registry};
 use super::auth::Seam;
 use super::bridge::Changes;
 use super::config::Config;
@@ -17,6 +17,7 @@ pub struct Gateway {
     pub seam: Seam,
     pub database: Arc<Database>,
     pub apps: Registry,
+    pub gzip_cache: GzipCache,
     pub changes: Arc<Changes>,
     pub kernel: Arc<Kernel>,
     pub dispatcher: Arc<Dispatcher>,
@@ -39,6 +40,7 @@ impl Gateway {
             seam: Seam::new(&config)?,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
+            gzip_cache: GzipCache::default(),
             changes: Arc::default(),
             dispatcher,
             writers,

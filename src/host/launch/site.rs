@@ -5,29 +5,25 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use bytes::Bytes;
 use flate2::Compression;
-use flate2::write::GzEncoder;
-use http::header::{self, HeaderMap, HeaderValue};
-use http::{Method, StatusCode};
-use sha2::{Digest, Sha256};
+use http::header::{self, HeaderValue};
+use http::request::Parts;
 
-use crate::http::files::{content_type, is_fresh, percent_decode};
+use crate::http::files::{
+    Caching, StaticFile, is_read, media_type, method_not_allowed, percent_decode, respond,
+};
 use crate::http::problem::{Code, Problem};
 
 /// A shell of more than this was built wrong.
 const LARGEST: u64 = 64 << 20;
 const MOST_FILES: usize = 10_000;
-/// Below it, compression saves less than it costs.
-const WORTH_COMPRESSING: usize = 1024;
 const INDEX: &str = "index.html";
 /// Below it, the build names files by their content.
 const NAMED_BY_CONTENT: &str = "assets/";
@@ -55,21 +51,8 @@ pub enum SiteError {
 }
 
 struct Entry {
-    kind: &'static str,
-    plain: Variant,
-    gzip: Option<Variant>,
-}
-
-struct Variant {
-    content: Bytes,
-    tag: String,
-}
-
-impl Variant {
-    fn new(content: Vec<u8>) -> Self {
-        let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
-        Self { content: Bytes::from(content), tag }
-    }
+    plain: StaticFile,
+    gzip: Option<StaticFile>,
 }
 
 /// The files of a build by their path below it.
@@ -136,16 +119,10 @@ impl Site {
 }
 
 fn entry_of(name: &str, content: Vec<u8>) -> Entry {
-    let kind = content_type(Path::new(name));
-    let is_text = kind.starts_with("text/") || ["json", "svg", "xml"].iter().any(|part| kind.contains(part));
-    let gzip = (is_text && content.len() >= WORTH_COMPRESSING).then(|| gzip(&content)).flatten();
-    let gzip = gzip.filter(|packed| packed.len() < content.len()).map(Variant::new);
-    Entry { kind, plain: Variant::new(content), gzip }
-}
-
-fn gzip(content: &[u8]) -> Option<Vec<u8>> {
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-    encoder.write_all(content).and_then(|()| encoder.finish()).ok()
+    let plain = StaticFile::in_memory(content, media_type(Path::new(name)));
+    let packed = plain.is_compressible().then(|| plain.gzip(Compression::best()));
+    // Packing what is in memory cannot fail; without it, the plain form is served.
+    Entry { gzip: packed.and_then(Result::ok).flatten(), plain }
 }
 
 /// The site's one route.
@@ -154,71 +131,31 @@ pub fn router(site: Site) -> Router {
 }
 
 async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
-    if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refusal =
-            Problem::new(Code::MethodNotAllowed, "The shell's files are read alone.").into_response();
-        refusal.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
-        return refusal;
+    let (request, _) = request.into_parts();
+    if !is_read(&request.method) {
+        return method_not_allowed();
     }
-    match site.find(request.uri().path()) {
-        Some((name, entry)) => answer(name, entry, request.method(), request.headers()),
+    match site.find(request.uri.path()) {
+        Some((name, entry)) => answer(name, entry, &request),
         None => Problem::new(Code::NotFound, "The shell has no such file.").into_response(),
     }
 }
 
-fn answer(name: &str, entry: &Entry, method: &Method, asked: &HeaderMap) -> Response {
-    let packed = entry.gzip.as_ref().filter(|_| takes_gzip(asked));
-    let variant = packed.unwrap_or(&entry.plain);
-    let fresh = is_fresh(asked, &variant.tag);
-    let body =
-        if fresh || *method == Method::HEAD { Body::empty() } else { Body::from(variant.content.clone()) };
-    let mut response = Response::new(body);
-    let headers = response.headers_mut();
-    let mut set = |name: header::HeaderName, value: &str| {
-        if let Ok(value) = HeaderValue::from_str(value) {
-            headers.insert(name, value);
-        }
-    };
-    set(header::ETAG, &variant.tag);
-    let named_by_content = name.starts_with(NAMED_BY_CONTENT);
-    let keep = if named_by_content { "private, max-age=31536000, immutable" } else { "private, no-cache" };
-    set(header::CACHE_CONTROL, keep);
-    set(header::X_CONTENT_TYPE_OPTIONS, "nosniff");
-    if entry.gzip.is_some() {
-        set(header::VARY, "accept-encoding");
-    }
-    if entry.kind.starts_with("text/html") {
-        set(header::CONTENT_SECURITY_POLICY, POLICY);
-        set(header::REFERRER_POLICY, "same-origin");
-    }
-    if fresh {
-        *response.status_mut() = StatusCode::NOT_MODIFIED;
-        return response;
-    }
-    set(header::CONTENT_TYPE, entry.kind);
-    set(header::CONTENT_LENGTH, &variant.content.len().to_string());
-    if packed.is_some() {
-        set(header::CONTENT_ENCODING, "gzip");
+fn answer(name: &str, entry: &Entry, request: &Parts) -> Response {
+    let caching = if name.starts_with(NAMED_BY_CONTENT) { Caching::Immutable } else { Caching::Revalidate };
+    let mut response = respond(request, entry.plain.clone(), entry.gzip.clone(), caching);
+    if entry.plain.media_type().starts_with("text/html") {
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+        headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("same-origin"));
     }
     response
-}
-
-/// By RFC 9110: named, or covered by `*`, and not with a weight of zero.
-fn takes_gzip(asked: &HeaderMap) -> bool {
-    let given = asked.get(header::ACCEPT_ENCODING).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let weight = |coding: &str| {
-        given.split(',').find_map(|one| {
-            let (name, weight) = one.split_once(';').unwrap_or((one, "q=1"));
-            let weight = weight.trim().strip_prefix("q=").and_then(|q| q.trim().parse::<f32>().ok());
-            name.trim().eq_ignore_ascii_case(coding).then_some(weight.unwrap_or(0.0))
-        })
-    };
-    weight("gzip").or_else(|| weight("*")).is_some_and(|weight| weight > 0.0)
 }
 
 #[cfg(test)]
 mod tests {
     use futures_util::FutureExt;
+    use http::{Method, StatusCode};
 
     use super::*;
 
@@ -235,12 +172,12 @@ mod tests {
     }
 
     fn ask(site: &Site, method: &Method, path: &str, headers: &[(&'static str, &str)]) -> Response {
-        let mut asked = HeaderMap::new();
+        let mut request = http::Request::builder().method(method.clone()).uri(path);
         for (name, value) in headers {
-            asked.insert(*name, HeaderValue::from_str(value).unwrap());
+            request = request.header(*name, *value);
         }
         let (name, entry) = site.find(path).unwrap_or_else(|| panic!("{path} is there"));
-        answer(name, entry, method, &asked)
+        answer(name, entry, &request.body(()).unwrap().into_parts().0)
     }
 
     fn body(response: Response) -> Vec<u8> {

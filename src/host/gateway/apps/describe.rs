@@ -38,7 +38,7 @@ pub static ICON: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[SLUG],
         body: None,
-        answers: &[file(200, "The icon."), NOT_MODIFIED],
+        answers: PAGE_ANSWERS,
         problems: &[Code::Forbidden, Code::Unavailable],
     },
     largest_body: OWN_BODY,
@@ -103,7 +103,13 @@ pub static PAGE: Endpoint = Endpoint {
 
 const SLUG: Parameter = Parameter { name: "slug", place: Place::Path, schema: text, about: "The app." };
 const NOT_MODIFIED: Answer = Answer { status: 304, about: "It is as it was.", content: Content::Nothing };
-const PAGE_ANSWERS: &[Answer] = &[file(200, "The file."), NOT_MODIFIED];
+const PAGE_ANSWERS: &[Answer] = &[
+    file(200, "The file."),
+    file(206, "The part that `Range` names."),
+    NOT_MODIFIED,
+    file(412, "It is not the file that `If-Match` names."),
+    file(416, "It has no such part."),
+];
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
 /// Of whatever media type the file has.

@@ -1,18 +1,22 @@
 //! The apps folder as it lies on disk: which folders hold a `svc.json`, and what each of them says.
 
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::manifest::Manifest;
 use super::name::Slug;
+use crate::beneath::Folder;
 
-const LARGEST_MANIFEST: u64 = 256 * 1024;
+const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
+/// Below the home.
+const APPS: &str = "apps";
+const MANIFEST: &str = "svc.json";
 
 /// One app's folder: its name, and its manifest or what is wrong with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppFolder {
     pub name: String,
+    /// Relative to the home.
     pub path: PathBuf,
     pub manifest: Result<Manifest, String>,
 }
@@ -21,34 +25,32 @@ pub struct AppFolder {
 ///
 /// # Errors
 /// When the apps folder itself cannot be read.
-pub fn scan(apps: &Path) -> io::Result<Vec<AppFolder>> {
-    let entries = match fs::read_dir(apps) {
-        Ok(entries) => entries,
+pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
+    let apps = match Folder::open(home).and_then(|home| home.folder(Path::new(APPS))) {
+        Ok(apps) => apps,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
-    let mut folders: Vec<AppFolder> = entries.filter_map(|entry| folder(&entry.ok()?.path())).collect();
-    folders.sort_by(|a, b| a.name.cmp(&b.name));
+    let names = apps.names()?;
+    let mut folders: Vec<AppFolder> =
+        names.iter().filter_map(|name| app_folder(&apps, name.to_str()?)).collect();
     refuse_shared_schemas(&mut folders);
     Ok(folders)
 }
 
-fn folder(path: &Path) -> Option<AppFolder> {
-    let name = path.file_name()?.to_str()?.to_owned();
-    let file = path.join("svc.json");
-    if name.starts_with('.') || !file.exists() {
+/// `None` for what is no app: a file, or a folder without a manifest.
+fn app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
+    if name.starts_with('.') {
         return None;
     }
-    Some(AppFolder { name, path: path.to_owned(), manifest: read(&file) })
-}
-
-fn read(file: &Path) -> Result<Manifest, String> {
-    let size = fs::metadata(file).map_err(|error| error.to_string())?.len();
-    if size > LARGEST_MANIFEST {
-        return Err(format!("svc.json is larger than {LARGEST_MANIFEST} bytes"));
-    }
-    let text = fs::read(file).map_err(|error| error.to_string())?;
-    Manifest::parse(&text).map_err(|error| error.to_string())
+    let manifest = match apps.read(&Path::new(name).join(MANIFEST), MAX_MANIFEST_BYTES) {
+        Ok(text) => Manifest::parse(&text).map_err(|error| error.to_string()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return None;
+        }
+        Err(error) => Err(format!("{MANIFEST}: {error}")),
+    };
+    Some(AppFolder { name: name.to_owned(), path: Path::new(APPS).join(name), manifest })
 }
 
 /// Two folders that claim one schema: the one named after the slug has it; otherwise neither.
@@ -69,34 +71,66 @@ fn refuse_shared_schemas(folders: &mut [AppFolder]) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use nix::sys::stat::Mode;
+    use nix::unistd::mkfifo;
+
     use super::*;
 
-    fn write(apps: &Path, folder: &str, slug: &str) {
+    fn write(home: &Path, folder: &str, slug: &str) {
         let text = format!(r#"{{"name":"n","slug":"{slug}","version":"1","runtime":"static"}}"#);
-        crate::fsx::write_atomic(&apps.join(folder).join("svc.json"), text.as_bytes(), 0o644).unwrap();
+        let file = home.join(APPS).join(folder).join(MANIFEST);
+        crate::fsx::write_atomic(&file, text.as_bytes(), 0o644).unwrap();
     }
 
     #[test]
     fn a_broken_manifest_is_its_own_app_s_alone() {
-        let apps = tempfile::tempdir().unwrap();
-        write(apps.path(), "good", "good");
-        write(apps.path(), "bad", "Not A Slug");
-        write(apps.path(), ".hidden", "hidden");
-        fs::create_dir(apps.path().join("empty")).unwrap();
-        let found = scan(apps.path()).unwrap();
+        let home = tempfile::tempdir().unwrap();
+        assert!(scan(home.path()).unwrap().is_empty());
+        write(home.path(), "good", "good");
+        write(home.path(), "bad", "Not A Slug");
+        write(home.path(), ".hidden", "hidden");
+        fs::create_dir(home.path().join("apps/empty")).unwrap();
+        let found = scan(home.path()).unwrap();
         let names: Vec<_> = found.iter().map(|f| (f.name.as_str(), f.manifest.is_ok())).collect();
         assert_eq!(names, [("bad", false), ("good", true)]);
-        assert!(scan(&apps.path().join("none")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn manifests_that_are_links_fifos_or_too_large_are_refused() {
+        let (home, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write(home.path(), "good", "good");
+        write(outside.path(), "other", "other");
+        let apps = home.path().join(APPS);
+        symlink(outside.path().join("apps/other"), apps.join("linked")).unwrap();
+        for folder in ["fifo", "large", "link"] {
+            fs::create_dir(apps.join(folder)).unwrap();
+        }
+        mkfifo(&apps.join("fifo/svc.json"), Mode::S_IRWXU).unwrap();
+        symlink("../good/svc.json", apps.join("link/svc.json")).unwrap();
+        fs::write(apps.join("large/svc.json"), vec![b' '; 300 * 1024]).unwrap();
+        let found = scan(home.path()).unwrap();
+        let why = |name: &str| {
+            let folder = found.iter().find(|folder| folder.name == name).unwrap();
+            folder.manifest.as_ref().unwrap_err().clone()
+        };
+        assert!(why("linked").contains("symbolic link"), "{}", why("linked"));
+        assert!(why("link").contains("symbolic link"), "{}", why("link"));
+        assert!(why("fifo").contains("not a regular file"), "{}", why("fifo"));
+        assert!(why("large").contains("larger than 262144 bytes"), "{}", why("large"));
+        assert_eq!(found.iter().filter(|folder| folder.manifest.is_ok()).count(), 1);
     }
 
     #[test]
     fn two_apps_never_share_a_schema() {
-        let apps = tempfile::tempdir().unwrap();
-        write(apps.path(), "one", "one");
-        write(apps.path(), "copy-of-one", "one");
-        write(apps.path(), "a", "same");
-        write(apps.path(), "b", "same");
-        let found = scan(apps.path()).unwrap();
+        let home = tempfile::tempdir().unwrap();
+        write(home.path(), "one", "one");
+        write(home.path(), "copy-of-one", "one");
+        write(home.path(), "a", "same");
+        write(home.path(), "b", "same");
+        let found = scan(home.path()).unwrap();
         let good: Vec<_> = found.iter().filter(|f| f.manifest.is_ok()).map(|f| f.name.as_str()).collect();
         assert_eq!(good, ["one"]);
     }

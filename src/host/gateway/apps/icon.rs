@@ -1,60 +1,53 @@
 //! `GET /icons/<slug>`: the app's own icon, or one made from its name, always the same. Never an error of ours.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use axum::extract::State;
-use axum::response::{IntoResponse, Response};
-use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, header};
+use axum::extract::{Request, State};
+use axum::response::Response;
+use http::{HeaderValue, header};
 use sha2::{Digest, Sha256};
 
+use crate::beneath::Folder;
 use crate::host::gateway::state::Gateway;
-use crate::http::files::{self, content_type};
+use crate::http::files::{Caching, StaticFile, media_type, respond};
 use crate::http::segments::Segments;
 
-const LARGEST: u64 = 1024 * 1024;
+const MAX_ICON_BYTES: u64 = 1024 * 1024;
 
 pub async fn icon(
     State(gateway): State<Arc<Gateway>>,
     Segments(slug): Segments<String>,
-    headers: HeaderMap,
+    request: Request,
 ) -> Response {
     let known = gateway.apps.known();
-    let file = known
-        .folders
-        .get(&slug)
-        .and_then(|(folder, manifest)| Some((folder.clone(), manifest.icon.clone()?)));
-    let own = match file {
-        Some((folder, icon)) => {
-            tokio::task::spawn_blocking(move || read(&folder, &icon)).await.ok().flatten()
+    let icon =
+        known.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
+    let own = match icon {
+        Some(icon) => {
+            let home = gateway.config.layout.home();
+            tokio::task::spawn_blocking(move || read(&home, &icon)).await.ok().flatten()
         }
         None => None,
     };
-    let (kind, image) = own.unwrap_or_else(|| ("image/svg+xml", Bytes::from(fallback(&slug))));
-    let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&image)[..8]));
-    if files::is_fresh(&headers, &tag) {
-        return files::not_modified(&tag);
-    }
-    let mut response = image.into_response();
-    let answer = response.headers_mut();
-    answer.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    files::tagged(answer, &tag);
+    let icon = own.unwrap_or_else(|| StaticFile::in_memory(fallback(&slug), "image/svg+xml"));
+    let mut response = respond(&request.into_parts().0, icon, None, Caching::Revalidate);
     // An SVG is a document when it is opened by itself.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
-    answer.insert(header::CONTENT_SECURITY_POLICY, policy);
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
 }
 
-fn read(folder: &Path, icon: &str) -> Option<(&'static str, Bytes)> {
-    let kind = content_type(Path::new(icon));
-    let inside: PathBuf = folder.canonicalize().ok()?;
-    let file = inside.join(icon).canonicalize().ok().filter(|file| file.starts_with(&inside))?;
-    let size = std::fs::metadata(&file).ok().filter(std::fs::Metadata::is_file)?.len();
-    if !kind.starts_with("image/") || size > LARGEST {
+/// Reads an icon, by its path relative to the home.
+fn read(home: &Path, icon: &Path) -> Option<StaticFile> {
+    let kind = media_type(icon);
+    if !kind.starts_with("image/") {
         return None;
     }
-    std::fs::read(file).ok().map(|image| (kind, Bytes::from(image)))
+    // Resolved from the app's folder, whose owner decides whose files may be read.
+    let app = Folder::open(home).ok()?.folder(icon.parent()?).ok()?;
+    let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
+    Some(StaticFile::in_memory(content, kind))
 }
 
 /// The first letter on a colour of the name's own.
@@ -83,15 +76,18 @@ mod tests {
 
     #[test]
     fn an_icon_outside_of_its_folder_is_not_read() {
-        let dir = tempfile::tempdir().unwrap();
-        let app = dir.path().join("app");
-        std::fs::create_dir(&app).unwrap();
-        std::fs::write(dir.path().join("secret.svg"), "s").unwrap();
-        std::os::unix::fs::symlink("../secret.svg", app.join("link.svg")).unwrap();
+        let home = tempfile::tempdir().unwrap();
+        let app = home.path().join("apps/app");
+        std::fs::create_dir_all(&app).unwrap();
+        std::fs::write(home.path().join("secret.svg"), "s").unwrap();
+        std::os::unix::fs::symlink("../../secret.svg", app.join("link.svg")).unwrap();
         std::fs::write(app.join("icon.svg"), "ok").unwrap();
         std::fs::write(app.join("icon.txt"), "no").unwrap();
-        assert!(read(&app, "link.svg").is_none());
-        assert!(read(&app, "icon.txt").is_none());
-        assert_eq!(read(&app, "icon.svg").unwrap().0, "image/svg+xml");
+        std::fs::write(app.join("large.png"), vec![0; 1024 * 1024 + 1]).unwrap();
+        let read = |name: &str| read(home.path(), &Path::new("apps/app").join(name));
+        for refused in ["link.svg", "icon.txt", "large.png", "../../secret.svg", "none.svg"] {
+            assert!(read(refused).is_none(), "{refused}");
+        }
+        assert_eq!(read("icon.svg").unwrap().media_type(), "image/svg+xml");
     }
 }

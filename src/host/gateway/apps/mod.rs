@@ -22,5 +22,6 @@ pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
 pub use manifest::Manifest;
 pub use manifest::Table;
 pub use name::{Name, Slug};
+pub use pages::GzipCache;
 pub use registry::{App, Registry};
 pub use supervise::supervise;

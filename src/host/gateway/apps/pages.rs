@@ -3,26 +3,55 @@
 //! A document runs in an origin of its own: apps share a host with the owner's session, so none of them may be of it.
 
 use std::collections::BTreeMap;
-use std::fs::Metadata;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{File, Metadata};
+use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use axum::body::Body;
 use axum::extract::{Extension, Request, State};
 use axum::response::{IntoResponse, Redirect, Response};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
-use tokio_util::io::ReaderStream;
+use flate2::Compression;
+use http::request::Parts;
+use http::{HeaderValue, Uri, header};
 
 use super::manifest::Runtime;
+use crate::beneath::Folder;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::state::Gateway;
-use crate::http::files::{content_type, is_fresh, not_modified, percent_decode, tagged};
+use crate::http::files::{Caching, StaticFile, percent_decode, respond};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'";
+/// A larger file is served as it is: it would be compressed in memory.
+const MAX_GZIP_BYTES: u64 = 8 << 20;
+/// Of compressed files that are kept in memory.
+const GZIP_CACHE_BYTES: u64 = 16 << 20;
+
+/// Compressed forms of files that were served before, by the file's tag; `None` where compressing saved nothing.
+pub struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
+
+impl Default for GzipCache {
+    fn default() -> Self {
+        let weight = |tag: &HeaderValue, file: &Option<StaticFile>| {
+            let bytes = file.as_ref().map_or(0, StaticFile::size) + tag.len() as u64;
+            u32::try_from(bytes).unwrap_or(u32::MAX)
+        };
+        Self(moka::sync::Cache::builder().max_capacity(GZIP_CACHE_BYTES).weigher(weight).build())
+    }
+}
+
+impl GzipCache {
+    /// The compressed form of a file, where it is worth it. Blocks.
+    fn get(&self, file: &StaticFile) -> Option<StaticFile> {
+        if !file.is_compressible() || file.size() > MAX_GZIP_BYTES {
+            return None;
+        }
+        // A file that cannot be read now fails again when it is served.
+        self.0.get_with_by_ref(file.tag(), || file.gzip(Compression::default()).ok().flatten())
+    }
+}
 
 pub async fn page(
     State(gateway): State<Arc<Gateway>>,
@@ -31,10 +60,10 @@ pub async fn page(
     _: Segments<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
-    let (method, uri, headers) = (request.method(), request.uri(), request.headers());
-    match find(&gateway, &caller.0, uri).await {
+    let (request, _) = request.into_parts();
+    match find(&gateway, &caller.0, &request.uri).await {
         Ok(Found::Folder(to)) => Redirect::permanent(&to).into_response(),
-        Ok(Found::File(path, meta)) => serve(method, headers, &path, &meta).await,
+        Ok(Found::File(file)) => serve(&request, *file),
         Err(problem) => problem.into_response(),
     }
 }
@@ -42,10 +71,16 @@ pub async fn page(
 enum Found {
     /// An app's folder without its last slash, by which relative links would miss it.
     Folder(String),
-    File(PathBuf, Metadata),
+    File(Box<AppFile>),
 }
 
-async fn find(gateway: &Gateway, principal: &Principal, uri: &Uri) -> Result<Found, Problem> {
+/// A file of an app, and its compressed form where there is one.
+struct AppFile {
+    plain: StaticFile,
+    gzip: Option<StaticFile>,
+}
+
+async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Result<Found, Problem> {
     let none = || Problem::new(Code::NotFound, "There is no such page.");
     let below = uri.path().strip_prefix("/apps/").unwrap_or_default();
     let (slug, path) = below.split_once('/').map_or((below, None), |(slug, path)| (slug, Some(path)));
@@ -61,9 +96,16 @@ async fn find(gateway: &Gateway, principal: &Principal, uri: &Uri) -> Result<Fou
         return Err(Problem::new(Code::Unavailable, "Apps of runtime node are not served yet."));
     }
     let path = relative(path).ok_or_else(none)?;
-    let root = folder.join(&manifest.output);
-    let looked = tokio::task::spawn_blocking(move || look(&root, &path)).await.ok().flatten();
-    looked.map(|(path, meta)| Found::File(path, meta)).ok_or_else(none)
+    let output = folder.join(&manifest.output);
+    let gateway = gateway.clone();
+    let opened = tokio::task::spawn_blocking(move || {
+        let folder = Folder::open(&gateway.config.layout.home())?.folder(&output)?;
+        let (file, meta, name) = open(&folder, &path)?;
+        let plain = StaticFile::open(file, &meta, &name);
+        let gzip = gateway.gzip_cache.get(&plain);
+        Ok::<_, io::Error>(Found::File(Box::new(AppFile { plain, gzip })))
+    });
+    opened.await.ok().and_then(Result::ok).ok_or_else(none)
 }
 
 /// A URL's path as a path below a folder; `None` if it could lead anywhere else.
@@ -80,51 +122,33 @@ fn relative(path: &str) -> Option<PathBuf> {
     inside.then_some(path)
 }
 
-/// The file, or the app's first page for a path that only its own router knows. Links that lead out are not followed.
-fn look(root: &Path, path: &Path) -> Option<(PathBuf, Metadata)> {
-    let root = root.canonicalize().ok()?;
-    let index = || file(&root, &root.join("index.html"));
-    if path.as_os_str().is_empty() {
-        return index();
-    }
-    let place = root.join(path);
-    file(&root, &place)
-        .or_else(|| file(&root, &place.join("index.html")))
-        .or_else(|| path.extension().is_none().then(index).flatten())
-}
-
-fn file(root: &Path, path: &Path) -> Option<(PathBuf, Metadata)> {
-    let path = path.canonicalize().ok().filter(|path| path.starts_with(root))?;
-    let meta = std::fs::metadata(&path).ok().filter(Metadata::is_file)?;
-    Some((path, meta))
-}
-
-async fn serve(method: &Method, headers: &HeaderMap, path: &Path, meta: &Metadata) -> Response {
-    let tag = format!("\"{:x}-{:x}-{:x}\"", meta.mtime(), meta.mtime_nsec(), meta.len());
-    let kind = content_type(path);
-    if is_fresh(headers, &tag) {
-        return not_modified(&tag);
-    }
-    let body = if *method == Method::HEAD {
-        Body::empty()
-    } else {
-        match tokio::fs::File::open(path).await {
-            Ok(file) => Body::from_stream(ReaderStream::with_capacity(file, 64 * 1024)),
-            Err(_) => return Problem::new(Code::NotFound, "There is no such page.").into_response(),
+/// Opens the file, or the app's first page for a path that only the app's own router knows.
+fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
+    let is_page = path.extension().is_none();
+    let index = Path::new("index.html");
+    let candidates = [
+        (!path.as_os_str().is_empty()).then(|| path.to_owned()),
+        is_page.then(|| path.join(index)),
+        is_page.then(|| index.to_owned()),
+    ];
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for name in candidates.into_iter().flatten() {
+        match output.file(&name).and_then(|file| Ok((file.metadata()?, file))) {
+            Ok((meta, file)) => return Ok((file, meta, name)),
+            Err(error) => last = error,
         }
-    };
-    let mut response = body.into_response();
-    let answer = response.headers_mut();
-    answer.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    answer.insert(header::CONTENT_LENGTH, HeaderValue::from(meta.len()));
-    tagged(answer, &tag);
-    let fixed = |answer: &mut HeaderMap, name: HeaderName, value: &'static str| {
-        answer.insert(name, HeaderValue::from_static(value));
-    };
-    fixed(answer, header::ACCESS_CONTROL_ALLOW_ORIGIN, "null");
-    fixed(answer, header::REFERRER_POLICY, "no-referrer");
-    if is_document(kind) {
-        fixed(answer, header::CONTENT_SECURITY_POLICY, SANDBOX);
+    }
+    Err(last)
+}
+
+fn serve(request: &Parts, file: AppFile) -> Response {
+    let is_document = is_document(file.plain.media_type());
+    let mut response = respond(request, file.plain, file.gzip, Caching::Revalidate);
+    let mut set = |name, value| response.headers_mut().insert(name, HeaderValue::from_static(value));
+    set(header::ACCESS_CONTROL_ALLOW_ORIGIN, "null");
+    set(header::REFERRER_POLICY, "no-referrer");
+    if is_document {
+        set(header::CONTENT_SECURITY_POLICY, SANDBOX);
     }
     response
 }
@@ -163,17 +187,20 @@ mod tests {
     }
 
     #[test]
-    fn links_that_lead_out_are_not_followed() {
+    fn links_are_not_followed_and_a_page_falls_back_to_the_first() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("dist");
-        std::fs::create_dir(&root).unwrap();
+        std::fs::create_dir_all(root.join("sub")).unwrap();
         std::fs::write(dir.path().join("secret.txt"), "s").unwrap();
         std::fs::write(root.join("index.html"), "i").unwrap();
+        std::fs::write(root.join("sub/index.html"), "i").unwrap();
         std::os::unix::fs::symlink("../secret.txt", root.join("out.txt")).unwrap();
-        assert!(look(&root, Path::new("out.txt")).is_none());
-        assert!(look(&root, Path::new("missing.js")).is_none());
-        for page in ["", "settings/profile"] {
-            assert!(look(&root, Path::new(page)).unwrap().0.ends_with("index.html"));
-        }
+        let folder = Folder::open(&root).unwrap();
+        assert!(open(&folder, Path::new("out.txt")).is_err());
+        assert!(open(&folder, Path::new("missing.js")).is_err());
+        let name = |path: &str| open(&folder, Path::new(path)).unwrap().2;
+        assert_eq!(name(""), Path::new("index.html"));
+        assert_eq!(name("sub"), Path::new("sub/index.html"));
+        assert_eq!(name("settings/profile"), Path::new("index.html"));
     }
 }

@@ -34,7 +34,7 @@ pub struct Known {
     /// Whether the database told its apps since the start.
     pub loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
-    /// Folders that hold a good manifest, by slug: what is served of an app.
+    /// Folders that hold a good manifest, by slug, with their paths relative to the home: what is served of an app.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
     /// By the folder's name.
     pub troubles: BTreeMap<String, Trouble>,

@@ -142,8 +142,8 @@ impl Supervisor {
     }
 
     async fn read_folders(&mut self) -> Result<Vec<Manifest>, RoundError> {
-        let apps = self.gateway.config.layout.apps();
-        let scanned = tokio::task::spawn_blocking(move || folder::scan(&apps)).await;
+        let home = self.gateway.config.layout.home();
+        let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;
         let folders = scanned.map_err(|error| RoundError::Folder(std::io::Error::other(error)))?;
         let folders = folders.map_err(RoundError::Folder)?;
         self.known.folders.clear();

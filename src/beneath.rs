@@ -1,0 +1,211 @@
+//! Directories and files below a directory that a less trusted user can change.
+//!
+//! A path is resolved by the kernel from a descriptor that is already open, in one call: it follows no symbolic link, cannot
+//! leave the directory, and does not block on a FIFO. The caller gets the descriptor that was checked and never opens the
+//! path a second time.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path};
+
+use nix::dir::Dir;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::sys::stat::{Mode, fstat};
+
+const LINK: &str = "symbolic links are not followed";
+
+/// An open directory.
+#[derive(Debug)]
+pub struct Folder {
+    fd: OwnedFd,
+    /// Whose files are opened below it.
+    owner: u32,
+}
+
+impl Folder {
+    /// Opens a directory by its path. Only users that this process trusts may be able to change a component of the path.
+    ///
+    /// # Errors
+    /// The file system's; `NotADirectory` where the last component is a link.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        Self::new(open(path, flags, Mode::empty())?)
+    }
+
+    /// Opens a directory below this one. Files below it are opened as for this one's owner.
+    ///
+    /// # Errors
+    /// `NotFound`; `NotADirectory`; `InvalidInput` where a component is a link; others of the file system.
+    pub fn folder(&self, below: &Path) -> io::Result<Self> {
+        Self::new(self.resolve(below, OFlag::O_DIRECTORY)?)
+    }
+
+    /// Opens a regular file below this directory for reading.
+    ///
+    /// It must belong to the directory's owner or be readable by everybody: a hard link to a file of another user is not
+    /// opened, even where this process could read it.
+    ///
+    /// # Errors
+    /// `NotFound`; `InvalidInput` where it is no regular file or a component is a link; `PermissionDenied`; others of the file
+    /// system.
+    pub fn file(&self, below: &Path) -> io::Result<File> {
+        let file = File::from(self.resolve(below, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
+        let meta = file.metadata()?;
+        if !meta.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        if meta.uid() != self.owner && meta.mode() & 0o004 == 0 {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the file belongs to another user"));
+        }
+        Ok(file)
+    }
+
+    /// Reads a file whole, which may have at most `max` bytes.
+    ///
+    /// # Errors
+    /// As [`Self::file`]; `FileTooLarge`.
+    pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
+        let mut content = Vec::new();
+        // Its size when it was opened is no limit: somebody may be appending to it.
+        self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
+        if content.len() as u64 > max {
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
+        }
+        Ok(content)
+    }
+
+    /// The names in this directory, in order.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn names(&self) -> io::Result<Vec<OsString>> {
+        let mut entries = Dir::from_fd(self.fd.try_clone()?)?;
+        let mut names = Vec::new();
+        for entry in entries.iter() {
+            let entry = entry?;
+            let name = OsStr::from_bytes(entry.file_name().to_bytes());
+            if name != "." && name != ".." {
+                names.push(name.to_owned());
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn new(fd: OwnedFd) -> io::Result<Self> {
+        let owner = fstat(&fd)?.st_uid;
+        Ok(Self { fd, owner })
+    }
+
+    fn resolve(&self, below: &Path, flags: OFlag) -> io::Result<OwnedFd> {
+        if !below.components().all(|part| matches!(part, Component::Normal(_))) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a path below the directory"));
+        }
+        let how = OpenHow::new().flags(flags | OFlag::O_RDONLY | OFlag::O_CLOEXEC).resolve(
+            ResolveFlag::RESOLVE_BENEATH
+                | ResolveFlag::RESOLVE_NO_SYMLINKS
+                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
+        );
+        openat2(&self.fd, below, how).map_err(|error| match error {
+            Errno::ELOOP => io::Error::new(io::ErrorKind::InvalidInput, LINK),
+            error => error.into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use nix::unistd::mkfifo;
+
+    use super::*;
+
+    fn home() -> (tempfile::TempDir, Folder) {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path().join("home");
+        fs::create_dir_all(home.join("app/dist")).unwrap();
+        fs::write(dir.path().join("secret"), "secret").unwrap();
+        fs::write(home.join("app/dist/page"), "page").unwrap();
+        let folder = Folder::open(&home).unwrap();
+        (dir, folder)
+    }
+
+    fn kind(result: io::Result<impl std::fmt::Debug>) -> io::ErrorKind {
+        result.expect_err("it is refused").kind()
+    }
+
+    #[test]
+    fn no_component_may_be_a_link() {
+        let (dir, folder) = home();
+        let home = dir.path().join("home");
+        symlink("/", home.join("root")).unwrap();
+        symlink("app/dist", home.join("inside")).unwrap();
+        symlink(dir.path().join("secret"), home.join("app/secret")).unwrap();
+        for path in ["root/etc/passwd", "inside/page", "app/secret", "inside"] {
+            let refusal = folder.file(Path::new(path)).expect_err("it is refused");
+            assert_eq!(refusal.to_string(), LINK, "{path}");
+        }
+        assert_eq!(kind(folder.folder(Path::new("inside"))), io::ErrorKind::InvalidInput);
+        assert_eq!(folder.read(Path::new("app/dist/page"), 4).unwrap(), b"page");
+        assert!(Folder::open(&home.join("inside")).is_err(), "nor the directory itself");
+    }
+
+    #[test]
+    fn no_path_leaves_the_directory() {
+        let (_dir, folder) = home();
+        for path in ["../secret", "app/../../secret", "/etc/passwd"] {
+            assert!(folder.file(Path::new(path)).is_err(), "{path}");
+        }
+        let app = folder.folder(Path::new("app")).unwrap();
+        assert!(app.file(Path::new("../app/dist/page")).is_err());
+        assert_eq!(app.read(Path::new("dist/page"), 9).unwrap(), b"page");
+    }
+
+    #[test]
+    fn a_fifo_or_directory_is_no_file_and_blocks_nobody() {
+        let (dir, folder) = home();
+        mkfifo(&dir.path().join("home/fifo"), Mode::S_IRWXU).unwrap();
+        assert_eq!(kind(folder.file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
+        assert_eq!(kind(folder.file(Path::new("app"))), io::ErrorKind::InvalidInput);
+        let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("home/socket")).unwrap();
+        assert!(folder.file(Path::new("socket")).is_err());
+    }
+
+    #[test]
+    fn a_larger_file_is_not_read() {
+        let (_dir, folder) = home();
+        assert_eq!(kind(folder.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn names_are_in_order() {
+        let (dir, folder) = home();
+        fs::write(dir.path().join("home/.hidden"), "").unwrap();
+        for _ in 0..2 {
+            assert_eq!(folder.names().unwrap(), [".hidden", "app"]);
+        }
+    }
+
+    /// As root alone: somebody else can make a file of another user.
+    #[test]
+    fn a_hard_link_to_another_users_secret_is_not_opened() {
+        let (dir, folder) = home();
+        let (secret, link) = (dir.path().join("secret"), dir.path().join("home/link"));
+        fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::hard_link(&secret, &link).unwrap();
+        if std::os::unix::fs::chown(&secret, Some(65534), None).is_err() {
+            eprintln!("skipped: only root can give a file to another user");
+            return;
+        }
+        assert_eq!(kind(folder.file(Path::new("link"))), io::ErrorKind::PermissionDenied);
+        fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(folder.file(Path::new("link")).is_ok(), "what everybody may read is no secret");
+    }
+}

@@ -1,0 +1,129 @@
+//! An app's files: which of them the gateway opens, and how they are served.
+
+use std::os::unix::fs::symlink;
+
+use anyhow::Result;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
+use reqwest::{Method, Response, StatusCode};
+use serde_json::json;
+
+use super::host::{Host, Machine, manifest};
+
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+
+fn header<'a>(response: &'a Response, name: &str) -> &'a str {
+    response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+async fn until_served(host: &Host, slug: &str) -> Result<()> {
+    let page = format!("/apps/{slug}/");
+    host.until(&page, async || Ok(host.owner(Method::GET, &page).send().await?.status() == StatusCode::OK))
+        .await
+}
+
+#[tokio::test]
+async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.write("opt/svc/env/probe.env", "S3CRET")?;
+    machine.write("opt/svc/env/index.html", "S3CRET")?;
+    let apps = |below: &str| format!("home/svc/home/apps/{below}");
+    // Its output is a directory of the machine.
+    machine.app("output", &json!({}))?;
+    symlink(machine.path("opt/svc/env"), machine.path(&apps("output/dist")))?;
+    // A directory, a file and the icon inside of it are.
+    let mut inside = manifest("inside", &json!({}));
+    inside["icon"] = json!("icon.svg");
+    machine.write(&apps("inside/svc.json"), &inside.to_string())?;
+    machine.write(&apps("inside/dist/index.html"), "page")?;
+    symlink(machine.path("opt/svc/env"), machine.path(&apps("inside/dist/env")))?;
+    symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/dist/probe.txt")))?;
+    symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/icon.svg")))?;
+    // The whole folder is.
+    let elsewhere = manifest("elsewhere", &json!({})).to_string();
+    machine.write("opt/svc/env/svc.json", &elsewhere)?;
+    symlink(machine.path("opt/svc/env"), machine.path(&apps("elsewhere")))?;
+    let host = machine.start()?;
+    until_served(&host, "inside").await?;
+    for path in [
+        "/apps/output/",
+        "/apps/output/probe.env",
+        "/apps/inside/env/probe.env",
+        "/apps/inside/env/",
+        "/apps/inside/probe.txt",
+        "/apps/elsewhere/",
+        "/apps/elsewhere/probe.env",
+        "/icons/inside",
+    ] {
+        let answer = host.owner(Method::GET, path).send().await?;
+        let text = answer.text().await?;
+        assert!(!text.contains("S3CRET"), "{path}: {text}");
+    }
+    let (_, apps) = host.get("/api/apps").await?;
+    let told =
+        apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "elsewhere").cloned();
+    let error = told.unwrap_or_default()["error"].to_string();
+    assert!(error.contains("symbolic links are not followed"), "{error}");
+    Ok(())
+}
+
+/// Opened by path, it would block whoever reads all manifests.
+#[tokio::test]
+async fn a_manifest_that_is_a_fifo_stops_no_other_app() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.write("home/svc/home/apps/bad/README.md", "")?;
+    mkfifo(&machine.path("home/svc/home/apps/bad/svc.json"), Mode::S_IRWXU)?;
+    machine.app("good", &json!({}))?;
+    machine.write("home/svc/home/apps/good/dist/index.html", "page")?;
+    let host = machine.start()?;
+    until_served(&host, "good").await?;
+    let (_, apps) = host.get("/api/apps").await?;
+    let bad = apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "bad").cloned();
+    assert!(bad.unwrap_or_default()["error"].to_string().contains("not a regular file"), "{apps}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn parts_of_a_file_are_served_and_texts_are_compressed() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
+    machine.app("media", &json!({}))?;
+    let file = |name: &str| format!("home/svc/home/apps/media/dist/{name}");
+    machine.write(&file("index.html"), "page")?;
+    let film: String = (0..400_000).map(|at| char::from(b'a' + u8::try_from(at % 26).unwrap_or(0))).collect();
+    machine.write(&file("film.mp4"), &film)?;
+    machine.write(&file("app.js"), &"const text = 1;\n".repeat(1000))?;
+    let host = machine.start()?;
+    until_served(&host, "media").await?;
+
+    let film_part =
+        |range: &'static str| host.owner(Method::GET, "/apps/media/film.mp4").header("range", range);
+    let part = film_part("bytes=200000-349999").send().await?;
+    assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
+    assert_eq!(header(&part, "content-range"), "bytes 200000-349999/400000");
+    let tag = header(&part, "etag").to_owned();
+    assert!(part.text().await? == film[200_000..350_000]);
+    let tail = film_part("bytes=-5").header("if-range", &tag).send().await?;
+    assert_eq!(tail.text().await?, film[399_995..]);
+    let changed = film_part("bytes=-5").header("if-range", "\"another\"").send().await?;
+    assert_eq!((changed.status(), changed.text().await?.len()), (StatusCode::OK, 400_000));
+    let beyond = film_part("bytes=400000-").send().await?;
+    assert_eq!(beyond.status(), StatusCode::RANGE_NOT_SATISFIABLE);
+    let head = host.owner(Method::HEAD, "/apps/media/film.mp4").send().await?;
+    assert_eq!(header(&head, "content-length"), "400000");
+
+    let script = async |accepted: &str| {
+        host.owner(Method::GET, "/apps/media/app.js").header("accept-encoding", accepted).send().await
+    };
+    let (plain, packed) = (script("identity").await?, script("gzip").await?);
+    assert_eq!((header(&plain, "content-encoding"), header(&packed, "content-encoding")), ("", "gzip"));
+    assert_eq!((header(&plain, "vary"), header(&packed, "vary")), ("accept-encoding", "accept-encoding"));
+    assert_ne!(header(&plain, "etag"), header(&packed, "etag"));
+    assert!(packed.bytes().await?.len() < 1000);
+    // A file that changes is compressed anew.
+    host.machine.write(&file("app.js"), &"const text = 2;\n".repeat(1000))?;
+    let packed = script("gzip").await?.bytes().await?;
+    let mut read = String::new();
+    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(&*packed), &mut read)?;
+    assert!(read.starts_with("const text = 2;"), "{}", &read[..20]);
+    Ok(())
+}
