@@ -204,6 +204,20 @@ impl Host {
         answer(self.owner(Method::POST, "/api/bridge/query").json(body)).await
     }
 
+    /// A query as it is written, and its answer as it comes: its numbers may be larger than a program's.
+    pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
+        let request = self.owner(Method::POST, "/api/bridge/query").body(body.to_owned());
+        let sent = request.header("content-type", "application/json").send().await?;
+        Ok((sent.status(), sent.text().await?))
+    }
+
+    /// The most memory that the gateway has had, in bytes.
+    pub fn peak_memory(&self) -> Result<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
+        Ok(peak.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
+    }
+
     /// A query that has to succeed; its `data`.
     pub async fn data(&self, body: &Value) -> Result<Value> {
         let (status, mut answer) = self.query(body).await?;

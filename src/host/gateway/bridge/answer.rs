@@ -70,6 +70,15 @@ impl Room {
         self.0.load(Ordering::Relaxed) > 0
     }
 
+    /// Takes all of it, or refuses.
+    fn claim(&self, bytes: usize) -> Result<(), Problem> {
+        if bytes > self.0.load(Ordering::Relaxed) {
+            return Err(refusal::too_much());
+        }
+        self.take(bytes);
+        Ok(())
+    }
+
     fn take(&self, bytes: usize) {
         let left = self.0.load(Ordering::Relaxed);
         self.0.store(left.saturating_sub(bytes), Ordering::Relaxed);
@@ -123,7 +132,7 @@ pub async fn execute(
 ) -> Result<Answer, Problem> {
     let Ready { plan, statements } = ready;
     let at = At { connection, asked: Asked::by(plan) };
-    match (plan, statements.as_slice()) {
+    let answer = match (plan, statements.as_slice()) {
         (Plan::Made(sql), [statement]) => {
             let rows = at.rows(statement, sql).await?;
             let row = rows.first().ok_or_else(refusal::lost)?;
@@ -142,10 +151,16 @@ pub async fn execute(
             let count = at.number(statement, sql).await?;
             Ok(Answer::ok(wrapped(format!("{{\"count\":{count}}}").as_bytes())))
         }
-        (Plan::Page(page), [rows, count @ ..]) => at.page(page, rows, count.first(), room).await,
-        (Plan::Changed(changed), [statement]) => at.changed(changed, statement, room).await,
+        // These take room row by row.
+        (Plan::Page(page), [rows, count @ ..]) => return at.page(page, rows, count.first(), room).await,
+        (Plan::Changed(changed), [statement]) => return at.changed(changed, statement, room).await,
         _ => Err(refusal::lost()),
+    }?;
+    // A single answer has been bounded by its plan; what was written by itself cannot be refused any more.
+    if way == Way::InTransaction {
+        room.claim(answer.body.len())?;
     }
+    Ok(answer)
 }
 
 impl At<'_> {

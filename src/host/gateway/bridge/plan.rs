@@ -194,7 +194,7 @@ impl<'t> Place<'_, 't> {
         limit: i64,
     ) -> Sql {
         let mut sql = Sql::new("SELECT ");
-        sql.row_of_wire();
+        sql.row_json();
         for (column, _) in &order.keys {
             sql.push(", ").key(column);
         }
@@ -223,7 +223,7 @@ impl<'t> Place<'_, 't> {
         order.write(&mut sql);
         sql.push(" LIMIT ").placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
         // A lateral row costs PostgreSQL less than a sub-select for each row.
-        sql.push(" CROSS JOIN LATERAL ").wire_row(columns.iter().copied());
+        sql.push(" CROSS JOIN LATERAL ").row_source(columns.iter().copied());
         sql
     }
 

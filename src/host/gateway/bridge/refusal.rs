@@ -50,6 +50,11 @@ pub fn too_slow() -> Problem {
     Problem::new(Code::DeadlineExceeded, "The statement ran longer than it may.")
 }
 
+/// The answers of a transaction have no room for this one.
+pub fn too_much() -> Problem {
+    Problem::field("", "the answers up to this one are larger than 8 MiB: send fewer operations at a time")
+}
+
 /// More rows match than may be changed.
 pub fn too_many(most: i64) -> Problem {
     let detail = "More rows match than maxAffected allows; nothing was changed.";
@@ -140,6 +145,11 @@ fn invalid(refusal: &DbError, asked: Asked) -> Problem {
         code if *code == SqlState::NOT_NULL_VIOLATION => "must not be null",
         code if *code == SqlState::CHECK_VIOLATION => "breaks a constraint of the table",
         code if *code == SqlState::NUMERIC_VALUE_OUT_OF_RANGE => "is out of range",
+        code if *code == SqlState::PROGRAM_LIMIT_EXCEEDED => match refusal.constraint() {
+            Some(_) => "is too long for an index of the table",
+            None if asked.is_write => "makes the row larger than 8 MiB",
+            None => "a row is larger than 8 MiB: find it with fewer columns",
+        },
         _ => "is not accepted by the database",
     };
     let pointer = match refusal.column() {

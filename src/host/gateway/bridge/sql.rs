@@ -5,6 +5,9 @@ use std::fmt::Write;
 use super::param::Param;
 use crate::host::gateway::apps::{Column, ColumnType, Name};
 
+/// Of a row's JSON: no request writes or reads a larger one.
+pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
+
 /// A statement under construction.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub struct Sql {
@@ -118,20 +121,30 @@ impl Sql {
 
     /// The row as one JSON object, as an expression.
     pub fn row_object<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
-        self.push("(SELECT ").row_of_wire().push(" FROM ").wire_row(columns).push(")")
+        self.push("(SELECT ").row_json().push(" FROM ").row_source(columns).push(")")
     }
 
-    /// The row that [`Self::wire_row`] gives, as JSON. `"#"` cannot be a column's name: it always means the whole row.
-    pub fn row_of_wire(&mut self) -> &mut Self {
-        self.push("row_to_json(\"#\")")
+    /// The JSON of the row that [`Self::row_source`] gives. A statement that meets a row of more than
+    /// [`MAX_ROW_BYTES`] fails as a whole with SQLSTATE 54000, before the row leaves the server.
+    pub fn row_json(&mut self) -> &mut Self {
+        // PostgreSQL refuses to build a text of more than 1 GB before it allocates anything; and an expression over a
+        // column is not evaluated in advance, as a constant one would be.
+        write!(
+            self.text,
+            "CASE WHEN pg_column_size(\"b\".\"json\") > {MAX_ROW_BYTES} \
+             THEN repeat(\"b\".\"json\"::text, 1000)::json ELSE \"b\".\"json\" END"
+        )
+        .expect("a String takes all");
+        self
     }
 
-    /// The columns in their wire form, as a row source.
-    pub fn wire_row<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
-        self.push("(SELECT ");
+    /// The columns in their wire form as one JSON value, as a row source. `"#"` cannot be a column's name: it always means
+    /// the whole row. Without `OFFSET 0` the planner would merge the levels and make the JSON twice.
+    pub fn row_source<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
+        self.push("(SELECT row_to_json(\"#\") AS \"json\" FROM (SELECT ");
         self.list(columns, ", ", |sql, column| {
             sql.wire_value(column);
         });
-        self.push(") AS \"#\"")
+        self.push(") AS \"#\" OFFSET 0) AS \"b\"")
     }
 }

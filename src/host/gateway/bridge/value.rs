@@ -9,8 +9,10 @@ use super::fields::{is_null, text};
 use super::param::Param;
 use crate::host::gateway::apps::ColumnType;
 
-/// The longest text of a numeric value; PostgreSQL's own limit lies far beyond any use.
-const LONGEST_NUMERIC: usize = 1000;
+/// Of a number, before the point and after it. PostgreSQL would take 131,072: a few bytes with an exponent would make
+/// every answer with that number large.
+const MAX_DIGITS: i64 = 1000;
+const TOO_MANY_DIGITS: &str = "must have at most 1000 digits before the point and after it";
 /// 0001-01-01T00:00:00Z, in seconds: PostgreSQL prints what is earlier as "BC".
 const YEAR_ONE: i64 = -62_135_596_800;
 
@@ -44,6 +46,7 @@ pub fn bind(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
             if day.to_string() == text && day.year() >= 1 { Ok(Param::Date(day)) } else { Err(why) }
         }
         ColumnType::Timestamptz => timestamp(raw, Unit::Millisecond, RoundMode::HalfExpand),
+        ColumnType::Jsonb if json_expansion(raw.get()).is_none() => Err(TOO_MANY_DIGITS),
         ColumnType::Jsonb => Ok(Param::Jsonb(raw.get().to_owned())),
         ColumnType::Uuid => parsed(&text(raw).ok_or("must be a UUID")?, Param::Uuid, "must be a UUID"),
         ColumnType::Bytea => {
@@ -77,10 +80,71 @@ fn numeric(raw: &RawValue) -> Result<Param, &'static str> {
     let why = "must be a number, or a string of one";
     let text = text(raw).ok_or(why).or_else(|_| number(raw, why))?;
     // JSON's grammar of numbers is a part of PostgreSQL's.
-    let is_number = text.len() <= LONGEST_NUMERIC
-        && text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+    let is_number = text.starts_with(|c: char| c == '-' || c.is_ascii_digit())
         && serde_json::from_str::<&RawValue>(&text).is_ok_and(|parsed| parsed.get() == text);
-    if is_number { Ok(Param::Text(text.into_owned())) } else { Err(why) }
+    match () {
+        () if !is_number => Err(why),
+        () if number_expansion(&text).is_none() => Err(TOO_MANY_DIGITS),
+        () => Ok(Param::Text(text.into_owned())),
+    }
+}
+
+/// How many bytes longer PostgreSQL prints a number of JSON's grammar; `None` where it has too many digits.
+fn number_expansion(number: &str) -> Option<usize> {
+    let unsigned = number.trim_start_matches('-');
+    let (digits, exponent) = unsigned.split_once(['e', 'E']).unwrap_or((unsigned, "0"));
+    // An exponent beyond 64 bits is too large either way.
+    let exponent: i64 = exponent.parse().ok()?;
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
+    let length = |text: &str| i64::try_from(text.len()).unwrap_or(i64::MAX);
+    let before = length(whole).saturating_add(exponent);
+    let after = length(fraction).saturating_sub(exponent);
+    if before > MAX_DIGITS || after > MAX_DIGITS {
+        return None;
+    }
+    let printed = before.max(1).saturating_add(after.max(0));
+    usize::try_from(printed.saturating_sub(length(unsigned))).ok().or(Some(0))
+}
+
+/// How many bytes longer a value is in an answer than in its request, because of exponents.
+pub fn expansion(kind: ColumnType, param: &Param) -> usize {
+    let more = match (kind, param) {
+        (ColumnType::Numeric, Param::Text(number)) => number_expansion(number),
+        (ColumnType::Jsonb, Param::Jsonb(json)) => json_expansion(json),
+        _ => None,
+    };
+    more.unwrap_or(0)
+}
+
+/// [`number_expansion`] of all numbers within a JSON text; `None` where one has too many digits.
+fn json_expansion(json: &str) -> Option<usize> {
+    let bytes = json.as_bytes();
+    let (mut at, mut more) = (0, 0);
+    while let Some(byte) = bytes.get(at) {
+        let rest = &bytes[at + 1..];
+        at += 1 + match byte {
+            b'"' => string_length(rest),
+            b'-' | b'0'..=b'9' => {
+                let is_part = |byte: &&u8| matches!(byte, b'0'..=b'9' | b'.' | b'e' | b'E' | b'+' | b'-');
+                let length = rest.iter().take_while(is_part).count();
+                more += number_expansion(&json[at..=at + length])?;
+                length
+            }
+            _ => 0,
+        };
+    }
+    Some(more)
+}
+
+/// Of the rest of a string of JSON, with its closing quote.
+fn string_length(rest: &[u8]) -> usize {
+    let mut is_escaped = false;
+    let end = rest.iter().position(|byte| {
+        let is_end = *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
+    });
+    end.map_or(rest.len(), |end| end + 1)
 }
 
 fn double(raw: &RawValue) -> Result<Param, &'static str> {
@@ -152,6 +216,25 @@ mod tests {
     }
 
     #[test]
+    fn numbers_have_as_many_digits_as_their_exponent_makes() {
+        use ColumnType as C;
+        let digits = "9".repeat(1000);
+        for text in [digits.as_str(), "1e999", "-1E+999", "1e-1000", "0.5e-999", &format!("0.{digits}")] {
+            assert_eq!(one(C::Numeric, text).err(), None, "{text}");
+            assert!(one(C::Jsonb, text).is_ok(), "{text}");
+        }
+        for text in [format!("{digits}0"), format!("0.{digits}1"), format!("{digits}e1")] {
+            assert_eq!(one(C::Numeric, &text), Err(TOO_MANY_DIGITS), "{text}");
+            assert_eq!(one(C::Jsonb, &format!("[{text}]")), Err(TOO_MANY_DIGITS), "{text}");
+        }
+        assert_eq!(json_expansion(r#"[1e3, -1e5, 12.5e1, -0.1e-2, 15, "1e9"]"#), Some(1 + 3));
+        // Within a string it is no number.
+        for text in [r#"{"1e131071": "1e131071"}"#, r#"["\\", "\"1e131071", true, null]"#] {
+            assert!(one(C::Jsonb, text).is_ok(), "{text}");
+        }
+    }
+
+    #[test]
     fn what_does_not_fit_is_refused_without_quoting_it() {
         use ColumnType as C;
         let cases = [
@@ -166,6 +249,13 @@ mod tests {
             (C::Numeric, r#""1; DROP TABLE t""#),
             (C::Numeric, r#"" 1""#),
             (C::Numeric, r#""NaN""#),
+            (C::Numeric, "1e1000"),
+            (C::Numeric, r#""-1e131071""#),
+            (C::Numeric, "0.1e-1000"),
+            (C::Numeric, "1e99999999999999999999"),
+            (C::Jsonb, r#"{"a\"": [1, 1e131071]}"#),
+            (C::Jsonb, "1E+131071"),
+            (C::Jsonb, "-1e-16383"),
             (C::Double, "1e999"),
             (C::Date, r#""2026-02-30""#),
             (C::Date, r#""2026-02-28T00:00:00""#),
@@ -180,7 +270,7 @@ mod tests {
         ];
         for (kind, json) in cases {
             let why = one(kind, json).expect_err(json);
-            assert!(why.starts_with("must be") || why.starts_with("is out"), "{why}");
+            assert!(why.starts_with("must ") || why.starts_with("is out"), "{why}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One connection of an app's role, and the statements prepared on it.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -9,6 +9,7 @@ use tokio_postgres::types::Type;
 use tokio_postgres::{Client, Statement};
 
 use super::budget::Place;
+use super::occupancy::Occupancy;
 
 /// Prepared statements kept on a connection, by their text.
 const STATEMENTS: usize = 200;
@@ -20,9 +21,7 @@ pub struct Connection {
     /// Its process at the server.
     pub(super) backend: i32,
     statements: Mutex<Statements>,
-    under_way: AtomicUsize,
-    /// Kept for one transaction: nobody else enters.
-    reserved: AtomicBool,
+    occupancy: Occupancy,
     /// Something on it was left unfinished: nobody takes it any more.
     given_up: AtomicBool,
     /// When something last began on it while it was idle, or ended.
@@ -44,8 +43,7 @@ impl Connection {
             client,
             backend,
             statements: Mutex::default(),
-            under_way: AtomicUsize::new(1),
-            reserved: AtomicBool::new(false),
+            occupancy: Occupancy::of_opener(),
             given_up: AtomicBool::new(false),
             moved_ms: AtomicU64::new(now_ms()),
             opened_ms: now_ms(),
@@ -80,35 +78,40 @@ impl Connection {
     }
 
     pub(super) fn under_way(&self) -> usize {
-        self.under_way.load(Ordering::Acquire)
+        usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
-    /// Counts one more; how many there were.
-    pub(super) fn enter(&self) -> usize {
-        let others = self.under_way.fetch_add(1, Ordering::AcqRel);
-        if others == 0 {
+    /// Counts one more; `false` where a transaction has reserved the connection.
+    pub(super) fn enter(&self) -> bool {
+        let others = self.occupancy.enter();
+        if others == Some(0) {
             self.move_on();
         }
-        others
+        others.is_some()
     }
 
-    /// Counts one less; how many are left.
-    pub(super) fn leave(&self) -> usize {
+    /// Counts one less.
+    pub(super) fn leave(&self) {
         self.move_on();
-        self.under_way.fetch_sub(1, Ordering::AcqRel) - 1
+        self.occupancy.leave();
     }
 
-    /// Keeps it for one; whether nobody else did before.
+    /// Keeps it for one transaction; whether nobody else did before.
     pub(super) fn reserve(&self) -> bool {
-        !self.reserved.swap(true, Ordering::AcqRel)
+        self.occupancy.reserve()
     }
 
     pub(super) fn release(&self) {
-        self.reserved.store(false, Ordering::Release);
+        self.occupancy.release();
     }
 
     pub(super) fn is_reserved(&self) -> bool {
-        self.reserved.load(Ordering::Acquire)
+        self.occupancy.is_reserved()
+    }
+
+    /// Whether only the one who reserved it is on it.
+    pub(super) fn is_alone(&self) -> bool {
+        self.occupancy.is_alone()
     }
 
     /// Whether nobody gave it up before.

@@ -60,7 +60,7 @@ impl Lease {
     }
 
     pub(super) fn is_alone(&self) -> bool {
-        self.connection.under_way() == 1
+        self.connection.is_alone()
     }
 }
 

@@ -5,6 +5,7 @@ mod cluster;
 mod connect;
 mod connection;
 mod lease;
+mod occupancy;
 pub mod outbox;
 mod pool;
 mod role;

@@ -57,6 +57,8 @@ enum Choice {
     /// Another may be opened; counted as coming.
     Open(Need),
     Wait,
+    /// A transaction reserved it meanwhile.
+    Again,
 }
 
 /// How much another connection is needed.
@@ -204,6 +206,7 @@ impl Pool {
                     }
                     None => may_open = false,
                 },
+                Choice::Again => {}
                 Choice::Wait => {
                     waiting.get_or_insert_default();
                     freed.await;
@@ -241,10 +244,13 @@ impl Pool {
             return Choice::Open(if is_first { Need::First } else { Need::Further });
         }
         match least {
+            // Counted under the lock, so that two requests do not take the same idle connection.
             Some(least) if is_idle || !is_full(least) => {
-                // Counted under the lock, so that two requests do not take the same idle connection.
-                least.enter();
-                Choice::Take(least.clone())
+                if least.enter() {
+                    Choice::Take(least.clone())
+                } else {
+                    Choice::Again
+                }
             }
             _ => Choice::Wait,
         }

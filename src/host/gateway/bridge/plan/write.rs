@@ -9,12 +9,14 @@ use crate::host::gateway::bridge::filter::{Filter, escaped};
 use crate::host::gateway::bridge::param::Param;
 use crate::host::gateway::bridge::request::{Change, Resolution, Returning, Which};
 use crate::host::gateway::bridge::sql::Sql;
-use crate::host::gateway::bridge::value::bind;
+use crate::host::gateway::bridge::value::{bind, expansion};
 use crate::http::problem::FieldError;
 
 const MOST_ROWS: usize = 1000;
 /// As many rows as a change gives back.
 const MOST_RETURNED: i64 = 1000;
+/// What the rows that an insert gives back may have more than its request: the names of all columns, and digits.
+const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
 /// Mistakes that one answer names.
 const MOST_MISTAKES: usize = 20;
 
@@ -46,12 +48,24 @@ impl<'t> Place<'_, 't> {
     pub(super) fn insert_many(&self, rows: &RawValue) -> Result<Plan<'t>, Wrong> {
         let rows = elements(rows).filter(|rows| (1..=MOST_ROWS).contains(&rows.len()));
         let rows = rows.ok_or_else(|| vec![wrong("/rows", "must be an array of 1 to 1000 objects")])?;
+        let mut added_bytes = rows.len() * self.names_bytes();
         let mut gathered: Vec<Gathered<'t>> = Vec::new();
         let mut mistakes = Vec::new();
         for (index, row) in rows.into_iter().enumerate() {
             match self.values(row, &format!("/rows/{index}"), For::New) {
-                Ok(values) => Gathered::add(&mut gathered, index, self.with_id(values)),
+                Ok(values) => {
+                    added_bytes +=
+                        values.iter().map(|(column, param)| expansion(column.kind, param)).sum::<usize>();
+                    Gathered::add(&mut gathered, index, self.with_id(values));
+                }
                 Err(wrong) => mistakes.extend(wrong),
+            }
+            if added_bytes > MAX_ADDED_BYTES {
+                mistakes.push(wrong(
+                    "/rows",
+                    "would be answered with more than 4 MiB of names and digits: send fewer rows at a time",
+                ));
+                break;
             }
             if mistakes.len() >= MOST_MISTAKES {
                 break;
@@ -63,6 +77,11 @@ impl<'t> Place<'_, 't> {
         }
         let groups = gathered.into_iter().map(|gathered| self.group(gathered)).collect();
         Ok(Plan::ManyMade(groups))
+    }
+
+    /// About as much as each row of an answer has beside its values.
+    fn names_bytes(&self) -> usize {
+        self.table.columns.iter().map(|column| column.name.as_str().len() + "\"\":null,".len()).sum()
     }
 
     fn group(&self, gathered: Gathered<'t>) -> Group {

@@ -1,0 +1,109 @@
+//! Who uses a connection: how many statements are under way on it, and whether a transaction has reserved it.
+//!
+//! Both are one number, so that nobody enters between a reservation and the moment at which the last of those before it has
+//! left.
+
+#[cfg(not(test))]
+use std::sync::atomic::{AtomicU32, Ordering};
+
+#[cfg(test)]
+use loom::sync::atomic::{AtomicU32, Ordering};
+
+const RESERVED: u32 = 1 << 31;
+
+#[derive(Debug)]
+pub struct Occupancy(AtomicU32);
+
+impl Occupancy {
+    /// Of a connection that its opener uses.
+    pub fn of_opener() -> Self {
+        Self(AtomicU32::new(1))
+    }
+
+    /// Counts one more. Gives how many there were; `None`, and counts nothing, where the connection is reserved.
+    pub fn enter(&self) -> Option<u32> {
+        let more = |state| (state & RESERVED == 0).then_some(state + 1);
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()
+    }
+
+    /// Counts one less. Gives how many are left.
+    pub fn leave(&self) -> u32 {
+        (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED) - 1
+    }
+
+    /// Lets nobody else enter. `false` where the connection is reserved already.
+    pub fn reserve(&self) -> bool {
+        self.0.fetch_or(RESERVED, Ordering::AcqRel) & RESERVED == 0
+    }
+
+    /// Ends a reservation.
+    pub fn release(&self) {
+        self.0.fetch_and(!RESERVED, Ordering::AcqRel);
+    }
+
+    pub fn is_reserved(&self) -> bool {
+        self.0.load(Ordering::Acquire) & RESERVED != 0
+    }
+
+    /// How many are on it.
+    pub fn count(&self) -> u32 {
+        self.0.load(Ordering::Acquire) & !RESERVED
+    }
+
+    /// Whether nobody but the caller, who reserved it, is on it.
+    pub fn is_alone(&self) -> bool {
+        self.0.load(Ordering::Acquire) == RESERVED | 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicBool;
+    use loom::thread;
+
+    use super::*;
+
+    /// Every interleaving of a transaction and statements that come meanwhile: none is under way within it.
+    #[test]
+    fn no_statement_enters_a_transaction() {
+        loom::model(|| {
+            let occupancy = Arc::new(Occupancy::of_opener());
+            let is_in_transaction = Arc::new(AtomicBool::new(false));
+            let statements: Vec<_> = (0..1)
+                .map(|_| {
+                    let (occupancy, is_in_transaction) = (occupancy.clone(), is_in_transaction.clone());
+                    thread::spawn(move || {
+                        if occupancy.enter().is_some() {
+                            assert!(!is_in_transaction.load(Ordering::SeqCst));
+                            occupancy.leave();
+                        }
+                    })
+                })
+                .collect();
+            assert!(occupancy.reserve());
+            if occupancy.is_alone() {
+                is_in_transaction.store(true, Ordering::SeqCst);
+                assert!(occupancy.enter().is_none());
+                is_in_transaction.store(false, Ordering::SeqCst);
+            }
+            occupancy.leave();
+            occupancy.release();
+            statements.into_iter().for_each(|statement| statement.join().unwrap());
+            assert_eq!((occupancy.count(), occupancy.is_reserved()), (0, false));
+        });
+    }
+
+    #[test]
+    fn one_of_two_reserves() {
+        loom::model(|| {
+            let occupancy = Arc::new(Occupancy::of_opener());
+            let other = {
+                let occupancy = occupancy.clone();
+                thread::spawn(move || occupancy.reserve())
+            };
+            let here = occupancy.reserve();
+            assert!(here != other.join().unwrap());
+        });
+    }
+}

@@ -1,0 +1,92 @@
+//! How large an answer a request can ask for: what it writes, reads and does at once is bounded before it is copied.
+
+use anyhow::Result;
+use kit::pg::test_database;
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+
+use super::host::{Host, host_with_app, unique};
+
+async fn count(host: &Host, app: &str) -> Result<Value> {
+    Ok(host.data(&json!({ "action": "count", "app": app, "table": "t" })).await?["count"].clone())
+}
+
+fn detail(problem: &Value) -> String {
+    format!("{} {}", problem["errors"][0]["pointer"], problem["errors"][0]["detail"])
+}
+
+#[tokio::test]
+async fn a_short_number_cannot_make_a_long_answer() -> Result<()> {
+    let (database, app) = (test_database().await?, unique("digits"));
+    let tables = json!({ "t": { "columns": { "n": "numeric", "j": "jsonb" } } });
+    let host = host_with_app(&database, &app, &tables).await?;
+    let many = |row: &Value, times: usize| json!({ "action": "insertMany", "app": app, "table": "t", "rows": vec![row.clone(); times] });
+    for row in [json!({ "n": "1e131071" }), json!({ "n": "1e-16383" })] {
+        let (status, problem) = host.query(&many(&row, 1000)).await?;
+        assert_eq!(status, StatusCode::BAD_REQUEST);
+        assert!(detail(&problem).contains("\"/rows/0/n\" \"must have at most 1000 digits"), "{problem}");
+    }
+    let body =
+        |action: &str, rows: &str| format!(r#"{{"action":"{action}","app":"{app}","table":"t",{rows}}}"#);
+    let long = body("insert", r#""data":{"j":{"a":[1e131071]}}"#);
+    let (status, problem) = host.raw_query(&long).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(problem.contains("/data/j") && problem.contains("1000 digits"), "{problem}");
+    // Each number is short enough, and all of them together are not.
+    let numbers = vec!["1e999"; 100].join(",");
+    let rows =
+        |count: usize| format!(r#""rows":[{}]"#, vec![format!(r#"{{"j":[{numbers}]}}"#); count].join(","));
+    let (status, problem) = host.raw_query(&body("insertMany", &rows(100))).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST, "{problem}");
+    assert!(problem.contains("send fewer rows at a time"), "{problem}");
+    assert_eq!(count(&host, &app).await?, 0);
+    let (status, made) = host.raw_query(&body("insertMany", &rows(10))).await?;
+    assert_eq!((status, made.len() / 1_000_000), (StatusCode::CREATED, 1));
+    Ok(())
+}
+
+/// Made by the owner's own SQL: no request writes one.
+#[tokio::test]
+async fn a_row_that_is_too_large_is_found_by_fewer_columns() -> Result<()> {
+    let (database, app) = (test_database().await?, unique("large"));
+    let tables = json!({ "t": { "columns": { "a": "text", "b": "text", "n": "integer" } } });
+    let host = host_with_app(&database, &app, &tables).await?;
+    let row = host
+        .data(&json!({ "action": "insert", "app": app, "table": "t", "data": { "a": "x", "n": 7 } }))
+        .await?;
+    let schema = format!("app_{}", app.replace('-', "_"));
+    let admin = database.connect().await?;
+    let set = |bytes: usize| format!("UPDATE {schema}.t SET a = repeat('x', {bytes})");
+    admin.batch_execute(&set(8 * 1024 * 1024)).await?;
+    for request in [
+        json!({ "action": "get", "app": app, "table": "t", "id": row["id"] }),
+        json!({ "action": "find", "app": app, "table": "t" }),
+    ] {
+        let (status, problem) = host.query(&request).await?;
+        assert_eq!(status, StatusCode::BAD_REQUEST);
+        assert!(detail(&problem).contains("find it with fewer columns"), "{problem}");
+    }
+    let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
+    assert_eq!(host.data(&narrow).await?[0]["n"], 7);
+    // A change that would make such a row and give it back is not made.
+    admin.batch_execute(&set(7_900_000)).await?;
+    let grow = json!({
+        "action": "update", "app": app, "table": "t", "id": row["id"], "returning": true,
+        "data": { "b": "y".repeat(900_000) },
+    });
+    let (status, problem) = host.query(&grow).await?;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert!(detail(&problem).contains("makes the row larger than 8 MiB"), "{problem}");
+    let get = json!({ "action": "get", "app": app, "table": "t", "id": row["id"] });
+    assert_eq!(host.data(&get).await?["b"], Value::Null);
+    // Fifty of them in one transaction are not held in memory.
+    let operations = vec![json!({ "action": "get", "table": "t", "id": row["id"] }); 50];
+    let before = host.peak_memory()?;
+    let (status, problem) =
+        host.query(&json!({ "action": "transaction", "app": app, "operations": operations })).await?;
+    assert_eq!((status, &problem["operation"]), (StatusCode::BAD_REQUEST, &json!(1)), "{problem}");
+    assert!(detail(&problem).contains("send fewer operations"), "{problem}");
+    let more = host.peak_memory()? - before;
+    assert!(more < 200 << 20, "{more} bytes");
+    Ok(())
+}
