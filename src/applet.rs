@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{ExitCode, ExitStatus};
 
 use crate::chain::chain;
 use crate::manual;
@@ -34,6 +34,24 @@ pub enum Exit {
     TryAgain = 75,
     Permission = 77,
     Config = 78,
+}
+
+impl Exit {
+    const ALL: [Self; 7] = [
+        Self::Usage,
+        Self::Refused,
+        Self::Unavailable,
+        Self::Internal,
+        Self::TryAgain,
+        Self::Permission,
+        Self::Config,
+    ];
+
+    /// Of a program of ours that failed as a part of this one.
+    pub fn of_child(status: ExitStatus) -> Self {
+        let code = status.code().unwrap_or_default();
+        Self::ALL.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
+    }
 }
 
 impl From<Exit> for ExitCode {

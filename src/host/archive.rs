@@ -28,7 +28,9 @@ pub const SIDE: &str = "database.json";
 /// What lies below the home, below this.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
-/// Beginnings of names below the home that are no part of an archive: what an import works with.
+/// The gateway's part of the home, below [`HOME`]: records and the owner's settings.
+pub const SYSTEM: &str = "system";
+/// Beginnings of names below the home and its [`SYSTEM`] that are no part of an archive: what an import works with.
 pub const STAGED: &str = ".import-";
 pub const BEFORE: &str = ".before-import-";
 

@@ -272,6 +272,11 @@ impl Layout {
         self.owner_sockets().join("audit-gaps.jsonl")
     }
 
+    /// Held by root while it imports an archive.
+    pub fn import_lock(&self) -> PathBuf {
+        self.root.join("run/svc/import.lock")
+    }
+
     /// Of the gateway's user: `gateway.sock` and `watch.sock`.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")

@@ -7,6 +7,7 @@ mod bundle;
 mod checks;
 mod credentials;
 mod export;
+mod export_users;
 mod faults;
 mod gate;
 mod identity;

@@ -105,6 +105,16 @@ all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
         #[arg(long, short, value_name = "FILE")]
         output: PathBuf,
     },
+    /// The part of an export that runs as the gateway's user
+    #[command(hide = true)]
+    ExportArchive,
+    /// The part of an export that runs as the owner's user
+    #[command(hide = true)]
+    ExportHome {
+        /// Files that are no part of it
+        #[arg(long, value_name = "FILE")]
+        except: Vec<PathBuf>,
+    },
     /// An earlier snapshot in a database beside the owner's: to look into, and to take tables back from
     #[command(subcommand)]
     Side(SideCommand),
@@ -255,9 +265,13 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     let command = args.command.unwrap_or(Command::Run(args.run));
-    // The home is another user's than the database's: only root reads all of both, and an export leaves no state.
-    let is_export = matches!(command, Command::Export { .. });
-    if !is_export && let Err(error) = user::step_down(&layout) {
+    let stepped_down = match command {
+        // An export starts a process for each of the users whose files it reads.
+        Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
+        Command::ExportArchive => user::become_gateway(&layout),
+        _ => user::step_down(&layout),
+    };
+    if let Err(error) = stepped_down {
         return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
     }
     begin_log("svc-db-backup", &layout);
@@ -268,13 +282,18 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
             Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
             Command::Drill { request: true } => drill_as_asked(layout).await,
-            Command::Export { output } => {
+            Command::Export { output } => export::run(&layout, &output, stopped()?).await,
+            Command::ExportArchive => {
                 request_id::own(async {
                     let settings = Settings::read(layout)?;
-                    export::run(&settings, &output, stopped()?).await
+                    export::write_archive(&settings).await
                 })
                 .await
             }
+            Command::ExportHome { except } => tokio::task::block_in_place(|| {
+                let (asked, to) = (std::io::stdin(), std::io::stdout());
+                export::send_home(&layout.home(), &except, asked.lock(), to.lock())
+            }),
             Command::Side(command) => request_id::own(beside(layout, command)).await,
         }
     })

@@ -29,7 +29,6 @@ use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 
 use gate::Local;
-use import::First;
 use journal::Journal;
 
 pub use gate::POINTS;
@@ -55,7 +54,7 @@ enum Command {
     /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
     #[command(
         after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
-stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n>.\n\n\
+stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n> and ~/system/.before-import-<n>.\n\n\
 Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
     )]
     Import {
@@ -72,6 +71,9 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         #[arg(long)]
         no_backup: bool,
     },
+    /// A step of an import, as the user whose files it works on
+    #[command(hide = true)]
+    ImportStep(import::StepArgs),
 }
 
 /// What a confirmed absence of a snapshot means. It rules nothing else: a snapshot that is there is restored.
@@ -136,10 +138,14 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         Err(code) => return code,
     };
     let layout = Layout::from_process();
-    // An import writes for both users of a machine, and only root can.
-    if !matches!(args.command, Some(Command::Import { .. }))
-        && let Err(error) = user::step_down(&layout)
-    {
+    let stepped_down = match &args.command {
+        // An import starts a process for each of the users whose files it writes.
+        Some(Command::Import { .. }) => Ok(()),
+        Some(Command::ImportStep(step)) if step.step.is_owners() => Ok(()),
+        Some(Command::ImportStep(_)) => user::become_gateway(&layout),
+        _ => user::step_down(&layout),
+    };
+    if let Err(error) = stepped_down {
         return applet::report("svc-restore", &Failure::new(Exit::Internal, error));
     }
     begin_log("svc-restore", &layout);
@@ -157,12 +163,11 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     gate::open(&lock(&settings)?, &settings, Local::Replaced).await
                 }
                 Some(Command::Import { archive, check, of_another_user, no_backup }) => {
-                    let first = if no_backup { First::Nothing } else { First::Snapshot };
                     let wanted =
-                        import::Wanted { archive: &archive, check, of_another: of_another_user, first };
-                    let settings = Settings::read(layout)?;
-                    import::run(&lock(&settings)?, &settings, &wanted).await
+                        import::Wanted { archive: &archive, check, of_another: of_another_user, no_backup };
+                    import::run(&layout, &wanted).await
                 }
+                Some(Command::ImportStep(step)) => import::run_step(layout, step).await,
             }
         }),
     )

@@ -191,7 +191,14 @@ pub fn ensure_room(
     side: &SideRecord,
     there: u64,
 ) -> Result<(), DownloadError> {
-    let needed = (snapshot.size_bytes - there).saturating_add(database_room(snapshot, side));
+    ensure_bytes(dir, (snapshot.size_bytes - there).saturating_add(database_room(snapshot, side)))
+}
+
+/// So much must fit into the file system of a directory.
+///
+/// # Errors
+/// [`DownloadError::NoSpace`].
+pub fn ensure_bytes(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
         return Err(DownloadError::NoSpace { path: dir.to_owned(), needed, free });

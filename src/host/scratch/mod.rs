@@ -18,7 +18,7 @@ use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
-pub use download::{DownloadError, Dump, ensure_room, fetch, remove_all as remove_dumps};
+pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
 pub use load::{LoadError, Roles, connect_patiently, into_scratch, refuse_newer};
 pub use roles::drop_drills_roles;
 

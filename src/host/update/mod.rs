@@ -13,7 +13,6 @@ mod health;
 mod journal;
 mod machine;
 mod memory;
-mod names;
 mod place;
 mod request;
 mod rules;

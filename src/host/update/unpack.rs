@@ -14,7 +14,7 @@ use flate2::bufread::MultiGzDecoder;
 use tar::EntryType;
 use tokio::sync::mpsc;
 
-use super::names::Names;
+use crate::host::tar_names::{NameError, Names};
 
 /// Chunks between download and unpacker: each can be a few hundred KiB.
 const QUEUE: usize = 2;
@@ -46,6 +46,18 @@ pub enum UnpackError {
         #[source]
         source: io::Error,
     },
+}
+
+impl From<NameError> for UnpackError {
+    fn from(error: NameError) -> Self {
+        match error {
+            NameError::Archive(error) => Self::Archive(error),
+            NameError::TooLong => Self::TooMuch { what: "a name's length in a name" },
+            NameError::Attribute(path) => {
+                Self::Refused { path, why: "an attribute that changes the content" }
+            }
+        }
+    }
 }
 
 impl UnpackError {

@@ -4,7 +4,6 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::fsx::FileError;
 use crate::host::archive::{self, Kind};
 
 /// One entry.
@@ -18,12 +17,17 @@ pub struct Found {
     pub modified: u64,
 }
 
-/// Everything but the files of `except`, and the paths of what is neither file, directory nor link. Links are not
+/// Something of the home that is not in the archive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Relative to the home.
+    pub path: PathBuf,
+    pub reason: String,
+}
+
+/// Everything but the files of `except`, and what is neither file, directory nor link or cannot be read. Links are not
 /// followed.
-///
-/// # Errors
-/// [`FileError`] where a directory that is there cannot be read.
-pub fn below(home: &Path, except: &[&Path]) -> Result<(Vec<Found>, Vec<String>), FileError> {
+pub fn below(home: &Path, except: &[&Path]) -> (Vec<Found>, Vec<LeftOut>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
     let (mut found, mut left_out) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
@@ -32,15 +36,17 @@ pub fn below(home: &Path, except: &[&Path]) -> Result<(Vec<Found>, Vec<String>),
         let entries = match fs::read_dir(&at) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(FileError::at("read", &at)(error)),
+            Err(error) => {
+                left_out.push(LeftOut { path: directory, reason: error.to_string() });
+                continue;
+            }
         };
         let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
         names.sort_unstable();
         let mut inside = Vec::new();
         for name in names {
             let (path, whole) = (directory.join(&name), at.join(&name));
-            if (directory.as_os_str().is_empty() && archive::is_an_imports(&name)) || except.contains(&whole)
-            {
+            if (is_imports_place(&directory) && archive::is_an_imports(&name)) || except.contains(&whole) {
                 continue;
             }
             match fs::symlink_metadata(&whole).ok().and_then(|meta| Some((kind(&meta)?, meta))) {
@@ -51,12 +57,19 @@ pub fn below(home: &Path, except: &[&Path]) -> Result<(Vec<Found>, Vec<String>),
                     let modified = u64::try_from(meta.mtime()).unwrap_or(0);
                     found.push(Found { path, kind, mode: meta.mode() & 0o7777, modified });
                 }
-                None => left_out.push(archive::written(&path)),
+                None => {
+                    left_out.push(LeftOut { path, reason: "neither file, directory nor link".to_owned() });
+                }
             }
         }
         directories.extend(inside.into_iter().rev());
     }
-    Ok((found, left_out))
+    (found, left_out)
+}
+
+/// Where imports stage files and put aside what was there: the home, and the gateway's part of it.
+fn is_imports_place(directory: &Path) -> bool {
+    directory.as_os_str().is_empty() || directory == Path::new(archive::SYSTEM)
 }
 
 fn kind(meta: &Metadata) -> Option<Kind> {
@@ -77,7 +90,7 @@ mod tests {
     fn each_directory_comes_before_what_is_in_it_and_links_are_not_followed() {
         let home = tempfile::tempdir().unwrap();
         let at = |path: &str| home.path().join(path);
-        for dir in ["b/c", ".import-7/x", ".before-import-7"] {
+        for dir in ["b/c", ".import-7/x", ".before-import-7", "system/.import-7", "system/.before-import-7"] {
             fs::create_dir_all(at(dir)).unwrap();
         }
         fs::write(at("b/c/d"), "").unwrap();
@@ -85,9 +98,10 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (found, left_out) = below(home.path(), &[&at("out.tar.partial")]).unwrap();
+        let (found, left_out) = below(home.path(), &[&at("out.tar.partial")]);
         let paths: Vec<_> = found.iter().map(|one| one.path.to_str().unwrap()).collect();
-        assert_eq!(paths, ["a", "b", "b/c", "b/root", "b/c/d"]);
+        assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
+        let left_out: Vec<_> = left_out.iter().map(|left| left.path.to_str().unwrap()).collect();
         assert_eq!(left_out, ["socket"]);
     }
 }

@@ -1,32 +1,36 @@
 //! `svc-restore import`: an owner's archive (`host::archive`) onto this machine: its database in the place of the one that is
 //! there, its home's entries in the place of those of the same name.
 //!
-//! Nothing is touched before every byte was compared with the manifest. Of a database that holds
-//! rows a snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in a directory that is named at the end. A run that was killed is run again.
+//! Root, who calls it, opens the archive, and starts a process for each step: as the gateway's user, whose the database is,
+//! or as the owner's. Nothing is touched before every byte was compared with the manifest. Of a database that holds rows a
+//! snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in directories that are
+//! named at the end. A run that was killed is run again.
 
 mod archived;
 mod home;
 mod snapshot_first;
+mod steps;
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::process::ExitStatus;
+use std::time::Duration;
 
-use super::Settings;
-use super::journal::Journal;
-use super::swap::{self, SwapError};
-use crate::applet::{Exit, Failure};
-use crate::failpoint::{self, Injected};
-use crate::fsx::{self, FileError};
-use crate::host::database_identity::{self, IdentityError};
-use crate::host::lock::Lock;
-use crate::host::marker::Marker;
-use crate::host::pgconn::{self, ConnectError};
-use crate::host::scratch::{self, DownloadError, Dump, LoadError, Roles};
+use nix::fcntl::OFlag;
+
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::failpoint;
+use crate::host::layout::Layout;
+use crate::host::lock::{Lock, LockError};
 use crate::host::systemd;
+use crate::host::user::{self, MachineUser};
 use crate::http::problem::chain;
-use crate::http::request_id;
-use archived::{ArchiveError, Archived};
-use home::{give_as, give_as_beside};
-use snapshot_first::SnapshotFirstError;
+
+use steps::Step;
+pub use steps::{StepArgs, run_step};
 
 /// The places of a run where a test can stop it.
 pub const POINTS: &[&str] = &[
@@ -39,60 +43,6 @@ pub const POINTS: &[&str] = &[
     "import.done",
 ];
 
-#[derive(Debug, thiserror::Error)]
-enum ImportError {
-    #[error(
-        "the restore gate is shut: `svc-restore` brings this machine's own snapshot first, and an import comes after it"
-    )]
-    GateShut,
-    #[error("this machine has been replaced (superseded.json)")]
-    Superseded,
-    #[error(
-        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` says that it is meant"
-    )]
-    Anothers { of: String, here: String },
-    #[error(transparent)]
-    Archive(#[from] ArchiveError),
-    #[error(transparent)]
-    Download(#[from] DownloadError),
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    #[error(transparent)]
-    Load(#[from] LoadError),
-    #[error(transparent)]
-    SnapshotFirst(#[from] SnapshotFirstError),
-    #[error("look for what an earlier run left")]
-    Query(#[from] tokio_postgres::Error),
-    #[error(transparent)]
-    Identity(#[from] IdentityError),
-    #[error(transparent)]
-    Swap(#[from] SwapError),
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error(transparent)]
-    Injected(#[from] Injected),
-}
-
-impl ImportError {
-    fn exit(&self) -> Exit {
-        match self {
-            Self::Superseded => Exit::Permission,
-            Self::GateShut => Exit::TryAgain,
-            Self::Anothers { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
-                Exit::Refused
-            }
-            Self::Download(error) => error.exit(),
-            Self::SnapshotFirst(error) => error.exit(),
-            Self::Connect(_) => Exit::Unavailable,
-            Self::Load(error) => error.exit(),
-            Self::Query(error) => pgconn::exit(error),
-            Self::Identity(error) => error.exit(),
-            Self::Swap(error) => error.exit(),
-            Self::File(_) | Self::Injected(_) => Exit::Internal,
-        }
-    }
-}
-
 /// How an archive is imported.
 pub struct Wanted<'a> {
     pub archive: &'a Path,
@@ -100,116 +50,115 @@ pub struct Wanted<'a> {
     pub check: bool,
     /// It may be another user's.
     pub of_another: bool,
-    pub first: First,
+    /// A snapshot of the database that is here is not needed.
+    pub no_backup: bool,
 }
 
-/// What is done with the database that is here before it is replaced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum First {
-    /// A snapshot of it is taken.
-    Snapshot,
-    /// A person says that it is not needed.
-    Nothing,
+#[derive(Debug, thiserror::Error)]
+enum ImportError {
+    #[error("the import's step {step} was not started")]
+    Start {
+        step: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the import's step {step} failed ({end})")]
+    Failed { step: &'static str, end: ExitStatus },
+}
+
+impl ImportError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Start { .. } => Exit::Internal,
+            Self::Failed { end, .. } => Exit::of_child(*end),
+        }
+    }
 }
 
 /// Imports it.
 ///
 /// # Errors
 /// [`Failure`]; before the databases are swapped, everything is as it was.
-pub async fn run(_lock: &Lock, settings: &Settings, wanted: &Wanted<'_>) -> Result<(), Failure> {
-    import(settings, wanted).await.map_err(|error| Failure::new(error.exit(), error))
-}
-
-async fn import(settings: &Settings, wanted: &Wanted<'_>) -> Result<(), ImportError> {
-    failpoint::pass("import.begin")?;
-    let layout = &settings.layout;
-    let archived = tokio::task::block_in_place(|| Archived::read(wanted.archive))?;
-    let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
-    println!(
-        "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
-        archived.about.idp_user_id,
-        crate::clock::rfc3339_ms(archived.about.created_at),
-        archived.side.tables.len(),
-        archived.of_home(),
-    );
-    if wanted.check {
-        return Ok(());
+pub async fn run(layout: &Layout, wanted: &Wanted<'_>) -> Result<(), Failure> {
+    let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    })?;
+    let archive = open(wanted.archive).or_exit(Exit::Refused)?;
+    let run = Run { layout, archive, name: wanted.archive, number: clock::now_ms().as_millisecond() };
+    run.import(wanted).await.map_err(|error| Failure::new(error.exit(), error))?;
+    failpoint::pass("import.done").or_exit(Exit::Internal)?;
+    drop(lock);
+    if !wanted.check {
+        restart(layout).await;
     }
-    let here = settings.user.as_str();
-    if archived.about.idp_user_id.as_str() != here && !wanted.of_another {
-        let of = archived.about.idp_user_id.as_str().to_owned();
-        return Err(ImportError::Anothers { of, here: here.to_owned() });
-    }
-    if layout.superseded().exists() {
-        return Err(ImportError::Superseded);
-    }
-    if !layout.restore_complete().exists() {
-        return Err(ImportError::GateShut);
-    }
-    failpoint::pass("import.checked")?;
-
-    if wanted.first == First::Snapshot {
-        snapshot_first::take(settings).await?;
-    }
-    let snapshot = archived.side.named();
-    scratch::refuse_newer(&settings.means, &archived.side).await?;
-    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
-    scratch::end_sessions_of(&client, settings.means.name).await?;
-    scratch::drop_scratches(&client).await?;
-    drop(client);
-    let state = layout.restore_state();
-    scratch::ensure_room(&state, &snapshot, &archived.side, 0)?;
-    home::remove_staged(&layout.home())?;
-    let staged = tokio::task::block_in_place(|| archived.unpack(&state, &layout.home()))?;
-    failpoint::pass("import.staged")?;
-    let dump = Dump::File(staged.dump.clone());
-    let loaded = scratch::into_scratch(&settings.means, &dump, &archived.side, Roles::Stay).await?;
-    failpoint::pass("import.loaded")?;
-    let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
-    database_identity::stamp(&client, &loaded.name).await?;
-    Journal::new(&snapshot, &loaded).write(layout)?;
-    // After a power cut the gate reads it, which is not root.
-    give_as_beside(&super::journal::path(layout))?;
-    if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
-        swap::undo(&settings.means.server, &loaded).await;
-        return Err(error.into());
-    }
-    failpoint::pass("import.swapped")?;
-    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
-    Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
-    // Where it lies, only its owner may replace it: the services' user, whose directory this is.
-    give_as(&fsx::through_link(&layout.restore_complete()), &layout.restore_state())?;
-    drop(client);
-    let before = tokio::task::block_in_place(|| home::place(layout, &staged))?;
-    failpoint::pass("import.placed")?;
-    // Until then the pointer names what was here before.
-    let request = serde_json::json!({"requestId": request_id::current()}).to_string();
-    let request_file = layout.request("backup");
-    fsx::write_atomic(&request_file, request.as_bytes(), 0o600)?;
-    give_as_beside(&request_file)?;
-    super::journal::remove(layout)?;
-    scratch::remove_dumps(&state)?;
-    failpoint::pass("import.done")?;
-    println!(
-        "imported; the database that was here stays as svc_before_{} for seven days, or until space is short",
-        loaded.number
-    );
-    if let Some(before) = before {
-        println!("what had the same names in the home is in {}", before.display());
-    }
-    restart(settings).await;
     Ok(())
 }
 
+/// The archive may lie where others can change the path: what is opened is a regular file, and opened once.
+fn open(path: &Path) -> Result<File, io::Error> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(named)?;
+    if file.metadata().map_err(named)?.is_file() {
+        Ok(file)
+    } else {
+        Err(named(io::Error::other("not a regular file")))
+    }
+}
+
+struct Run<'a> {
+    layout: &'a Layout,
+    archive: File,
+    name: &'a Path,
+    number: i64,
+}
+
+impl Run<'_> {
+    async fn import(&self, wanted: &Wanted<'_>) -> Result<(), ImportError> {
+        let mut flags = Vec::new();
+        flags.extend(wanted.check.then_some("--check"));
+        flags.extend(wanted.of_another.then_some("--of-another-user"));
+        self.step(Step::Check, &flags).await?;
+        if wanted.check {
+            return Ok(());
+        }
+        let ready = async {
+            self.step(Step::Stage, &[]).await?;
+            let no_backup = wanted.no_backup.then_some("--no-backup");
+            self.step(Step::Database, no_backup.as_slice()).await
+        };
+        if let Err(error) = ready.await {
+            // The first error says more.
+            let _ = self.step(Step::Unstage, &[]).await;
+            return Err(error);
+        }
+        self.step(Step::Place, &[]).await
+    }
+
+    /// Runs a step to its end as the user whose files it works on.
+    async fn step(&self, step: Step, flags: &[&str]) -> Result<(), ImportError> {
+        let name = step.name();
+        let start = |source| ImportError::Start { step: name, source };
+        let user = if step.is_owners() { MachineUser::Owner } else { MachineUser::Gateway };
+        let mut command =
+            user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
+        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name).args(flags);
+        command.stdin(self.archive.try_clone().map_err(start)?);
+        let end = command.status().await.map_err(start)?;
+        if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }
+    }
+}
+
 /// The gateway gives the database's roles their passwords when it starts.
-async fn restart(settings: &Settings) {
-    let Some(systemctl) = systemd::systemctl(&settings.layout) else {
+async fn restart(layout: &Layout) {
+    let Some(systemctl) = systemd::systemctl(layout) else {
         println!("next: restart svc-gateway");
         return;
     };
     let mut command = tokio::process::Command::new(systemctl);
     command.args(["try-restart", "svc-gateway.service", "svc-sync-agent.service"]);
-    match tokio::time::timeout(std::time::Duration::from_secs(120), command.status()).await {
+    match tokio::time::timeout(Duration::from_secs(120), command.status()).await {
         Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
         Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "could not restart the gateway");

@@ -4,11 +4,11 @@
 use std::process::Stdio;
 use std::time::Duration;
 
-use super::Settings;
 use crate::applet::Exit;
 use crate::host::census;
 use crate::host::database_identity::{self, IdentityError};
 use crate::host::pgconn::{self, ConnectError};
+use crate::host::restore::Settings;
 use crate::host::scratch;
 
 /// As long as its unit may take.

@@ -131,7 +131,8 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     })
     .await?;
     let look = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
-                systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-*";
+                systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-* \
+                /home/svc/home/system/.before-import-*";
     let look = on.run(look, SHORT).await?.good()?;
     let owners =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];

@@ -9,10 +9,19 @@ use std::path::PathBuf;
 
 use tar::EntryType;
 
-use super::unpack::UnpackError;
-
 /// Room for a path, a link and some attributes.
-const LONGEST: u64 = 64 * 1024;
+const MAX_NAME_BYTES: u64 = 64 * 1024;
+
+/// Why a name is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum NameError {
+    #[error("the archive is damaged")]
+    Archive(#[source] io::Error),
+    #[error("a name is longer than 64 KiB")]
+    TooLong,
+    #[error("{0}: an attribute that changes the content")]
+    Attribute(String),
+}
 
 /// What the entries before said of the next one.
 #[derive(Debug, Default)]
@@ -25,8 +34,8 @@ impl Names {
     /// Takes an entry that only speaks of the next; `false` when it is one itself.
     ///
     /// # Errors
-    /// [`UnpackError`] when it is too long, or changes more than names.
-    pub fn take_from(&mut self, entry: &mut tar::Entry<'_, impl Read>) -> Result<bool, UnpackError> {
+    /// [`NameError`] when it is too long, or changes more than names.
+    pub fn take_from(&mut self, entry: &mut tar::Entry<'_, impl Read>) -> Result<bool, NameError> {
         match entry.header().entry_type() {
             EntryType::GNULongName => self.path = Some(path(until_nul(&read(entry)?))),
             EntryType::GNULongLink => self.link = Some(path(until_nul(&read(entry)?))),
@@ -37,15 +46,14 @@ impl Names {
         Ok(true)
     }
 
-    fn take_attributes(&mut self, text: &[u8]) -> Result<(), UnpackError> {
+    fn take_attributes(&mut self, text: &[u8]) -> Result<(), NameError> {
         for attribute in tar::PaxExtensions::new(text) {
-            let attribute = attribute.map_err(UnpackError::Archive)?;
+            let attribute = attribute.map_err(NameError::Archive)?;
             match attribute.key_bytes() {
                 b"path" => self.path = Some(path(attribute.value_bytes())),
                 b"linkpath" => self.link = Some(path(attribute.value_bytes())),
                 key if key == b"size" || key.starts_with(b"GNU.sparse") => {
-                    let path = String::from_utf8_lossy(key).into_owned();
-                    return Err(UnpackError::Refused { path, why: "an attribute that changes the content" });
+                    return Err(NameError::Attribute(String::from_utf8_lossy(key).into_owned()));
                 }
                 _ => {}
             }
@@ -54,14 +62,14 @@ impl Names {
     }
 }
 
-fn read(entry: &mut tar::Entry<'_, impl Read>) -> Result<Vec<u8>, UnpackError> {
-    if entry.size() > LONGEST {
-        return Err(UnpackError::TooMuch { what: "a name's length in a name" });
+fn read(entry: &mut tar::Entry<'_, impl Read>) -> Result<Vec<u8>, NameError> {
+    if entry.size() > MAX_NAME_BYTES {
+        return Err(NameError::TooLong);
     }
     let mut text = Vec::new();
-    entry.read_to_end(&mut text).map_err(UnpackError::Archive)?;
+    entry.read_to_end(&mut text).map_err(NameError::Archive)?;
     if (text.len() as u64) < entry.size() {
-        return Err(UnpackError::Archive(io::ErrorKind::UnexpectedEof.into()));
+        return Err(NameError::Archive(io::ErrorKind::UnexpectedEof.into()));
     }
     Ok(text)
 }

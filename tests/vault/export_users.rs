@@ -1,0 +1,135 @@
+//! Export and import on a machine whose two users are apart: root, who calls them, opens nothing that either can change.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use kit::s3::S3Server;
+
+use super::machine::{self, Machine};
+
+/// As the machine's sysusers have them.
+const GATEWAY: u32 = 940;
+const OWNER: u32 = 1940;
+
+/// A machine in use whose directories belong to whom tmpfiles gives them; `None` where the test cannot make one.
+async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: only root can act for two users");
+        return Ok(None);
+    }
+    let machine = Machine::in_use(store, epoch).await?;
+    let set = |path: &str, mode: u32, uid: u32, gid: u32| -> Result<()> {
+        let path = machine.path(path);
+        fs::create_dir_all(&path)?;
+        chown(&path, Some(uid), Some(gid))?;
+        Ok(fs::set_permissions(&path, Permissions::from_mode(mode))?)
+    };
+    set("", 0o755, 0, 0)?;
+    for env in ["host.env", "r2.env", "boot.env"] {
+        let env = machine.path("opt/svc/env").join(env);
+        chown(&env, Some(GATEWAY), Some(GATEWAY))?;
+        fs::set_permissions(&env, Permissions::from_mode(0o600))?;
+    }
+    set("var/lib/svc", 0o1771, 0, GATEWAY)?;
+    for state in ["restore", "requests"] {
+        set(&format!("var/lib/svc/{state}"), 0o700, GATEWAY, GATEWAY)?;
+    }
+    set("run/svc", 0o755, 0, 0)?;
+    set("run/svc/owner", 0o2770, OWNER, GATEWAY)?;
+    set("home/svc", 0o1770, 0, OWNER)?;
+    set("home/svc/home", 0o1770, 0, OWNER)?;
+    set("home/svc/home/apps", 0o755, OWNER, OWNER)?;
+    for system in ["home/svc/home/system", "home/svc/home/system/logs"] {
+        set(system, 0o2750, GATEWAY, OWNER)?;
+    }
+    // The marker lies where the gateway's user may replace it.
+    fs::remove_file(machine.path("opt/svc/restore-complete"))?;
+    let marker = machine.path("var/lib/svc/restore-complete");
+    fs::write(&marker, "")?;
+    chown(&marker, Some(GATEWAY), Some(GATEWAY))?;
+    symlink(&marker, machine.path("opt/svc/restore-complete"))?;
+    Ok(Some(machine))
+}
+
+fn write_as(machine: &Machine, path: &str, content: &str, uid: u32, gid: u32) -> Result<()> {
+    let path = machine.path("home/svc/home").join(path);
+    let parent = path.parent().context("a parent")?;
+    if !parent.exists() {
+        fs::create_dir_all(parent)?;
+        chown(parent, Some(uid), Some(gid))?;
+    }
+    fs::write(&path, content)?;
+    chown(&path, Some(uid), Some(gid))?;
+    Ok(fs::set_permissions(&path, Permissions::from_mode(0o640))?)
+}
+
+fn text(path: &Path) -> Result<&str> {
+    path.to_str().context("a path")
+}
+
+#[tokio::test]
+async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
+    let store = machine::store()?;
+    let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
+    machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
+    write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
+    write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
+    // A secret of root's, by a link, and as a file that the owner may not read.
+    write_as(&machine, "roots", "S3CRET", 0, 0)?;
+    fs::write(machine.path("secret"), "S3CRET")?;
+    fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;
+    symlink(machine.path("secret"), machine.path("home/svc/home/projects/link"))?;
+
+    fs::create_dir(machine.path("backups"))?;
+    let archive = machine.path("backups/ada.tar");
+    let export = |to: &Path| machine.run(&["svc-db-backup", "export", "--output", text(to)?]);
+    let said = export(&archive)?.expect(0);
+    assert!(said.stderr.contains("left out: roots: "), "{}", said.stderr);
+    let meta = fs::metadata(&archive)?;
+    assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
+    assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
+    // Where the owner could put a link, root creates nothing.
+    let said = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
+    assert!(said.stderr.contains("can be changed by others than root"), "{}", said.stderr);
+    assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
+
+    let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };
+    // What root once moved through: names of an import's directories, planted as links.
+    let trap = other.path("trap");
+    fs::create_dir(&trap)?;
+    let planted = other.path("home/svc/home/projects");
+    symlink(&trap, &planted)?;
+    let refused = other.run(&["svc-restore", "import", text(&archive)?])?.expect(70);
+    assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
+    assert!(other.client().await?.query("SELECT FROM public.t", &[]).await.is_err(), "nothing was changed");
+    lchown(&planted, Some(OWNER), Some(OWNER))?;
+    write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
+    other.run(&["svc-restore", "import", text(&archive)?])?.expect(0);
+    let owner_of = |path: &str| -> Result<(u32, u32)> {
+        let meta = fs::symlink_metadata(other.path("home/svc/home").join(path))?;
+        Ok((meta.uid(), meta.gid()))
+    };
+    assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
+    assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
+    assert_eq!(fs::read_to_string(other.path("home/svc/home/projects/file"))?, "mine");
+    assert_eq!(fs::read_dir(&trap)?.count(), 0, "nothing went through the link");
+    assert_eq!(fs::metadata(other.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
+    assert_eq!(fs::metadata(other.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
+    let rows: i64 = other.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);
+    assert_eq!(rows, 1);
+    Ok(())
+}
+
+/// Opened like a file, it would never answer.
+#[tokio::test]
+async fn a_fifo_is_no_archive() -> Result<()> {
+    let store = machine::store()?;
+    let Some(machine) = machine_of_two_users(&store, 1).await? else { return Ok(()) };
+    let fifo = machine.path("home/svc/home/apps/ada.tar");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU)?;
+    let said = machine.run(&["svc-restore", "import", text(&fifo)?])?.expect(65);
+    assert!(said.stderr.contains("not a regular file"), "{}", said.stderr);
+    Ok(())
+}
