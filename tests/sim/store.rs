@@ -27,6 +27,13 @@ use super::violation::{Broken, Violation};
 const SLOW: Duration = Duration::from_millis(60);
 const POINTER: &str = "/system/db/latest";
 
+/// Whose a write is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writer {
+    Platform,
+    Host,
+}
+
 #[derive(Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
@@ -35,6 +42,8 @@ pub struct Store {
     seen: Mutex<BTreeSet<Violation>>,
     /// What each pointer was last. One write of a pointer at a time, so that this is the order they came in.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
+    /// Who claimed a value of a pointer, by the pointer and its `seq`: another writer may bring `latest` up to it.
+    claims: Mutex<BTreeMap<(String, u64), Writer>>,
     dumps: Mutex<BTreeSet<String>>,
     /// Pointers that a plan broke: what is written next need not follow from what was there.
     pointers_broken: Mutex<BTreeSet<String>>,
@@ -48,6 +57,7 @@ impl Store {
             faults: Mutex::default(),
             seen: Mutex::default(),
             pointers: tokio::sync::Mutex::default(),
+            claims: Mutex::default(),
             dumps: Mutex::default(),
             pointers_broken: Mutex::default(),
         })
@@ -118,7 +128,13 @@ impl Store {
         Some(fault)
     }
 
-    async fn put(&self, at: &Path, payload: PutPayload, mut options: PutOptions) -> Result<PutResult> {
+    async fn put(
+        &self,
+        at: &Path,
+        payload: PutPayload,
+        mut options: PutOptions,
+        writer: Writer,
+    ) -> Result<PutResult> {
         let Some(pointer) = pointer_of(at) else {
             return self.inner.put_opts(at, payload, options).await;
         };
@@ -135,9 +151,14 @@ impl Store {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
+        let Some(next) = next else { return Ok(put) };
+        let claim = (pointer.clone(), next.seq);
         // A claim in the log is judged when `latest` follows it.
-        if let Some(next) = next.filter(|_| pointer == at.as_ref()) {
-            self.judge(at, before.as_ref(), &next).await;
+        if pointer != at.as_ref() {
+            lock(&self.claims).insert(claim, writer);
+        } else {
+            let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
+            self.judge(at, before.as_ref(), &next, writer).await;
             if self.broken == Some(Broken::StorePrunes) {
                 self.prune(at, &next).await;
             }
@@ -146,7 +167,9 @@ impl Store {
         Ok(put)
     }
 
-    async fn judge(&self, at: &Path, before: Option<&Pointer>, next: &Pointer) {
+    /// The platform writes fences, and what an operator's rebuild names: also a snapshot below the fence, where no other is
+    /// whole. A host may move the pointer only at the fence or above it.
+    async fn judge(&self, at: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
         let mut found = BTreeSet::new();
         if let Some(before) = before {
             let epoch = |pointer: &Pointer| pointer.snapshot.as_ref().map_or(0, |named| named.epoch.0);
@@ -161,7 +184,8 @@ impl Store {
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
                     found.insert(Violation::PointerWentBack);
                 }
-            } else if is_new
+            } else if writer == Writer::Host
+                && is_new
                 && (next.snapshot.as_ref().is_some_and(is_others)
                     || (epoch(next) < before.fence_epoch.0 && !older))
             {
@@ -255,7 +279,8 @@ impl fmt::Display for View {
 #[async_trait]
 impl ObjectStore for View {
     async fn put_opts(&self, at: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
-        self.write(self.store.put(at, payload, options)).await
+        let writer = if self.switch.is_some() { Writer::Platform } else { Writer::Host };
+        self.write(self.store.put(at, payload, options, writer)).await
     }
 
     async fn put_multipart_opts(
