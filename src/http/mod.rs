@@ -1,8 +1,10 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
+mod addresses;
 pub mod client;
 pub mod fields;
 pub mod files;
+mod head_timer;
 pub mod jwt;
 pub mod observe;
 pub mod openapi;

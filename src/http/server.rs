@@ -7,41 +7,59 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use futures_util::FutureExt;
 use http::Request;
 use hyper::body::{Body as _, Incoming};
+use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
+use super::addresses::Addresses;
+use super::head_timer::HeadStream;
 use super::shards::Shards;
 
 /// Limits of one listener.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub connections: usize,
+    /// Of one IPv4 address, or one IPv6 network of 64 bits. A listener on loopback has none: its clients are this machine's.
+    pub connections_of_address: usize,
     pub handshake: Duration,
-    pub header_read: Duration,
+    /// From the first byte of a request's head to its last.
+    pub head: Duration,
+    pub head_bytes: usize,
+    /// Before a head.
+    pub idle: Duration,
     /// How long requests under way may go on after the stop was asked.
     pub drain: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
+        let connections = max_connections();
         Self {
-            connections: 16_384,
+            connections,
+            connections_of_address: connections / 4,
             handshake: Duration::from_secs(10),
-            header_read: Duration::from_secs(30),
+            head: Duration::from_secs(10),
+            head_bytes: 32 * 1024,
+            idle: Duration::from_secs(30),
             drain: Duration::from_secs(20),
         }
     }
+}
+
+/// As many as a sixteenth of the machine's memory holds, where each sends a head that does not end.
+fn max_connections() -> usize {
+    const BYTES_EACH: u64 = 64 * 1024;
+    let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
+    usize::try_from(memory / 16 / BYTES_EACH).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
 /// Serves until `stop`, then lets requests under way end within the drain's deadline.
@@ -77,8 +95,9 @@ async fn accept(
     stop: CancellationToken,
     shards: Option<Shards>,
 ) {
-    let graceful = GracefulShutdown::new();
+    let open = TaskTracker::new();
     let places = Arc::new(Semaphore::new(limits.connections));
+    let addresses = Addresses::new(limits.connections_of_address);
     let acceptor = tls.map(TlsAcceptor::from);
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
@@ -99,17 +118,21 @@ async fn accept(
                 }
             },
         };
+        let address = addresses.admit(peer.ip());
+        if address.is_none() && !peer.ip().is_loopback() {
+            tracing::debug!(%peer, "refused: its address has as many connections as it may have");
+            continue;
+        }
         // Small answers go out at once; a socket that is gone already shows when it is read.
         let _ = stream.set_nodelay(true);
         let router = router.clone();
         let from = Origin { peer, scheme };
         let acceptor = acceptor.clone();
-        let watcher = graceful.watcher();
-        let stop = stop.clone();
+        let (stop, counted) = (stop.clone(), open.token());
         let served = move |stream: TcpStream| async move {
-            let _place = place;
+            let _places = (place, address, counted);
             match acceptor {
-                None => connection(stream, router, from, limits, watcher).await,
+                None => connection(stream, router, from, limits, stop).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake, acceptor.accept(stream));
                     let stream = tokio::select! {
@@ -119,8 +142,7 @@ async fn accept(
                             _ => return,
                         },
                     };
-                    // Apart: an idle connection should not keep the room that its handshake took.
-                    Box::pin(connection(stream, router, from, limits, watcher)).await;
+                    connection(stream, router, from, limits, stop).await;
                 }
             }
         };
@@ -138,7 +160,8 @@ async fn accept(
         }
     }
     drop(listener);
-    if tokio::time::timeout(limits.drain, graceful.shutdown()).await.is_err() {
+    open.close();
+    if tokio::time::timeout(limits.drain, open.wait()).await.is_err() {
         tracing::warn!("some requests did not end within the drain's deadline");
     }
 }
@@ -166,19 +189,21 @@ struct Origin {
     scheme: Scheme,
 }
 
-/// One connection to its end. Not an `async fn`: that would hold the stream and all that is built around it twice.
+/// One connection to its end; after `stop`, to the end of the request under way. Not an `async fn`: that would hold the
+/// stream and all that is built around it twice. And apart: an idle connection does not keep the room of its handshake.
 fn connection<S>(
     stream: S,
     router: Router,
     from: Origin,
     limits: Limits,
-    watcher: Watcher,
+    stop: CancellationToken,
 ) -> impl Future<Output = ()>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let mut builder = auto::Builder::new(TokioExecutor::new()).http1_only();
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.header_read);
+    let (stream, timer) = HeadStream::new(stream, limits.head);
+    let mut builder = http1::Builder::new();
+    builder.timer(timer).header_read_timeout(limits.idle).max_header_size(limits.head_bytes);
     let router = TowerToHyperService::new(router);
     // Put in here and not by layers of the router, each of which costs every request two boxes.
     let service = service_fn(move |request: Request<Incoming>| {
@@ -188,12 +213,20 @@ where
         request.extensions_mut().insert(from.scheme);
         router.call(request)
     });
-    let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service).into_owned();
-    watcher.watch(connection).map(|end| {
+    let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
+    let mut connection = Box::pin(connection);
+    async move {
+        let end = tokio::select! {
+            end = connection.as_mut() => end,
+            () = stop.cancelled() => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        };
         if let Err(error) = end {
             tracing::debug!(%error, "connection ended");
         }
-    })
+    }
 }
 
 /// Cancelled at the first SIGTERM or SIGINT.
@@ -216,4 +249,70 @@ pub fn stop_on_signal() -> std::io::Result<CancellationToken> {
 /// The address that a listener got, for the line that tells it.
 pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
     listener.local_addr()
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+    const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
+
+    async fn server(limits: Limits) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = local_addr(&listener).unwrap();
+        let router = Router::new().route("/", get(async || "ok"));
+        tokio::spawn(serve(listener, None, router, limits, CancellationToken::new()));
+        address
+    }
+
+    async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+        let mut text = String::new();
+        let mut part = [0; 1024];
+        while !text.ends_with(end) {
+            let read = tokio::time::timeout(PATIENCE, stream.read(&mut part)).await.expect("an answer");
+            match read.unwrap_or(0) {
+                0 => break,
+                bytes => text.push_str(&String::from_utf8_lossy(&part[..bytes])),
+            }
+        }
+        text
+    }
+
+    #[tokio::test]
+    async fn slow_head_is_cut_off_and_idle_connection_kept() {
+        let limits = Limits { head: Duration::from_millis(100), ..Limits::default() };
+        let address = server(limits).await;
+        let mut idle = TcpStream::connect(address).await.unwrap();
+        let mut used = TcpStream::connect(address).await.unwrap();
+        used.write_all(REQUEST).await.unwrap();
+        assert!(read_until(&mut used, "ok").await.starts_with("HTTP/1.1 200"));
+
+        let mut slow = TcpStream::connect(address).await.unwrap();
+        slow.write_all(&REQUEST[..20]).await.unwrap();
+        let end = read_until(&mut slow, "never").await;
+        assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
+
+        // By now the others have been open for longer than a head may take.
+        for stream in [&mut idle, &mut used] {
+            stream.write_all(REQUEST).await.unwrap();
+            assert!(read_until(stream, "ok").await.starts_with("HTTP/1.1 200"));
+        }
+    }
+
+    #[tokio::test]
+    async fn large_head_is_refused() {
+        let address = server(Limits::default()).await;
+        for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));
+            // The refusal may come before the head has been sent.
+            let _ = stream.write_all(head.as_bytes()).await;
+            let answer = read_until(&mut stream, "ok").await;
+            assert_eq!(answer.get(9..12), Some(status), "{answer}");
+        }
+    }
 }

@@ -1,0 +1,151 @@
+//! How long a connection may take for the head of a request, and how long it may be idle before one.
+//!
+//! hyper has one timer for both, which starts when it begins to wait. This one gets a shorter deadline with the first byte of a
+//! head: [`HeadStream`] notes when that has come, [`HeadTimer`] makes the timer that looks at it.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+/// When the first byte came of the head that a connection waits for.
+#[derive(Debug)]
+struct FirstByte {
+    opened: Instant,
+    /// Milliseconds since then, and one more; 0 until it comes.
+    at: AtomicU64,
+}
+
+impl FirstByte {
+    fn note(&self) {
+        if self.at.load(Ordering::Relaxed) == 0 {
+            let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+            self.at.store(ms + 1, Ordering::Relaxed);
+        }
+    }
+
+    fn forget(&self) {
+        self.at.store(0, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Option<Instant> {
+        let ms = self.at.load(Ordering::Relaxed).checked_sub(1)?;
+        self.opened.checked_add(Duration::from_millis(ms))
+    }
+}
+
+/// A connection's stream, which notes when something has come on it.
+pub struct HeadStream<S> {
+    stream: S,
+    first_byte: Arc<FirstByte>,
+}
+
+impl<S> HeadStream<S> {
+    /// The stream, and the timer for its heads: they have `head` from their first byte to their last.
+    pub fn new(stream: S, head: Duration) -> (Self, HeadTimer) {
+        let first_byte = Arc::new(FirstByte { opened: Instant::now(), at: AtomicU64::new(0) });
+        (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head })
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for HeadStream<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = into.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, into);
+        if into.filled().len() > before {
+            self.first_byte.note();
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for HeadStream<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+/// hyper's timer for one connection. hyper makes or resets a sleep each time that it begins to wait for a head.
+#[derive(Debug, Clone)]
+pub struct HeadTimer {
+    first_byte: Arc<FirstByte>,
+    head: Duration,
+}
+
+impl HeadTimer {
+    fn until(&self, idle: Instant) -> HeadSleep {
+        // What has been read so far belongs to requests before this head.
+        self.first_byte.forget();
+        let sleep = Box::pin(tokio::time::sleep_until(idle));
+        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_begun: false }
+    }
+}
+
+impl rt::Timer for HeadTimer {
+    fn sleep(&self, duration: Duration) -> Pin<Box<dyn rt::Sleep>> {
+        Box::pin(self.until(Instant::now() + duration))
+    }
+
+    fn sleep_until(&self, deadline: std::time::Instant) -> Pin<Box<dyn rt::Sleep>> {
+        Box::pin(self.until(deadline.into()))
+    }
+
+    fn now(&self) -> std::time::Instant {
+        Instant::now().into()
+    }
+}
+
+struct HeadSleep {
+    sleep: Pin<Box<Sleep>>,
+    first_byte: Arc<FirstByte>,
+    head: Duration,
+    /// The deadline is the head's, no longer the idle connection's.
+    has_begun: bool,
+}
+
+impl Future for HeadSleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.has_begun
+            && let Some(first) = self.first_byte.get()
+        {
+            self.has_begun = true;
+            let deadline = (first + self.head).min(self.sleep.deadline());
+            self.sleep.as_mut().reset(deadline);
+        }
+        self.sleep.as_mut().poll(cx)
+    }
+}
+
+impl rt::Sleep for HeadSleep {}
