@@ -49,11 +49,16 @@ impl Env {
     }
 
     /// Adds the variables of an env file below those already there. An absent file adds nothing.
-    pub fn with_file(mut self, path: &Path) -> Self {
+    pub fn with_file(self, path: &Path) -> Self {
+        self.with_file_except(path, &[])
+    }
+
+    /// As [`Self::with_file`], without these variables.
+    pub fn with_file_except(mut self, path: &Path, except: &[&str]) -> Self {
         match std::fs::read_to_string(path) {
             Ok(text) => match parse_env_file(&text) {
                 Ok(pairs) => pairs.into_iter().for_each(|(name, value)| {
-                    if !value.is_empty() {
+                    if !value.is_empty() && !except.contains(&name.as_str()) {
                         self.vars.entry(name).or_insert(value);
                     }
                 }),

@@ -1,6 +1,8 @@
 //! What every host applet knows of its machine: `host.env`, `r2.env` and `boot.env`, below the process environment.
 
 use std::fmt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use secrecy::SecretString;
 use url::Url;
@@ -14,12 +16,21 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::telemetry;
 
-/// The environment of a host applet: process, then the env files below `SVC_ROOT`.
+/// Variables that name programs.
+const PROGRAMS: [&str; 1] = ["SVC_PG_BIN_DIR"];
+
+/// The environment of a host applet: process, then the env files below `SVC_ROOT`. Root takes no variable that names a
+/// program from a file that another user can write.
 pub fn environment(layout: &Layout) -> Env {
-    Env::from_process()
-        .with_file(&layout.host_env())
-        .with_file(&layout.store_env())
-        .with_file(&layout.boot_env())
+    let files = [layout.host_env(), layout.store_env(), layout.boot_env()];
+    files.iter().fold(Env::from_process(), |env, file| {
+        let except = if is_root_reading_others(file) { &PROGRAMS[..] } else { &[] };
+        env.with_file_except(file, except)
+    })
+}
+
+fn is_root_reading_others(file: &Path) -> bool {
+    nix::unistd::geteuid().is_root() && std::fs::metadata(file).is_ok_and(|meta| meta.uid() != 0)
 }
 
 /// Starts an applet's log with this machine's name; a configuration that is wrong is told of when it is read.
@@ -114,5 +125,29 @@ impl DatabaseUrl {
         self.0.expose_secret().parse().map_err(|_| ConfigError {
             mistakes: vec!["DATABASE_URL: must be postgres://user:password@host:port/database".to_owned()],
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As root alone: nobody else can give a file away.
+    #[test]
+    fn root_runs_no_program_that_a_users_file_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let text = "SVC_PG_BIN_DIR=/tmp/planted\nSVC_HANDLE=ada\n";
+        crate::fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
+        let named = || environment(&layout).text("SVC_PG_BIN_DIR").filter(|dir| dir == "/tmp/planted");
+        if std::env::var_os("SVC_PG_BIN_DIR").is_none() {
+            assert!(named().is_some(), "from a file of one's own");
+        }
+        if std::os::unix::fs::chown(layout.host_env(), Some(940), Some(940)).is_err() {
+            eprintln!("skipped: only root can give a file to another user");
+            return;
+        }
+        assert_eq!(named(), None);
+        assert_eq!(environment(&layout).text("SVC_HANDLE").as_deref(), Some("ada"));
     }
 }
