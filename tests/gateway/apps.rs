@@ -203,6 +203,27 @@ async fn an_icon_is_always_there() -> Result<()> {
     Ok(())
 }
 
+/// Its tables stay, and its token is good for up to an hour.
+#[tokio::test]
+async fn token_of_a_removed_app_is_refused() -> Result<()> {
+    let (database, slug) = (test_database().await?, unique("removed"));
+    let host = host_with_app(&database, &slug, &json!({ "t": { "columns": { "a": "text" } } })).await?;
+    let as_app = async || -> Result<StatusCode> {
+        let mut claims = host.machine.claims(Route::App);
+        claims.app = Some(slug.clone());
+        let proof = host.machine.signer.sign(&claims);
+        let body = json!({ "action": "count", "app": slug, "table": "t" });
+        let request = host.bare(Method::POST, "/api/bridge/query").json(&body);
+        Ok(answer(request.header("x-svc-proof", proof)).await?.0)
+    };
+    assert_eq!(as_app().await?, StatusCode::OK);
+    std::fs::remove_dir_all(host.machine.path(&format!("home/svc/home/apps/{slug}")))?;
+    host.until("its token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
+    let count = json!({ "action": "count", "app": slug, "table": "t" });
+    assert_eq!(host.data(&count).await?["count"], 0, "the owner reads its tables");
+    Ok(())
+}
+
 #[tokio::test]
 async fn an_app_sees_its_own_pages_alone() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;

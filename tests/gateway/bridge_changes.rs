@@ -225,6 +225,18 @@ async fn an_app_hears_of_itself_alone_and_new_tables_are_heard_of() -> Result<()
     assert_eq!(one.entries().await?, ["t insert 1"]);
     assert_eq!(all.entries().await?, ["things insert 1"]);
     assert_eq!(all.entries().await?, ["t insert 1"]);
+    // Its ids tell it nothing of what others write, and are good for itself alone.
+    let position = one.id.trim_start_matches("1-");
+    assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", one.id, own.id);
+    let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
+    assert_eq!(resumed.status(), StatusCode::OK);
+    for (slug, id, status) in [
+        (&other, &one.id, StatusCode::BAD_REQUEST),
+        (&app.slug, &own.id, StatusCode::BAD_REQUEST),
+        (&other, &own.id.replacen("1-", "2-", 1), StatusCode::GONE),
+    ] {
+        assert_eq!(as_app(slug, "").header("last-event-id", id).send().await?.status(), status, "{id}");
+    }
     assert_eq!(as_app(&other, &format!("?app={}", app.slug)).send().await?.status(), StatusCode::FORBIDDEN);
     assert_eq!(listening(&app.host, "?app=none", None).send().await?.status(), StatusCode::NOT_FOUND);
     assert_eq!(listening(&app.host, "?nope=1", None).send().await?.status(), StatusCode::BAD_REQUEST);

@@ -358,8 +358,13 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     let mut unknown = world.claims("app", &Method::GET, path);
     unknown.app = Some("unknown".into());
     let unknown = world.host.machine.signer.sign(&unknown);
-    let unknown = world.host.bare(Method::GET, "/api/bridge/schemas").header("x-svc-proof", unknown);
-    world.send(unknown).await.assert_problem(404, "not_found");
+    let unknown = || world.host.bare(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
+    world.send(unknown()).await.assert_problem(403, "forbidden");
+    // It is installed now, and cannot be registered.
+    world.host.machine.write("home/svc/home/apps/unknown/svc.json", "{").unwrap();
+    let is_listed = async || Ok(world.host.get("/api/apps").await?.1.to_string().contains("unknown"));
+    world.host.until("the broken app is listed", is_listed).await.unwrap();
+    world.send(unknown()).await.assert_problem(404, "not_found");
     let schema = format!("app_{}", world.slug.replace('-', "_"));
     let mut admin = database.connect("svc").await.unwrap();
     let held = admin.transaction().await.unwrap();

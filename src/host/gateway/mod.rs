@@ -102,8 +102,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     }
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
-    let tls = certificate::open(&layout).and_then(|identity| identity.server_config());
-    let tls = tls.context("the machine's TLS key").or_exit(Exit::Internal)?;
+    let identity = certificate::open(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
+    let tls = identity.server_config().context("the machine's TLS key").or_exit(Exit::Internal)?;
+    // It stays for as long as the machine, and nobody else knows it.
+    let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
     let bound = TcpListener::bind(config.listen).await;
     let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
@@ -111,7 +113,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.keep_up(stop.clone());
-    let gateway = Gateway::new(config)?;
+    let gateway = Gateway::new(config, change_ids)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::apps::{GzipCache, Registry};
 use super::auth::Seam;
-use super::bridge::Changes;
+use super::bridge::{Changes, IdSecret};
 use super::config::Config;
 use super::database::Database;
 use super::dispatch::Dispatcher;
@@ -19,6 +19,7 @@ pub struct Gateway {
     pub apps: Registry,
     pub gzip_cache: GzipCache,
     pub changes: Arc<Changes>,
+    pub change_ids: IdSecret,
     pub kernel: Arc<Kernel>,
     pub dispatcher: Arc<Dispatcher>,
     pub writers: Arc<Writers>,
@@ -29,7 +30,7 @@ pub struct Gateway {
 impl Gateway {
     /// # Errors
     /// When the client for the identity provider's keys, or a thread, cannot be made.
-    pub fn new(config: Config) -> anyhow::Result<Arc<Self>> {
+    pub fn new(config: Config, change_ids: IdSecret) -> anyhow::Result<Arc<Self>> {
         let kernel = Arc::new(Kernel::new(&config.layout)?);
         let writers = Writers::open(&config.layout)?;
         let dispatcher = Dispatcher::new(&config.layout, &kernel);
@@ -42,6 +43,7 @@ impl Gateway {
             apps: Registry::default(),
             gzip_cache: GzipCache::default(),
             changes: Arc::default(),
+            change_ids,
             dispatcher,
             writers,
             kernel,

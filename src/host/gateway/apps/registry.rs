@@ -31,6 +31,8 @@ pub struct Trouble {
 
 #[derive(Debug, Default, Clone)]
 pub struct Known {
+    /// Whether the apps folder has been read since the start.
+    pub scanned: bool,
     /// Whether the database told its apps since the start.
     pub loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
@@ -38,6 +40,14 @@ pub struct Known {
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
     /// By the folder's name.
     pub troubles: BTreeMap<String, Trouble>,
+}
+
+impl Known {
+    /// Whether the app has a folder, which the owner removes with the app. Its tables stay in the database.
+    pub fn is_installed(&self, slug: &str) -> bool {
+        self.folders.contains_key(slug)
+            || self.troubles.values().any(|trouble| trouble.slug.as_deref() == Some(slug))
+    }
 }
 
 #[derive(Debug, Default)]

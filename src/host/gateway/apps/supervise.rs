@@ -148,6 +148,7 @@ impl Supervisor {
         let folders = folders.map_err(RoundError::Folder)?;
         self.known.folders.clear();
         self.known.troubles.clear();
+        self.known.scanned = true;
         let mut manifests = Vec::new();
         for AppFolder { name, path, manifest } in folders {
             match manifest {

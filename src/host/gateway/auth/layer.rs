@@ -28,12 +28,24 @@ pub async fn identify(
 ) -> Response {
     let (head, body) = request.into_parts();
     let outcome = gateway.seam.resolve(&head, ingress, Timestamp::now()).await;
+    let outcome = outcome.and_then(|identified| of_installed_app(&gateway, identified));
     let mut request = Request::from_parts(head, body);
     if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
         return proxy::to_code(&gateway, request).await;
     }
     request.extensions_mut().insert(outcome);
     next.run(request).await
+}
+
+/// An app's token outlives the app by up to an hour; its rights do not.
+fn of_installed_app(gateway: &Gateway, identified: Identified) -> Result<Identified, Denied> {
+    let Principal::App { slug } = &identified.principal else { return Ok(identified) };
+    let known = gateway.apps.known();
+    match () {
+        () if known.is_installed(slug) => Ok(identified),
+        () if known.scanned => Err(Denied::NoSuchApp),
+        () => Err(Denied::AppsUnknown),
+    }
 }
 
 /// Lets in the principals of these credentials.
@@ -67,6 +79,10 @@ impl IntoResponse for Denied {
                 Problem::new(Code::Unauthorized, "A valid proof or token is needed.")
             }
             Self::AnotherUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
+            Self::NoSuchApp => Problem::new(Code::Forbidden, "This app is not installed."),
+            Self::AppsUnknown => {
+                Problem::new(Code::Unavailable, "The apps are not known yet.").retry_after(1)
+            }
             Self::AnotherRequest => Problem::new(Code::Forbidden, "The proof is for another request."),
             Self::Busy => Problem::new(Code::Unavailable, "Too many internal calls at once.").retry_after(30),
             Self::Unverifiable => {

@@ -52,6 +52,10 @@ pub enum Denied {
     Bad,
     #[error("the credential is for another user")]
     AnotherUser,
+    #[error("the app is not installed")]
+    NoSuchApp,
+    #[error("the apps are not known yet")]
+    AppsUnknown,
     #[error("the proof is for another request")]
     AnotherRequest,
     #[error("the proof was used before")]

@@ -23,6 +23,6 @@ mod value;
 
 pub use answer::json;
 use changes::changes;
-pub use changes::{Changes, tend};
+pub use changes::{Changes, IdSecret, tend};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 use handler::{list_schemas, query};

@@ -17,8 +17,12 @@ use crate::host::gateway::database::{Database, DatabaseError};
 use crate::host::gateway::state::Gateway;
 use crate::http::problem::chain;
 
-/// Streams at one time.
-const MOST_STREAMS: usize = 128;
+/// Streams at one time, of the owner and all apps.
+const MAX_STREAMS: usize = 128;
+/// Of all apps together: what is left is the owner's.
+const MAX_APPS_STREAMS: usize = 96;
+/// Of one app.
+const MAX_APP_STREAMS: usize = 16;
 /// What nobody told of, such as the end of a long transaction, shows within this time.
 const LOOK_EACH: Duration = Duration::from_millis(500);
 /// Many writes at once are looked up together.
@@ -32,6 +36,8 @@ pub struct Changes {
     woken: Arc<Notify>,
     head: watch::Sender<Head>,
     streams: AtomicUsize,
+    /// How many streams each app has.
+    of_apps: Mutex<HashMap<String, usize>>,
     /// How many streams follow each schema.
     followed: Mutex<HashMap<String, usize>>,
     pub closing: CancellationToken,
@@ -43,6 +49,7 @@ impl Default for Changes {
             woken: Arc::default(),
             head: watch::Sender::default(),
             streams: AtomicUsize::new(0),
+            of_apps: Mutex::default(),
             followed: Mutex::default(),
             closing: CancellationToken::new(),
         }
@@ -52,6 +59,8 @@ impl Default for Changes {
 /// One of the streams; counted until it is dropped.
 pub struct Stream {
     changes: Arc<Changes>,
+    /// The app that listens, where it is one.
+    app: Option<String>,
     schemas: Vec<String>,
     pub head: watch::Receiver<Head>,
 }
@@ -69,11 +78,27 @@ impl Changes {
         self.streams.load(Ordering::Relaxed)
     }
 
-    /// A place for one more stream, if there is one.
-    pub fn join(self: &Arc<Self>) -> Option<Stream> {
-        let one_more = |streams| (streams < MOST_STREAMS).then_some(streams + 1);
+    /// A place for one more stream of the owner, or of an app, if there is one.
+    pub fn join(self: &Arc<Self>, app: Option<&str>) -> Option<Stream> {
+        let mut of_apps = self.of_apps();
+        if let Some(app) = app {
+            let of_all: usize = of_apps.values().sum();
+            let of_this = of_apps.get(app).copied().unwrap_or(0);
+            if of_all >= MAX_APPS_STREAMS || of_this >= MAX_APP_STREAMS {
+                return None;
+            }
+        }
+        let one_more = |streams| (streams < MAX_STREAMS).then_some(streams + 1);
         self.streams.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).ok()?;
-        Some(Stream { changes: self.clone(), schemas: Vec::new(), head: self.head.subscribe() })
+        if let Some(app) = app {
+            *of_apps.entry(app.to_owned()).or_default() += 1;
+        }
+        let (app, head) = (app.map(str::to_owned), self.head.subscribe());
+        Some(Stream { changes: self.clone(), app, schemas: Vec::new(), head })
+    }
+
+    fn of_apps(&self) -> std::sync::MutexGuard<'_, HashMap<String, usize>> {
+        self.of_apps.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn followed(&self) -> std::sync::MutexGuard<'_, HashMap<String, usize>> {
@@ -123,14 +148,19 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         self.changes.streams.fetch_sub(1, Ordering::AcqRel);
+        if let Some(app) = &self.app {
+            count_down(&mut self.changes.of_apps(), app);
+        }
         let mut followed = self.changes.followed();
-        for schema in &self.schemas {
-            if let Some(count) = followed.get_mut(schema) {
-                *count -= 1;
-                if *count == 0 {
-                    followed.remove(schema);
-                }
-            }
+        self.schemas.iter().for_each(|schema| count_down(&mut followed, schema));
+    }
+}
+
+fn count_down(counts: &mut HashMap<String, usize>, name: &str) {
+    if let Some(count) = counts.get_mut(name) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(name);
         }
     }
 }
@@ -196,5 +226,26 @@ async fn tidied(gateway: &Gateway, keep: Keep) {
     });
     if let Err(error) = tidied.await.unwrap_or(Err(DatabaseError::Deadline)) {
         tracing::warn!(error = %chain(&error), "the outbox of changes was not tidied up");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_app_takes_its_share_and_all_apps_leave_the_owners() {
+        let changes = Arc::new(Changes::default());
+        let take = |app: &str| std::iter::from_fn(|| changes.join(Some(app))).collect::<Vec<_>>();
+        let greedy = take("greedy");
+        assert_eq!(greedy.len(), 16);
+        let others: Vec<_> = (0..10).flat_map(|n| take(&format!("app-{n}"))).collect();
+        assert_eq!(greedy.len() + others.len(), 96);
+        let owners: Vec<_> = std::iter::from_fn(|| changes.join(None)).collect();
+        assert_eq!(owners.len(), 32);
+        drop(greedy);
+        assert!(changes.join(Some("greedy")).is_some());
+        drop((others, owners));
+        assert_eq!((changes.streams(), changes.of_apps().len()), (0, 0));
     }
 }

@@ -9,4 +9,5 @@ mod read;
 mod stream;
 
 pub use feed::{Changes, tend};
+pub use position::IdSecret;
 pub use stream::changes;

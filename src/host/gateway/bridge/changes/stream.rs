@@ -13,7 +13,7 @@ use http::HeaderMap;
 use tokio::time::Instant;
 
 use super::feed::Stream;
-use super::position::EventId;
+use super::position::{EventId, IdForm};
 use super::read::{self, Change};
 use crate::host::gateway::apps::Name;
 use crate::host::gateway::auth::{Caller, Principal};
@@ -24,6 +24,7 @@ use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
 use crate::host::gateway::state::Gateway;
 use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem, chain};
+use crate::machine::epoch::Epoch;
 
 const SET_UP: Duration = Duration::from_secs(15);
 
@@ -41,8 +42,13 @@ pub async fn changes(
     let app = query.optional("app");
     query.finish(Some(()))?;
     let scope = scope(&gateway, &caller.0, app)?;
-    let resumed = resumed(&headers)?;
-    let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), scope, resumed));
+    let app = match &caller.0 {
+        Principal::App { slug } => Some(slug.as_str()),
+        _ => None,
+    };
+    let ids = app.map_or(IdForm::Plain, |app| IdForm::of_app(&gateway.change_ids, app));
+    let resumed = resumed(&headers, &ids, gateway.config.epoch())?;
+    let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), app, scope, ids, resumed));
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
     Ok(events::response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
@@ -71,10 +77,10 @@ fn scope(gateway: &Gateway, principal: &Principal, asked: Option<String>) -> Res
     }
 }
 
-fn resumed(headers: &HeaderMap) -> Result<Option<EventId>, Problem> {
+fn resumed(headers: &HeaderMap, ids: &IdForm, current: Epoch) -> Result<Option<EventId>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
-    let id = value.to_str().ok().and_then(|text| text.parse::<EventId>().ok());
-    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event, <epoch>-<position>");
+    let id = value.to_str().ok().and_then(|text| ids.read(text, current).ok());
+    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event of this stream");
     id.map(Some).ok_or_else(wrong)
 }
 
@@ -82,6 +88,7 @@ struct Listener {
     gateway: Arc<Gateway>,
     stream: Stream,
     scope: Scope,
+    ids: IdForm,
     position: i64,
     ready: VecDeque<Bytes>,
     heartbeat: Instant,
@@ -89,14 +96,21 @@ struct Listener {
 }
 
 impl Listener {
-    async fn open(gateway: Arc<Gateway>, scope: Scope, resumed: Option<EventId>) -> Result<Self, Problem> {
+    async fn open(
+        gateway: Arc<Gateway>,
+        app: Option<&str>,
+        scope: Scope,
+        ids: IdForm,
+        resumed: Option<EventId>,
+    ) -> Result<Self, Problem> {
         let busy = || Problem::new(Code::Unavailable, "Too many listeners at once.").retry_after(5);
-        let stream = gateway.changes.join().ok_or_else(busy)?;
+        let stream = gateway.changes.join(app).ok_or_else(busy)?;
         let now = Instant::now();
         let mut listener = Self {
             gateway,
             stream,
             scope,
+            ids,
             position: 0,
             ready: VecDeque::new(),
             heartbeat: now + HEARTBEAT,
@@ -144,8 +158,8 @@ impl Listener {
         }
     }
 
-    fn id(&self) -> EventId {
-        EventId { epoch: self.gateway.config.epoch(), position: self.position }
+    fn id(&self) -> String {
+        self.ids.write(EventId { epoch: self.gateway.config.epoch(), position: self.position })
     }
 
     /// What to send next; `None` ends the stream, and the listener comes again.
