@@ -1,21 +1,21 @@
 //! Directories and files below a directory that a less trusted user can change.
 //!
-//! A path is resolved by the kernel from a descriptor that is already open, in one call: it follows no symbolic link, cannot
-//! leave the directory, and does not block on a FIFO. The caller gets the descriptor that was checked and never opens the
-//! path a second time.
+//! A path is walked from a descriptor that is already open, one component at a time: no symbolic link is followed, the walk
+//! cannot leave the directory, and it does not block on a FIFO. The caller gets the descriptor that was checked and never
+//! opens the path a second time. (openat2(2) would do it in one call; where systemd restricts setuid files, it has none.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path};
 
 use nix::dir::Dir;
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
-use nix::sys::stat::{Mode, fstat};
+use nix::fcntl::{AtFlags, OFlag, open, openat};
+use nix::sys::stat::{Mode, SFlag, fstat, fstatat};
 
 const LINK: &str = "symbolic links are not followed";
 
@@ -103,19 +103,39 @@ impl Folder {
     }
 
     fn resolve(&self, below: &Path, flags: OFlag) -> io::Result<OwnedFd> {
-        if !below.components().all(|part| matches!(part, Component::Normal(_))) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a path below the directory"));
+        let mut names = below.components().map(|part| match part {
+            Component::Normal(name) => Ok(name),
+            _ => Err(not_below()),
+        });
+        let mut name = names.next().ok_or_else(not_below)??;
+        let mut directory = None;
+        loop {
+            let at = directory.as_ref().map_or(self.fd.as_fd(), OwnedFd::as_fd);
+            let Some(next) = names.next() else { return open_in(at, name, flags | OFlag::O_RDONLY) };
+            directory = Some(open_in(at, name, OFlag::O_DIRECTORY | OFlag::O_PATH)?);
+            name = next?;
         }
-        let how = OpenHow::new().flags(flags | OFlag::O_RDONLY | OFlag::O_CLOEXEC).resolve(
-            ResolveFlag::RESOLVE_BENEATH
-                | ResolveFlag::RESOLVE_NO_SYMLINKS
-                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
-        );
-        openat2(&self.fd, below, how).map_err(|error| match error {
-            Errno::ELOOP => io::Error::new(io::ErrorKind::InvalidInput, LINK),
-            error => error.into(),
-        })
     }
+}
+
+fn not_below() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "not a path below the directory")
+}
+
+fn open_in(directory: BorrowedFd<'_>, name: &OsStr, flags: OFlag) -> io::Result<OwnedFd> {
+    let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    openat(directory, name, flags, Mode::empty()).map_err(|error| {
+        // A link that was to be a directory is refused as "not a directory".
+        let is_link = || {
+            fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)
+                .is_ok_and(|meta| meta.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
+        };
+        match error {
+            Errno::ELOOP => io::Error::new(io::ErrorKind::InvalidInput, LINK),
+            Errno::ENOTDIR if is_link() => io::Error::new(io::ErrorKind::InvalidInput, LINK),
+            error => error.into(),
+        }
+    })
 }
 
 #[cfg(test)]
