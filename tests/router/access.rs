@@ -176,3 +176,25 @@ async fn another_sites_requests_are_refused() -> Result<()> {
     assert_eq!(read(looking).await.status, StatusCode::OK);
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_of_the_router_are_closed_and_https_stays_https() -> Result<()> {
+    for (scheme, hsts) in [("https", Some("max-age=31536000")), ("http", None)] {
+        let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", scheme)], None).await?;
+        let cookie = format!("__session={}", world.token("user_1"));
+        let answer = read(world.get(APP, "/").header("accept", "text/html").header("cookie", &cookie)).await;
+        assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
+        let header = |name: &str| answer.headers.get(name).and_then(|value| value.to_str().ok());
+        assert_eq!(header("strict-transport-security"), hsts, "{scheme}");
+        assert_eq!(header("x-content-type-options"), Some("nosniff"));
+        assert_eq!(header("cross-origin-opener-policy"), Some("same-origin"));
+        assert!(header("permissions-policy").is_some_and(|policy| policy.contains("camera=()")));
+        // A page of the same name over plain HTTP is another origin where this router speaks HTTPS.
+        let origin = format!("http://{APP}");
+        let answer = read(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
+        let expected =
+            if scheme == "https" { StatusCode::FORBIDDEN } else { StatusCode::SERVICE_UNAVAILABLE };
+        assert_eq!(answer.status, expected, "{scheme}");
+    }
+    Ok(())
+}

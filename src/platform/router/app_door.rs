@@ -63,7 +63,7 @@ pub(super) async fn answer(site: &Site, visit: &Visit, asked: Asked, request: Re
 
 async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -> Response {
     if !from_opaque_origin(request.headers())
-        && origin::is_foreign_origin(request.headers(), &visit.authority)
+        && origin::is_foreign_origin(request.headers(), visit.scheme, &visit.authority)
     {
         return Problem::new(Code::Forbidden, "The request comes from another origin.").into_response();
     }

@@ -3,14 +3,17 @@
 use axum::response::{IntoResponse, Response};
 use http::header::{
     ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, RETRY_AFTER,
+    X_CONTENT_TYPE_OPTIONS,
 };
-use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 
 use super::machine::Row;
 use crate::http::problem::{Code, Problem};
 use crate::machine::state::Status;
 
 const TEMPLATE: &str = include_str!("page.html");
+const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
+const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
 /// How soon a waiting page asks again.
 pub(super) const REFRESH_SECONDS: u64 = 5;
 
@@ -148,6 +151,9 @@ pub(super) fn html(code: StatusCode, body: String) -> Response {
         (CONTENT_TYPE, "text/html; charset=utf-8"),
         (CACHE_CONTROL, "no-store"),
         (REFERRER_POLICY, "no-referrer"),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (OPENER_POLICY, "same-origin"),
+        (PERMISSIONS_POLICY, "camera=(), geolocation=(), microphone=(), payment=(), usb=()"),
         (
             CONTENT_SECURITY_POLICY,
             "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'",

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::extract::{ConnectInfo, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::header::{HOST, LOCATION, SET_COOKIE, UPGRADE};
+use http::header::{HOST, LOCATION, SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use jiff::Timestamp;
 
@@ -23,6 +23,9 @@ use crate::http::proxy::ProxyError;
 use crate::http::request_id;
 use crate::http::server::Scheme;
 use crate::metrics::UPSTREAM_FAILURES;
+
+/// Of this host alone: what else has the operator's domain is not ours to decide.
+const HTTPS_FOR_A_YEAR: &str = "max-age=31536000";
 
 /// What a request is, apart from who asks.
 pub(super) struct Visit {
@@ -44,10 +47,21 @@ pub(super) enum Caller<'a> {
 }
 
 pub(super) async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
-    site.serve(request).await.unwrap_or_else(IntoResponse::into_response)
+    let scheme = site.scheme(&request);
+    let mut answer = site.serve(request).await.unwrap_or_else(IntoResponse::into_response);
+    if scheme == Scheme::Https.as_str() {
+        answer.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HTTPS_FOR_A_YEAR));
+    }
+    answer
 }
 
 impl Site {
+    /// How browsers reach this router.
+    fn scheme(&self, request: &Request) -> &'static str {
+        let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
+        self.config.public_scheme.unwrap_or(listener.as_str())
+    }
+
     async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
         let visit = self.visit(&mut request)?;
         if request.method() == Method::CONNECT {
@@ -59,7 +73,7 @@ impl Site {
         }
         let upgrade = request.headers().contains_key(UPGRADE);
         if origin::matters(request.method(), upgrade)
-            && origin::is_foreign(request.headers(), &visit.authority)
+            && origin::is_foreign(request.headers(), visit.scheme, &visit.authority)
         {
             return Err(Problem::new(Code::Forbidden, "The request comes from another origin."));
         }
@@ -100,11 +114,10 @@ impl Site {
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
         let door = self.config.door(&authority).ok_or_else(unknown)?;
-        let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
         Ok(Visit {
             door,
             authority,
-            scheme: self.config.public_scheme.unwrap_or(listener.as_str()),
+            scheme: self.scheme(request),
             page: page::is_wanted(request.method(), request.headers()),
             now: Timestamp::now(),
         })
