@@ -191,7 +191,7 @@ fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
         outside.push_str(&rest[..start]);
         let end = rest[start + 1..].find('"').ok_or("an open quote")? + start + 1;
         let name = &rest[start + 1..end];
-        let ours = ["t", "#", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
+        let ours = ["t", "#", "b", "json", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
         let known = ours.contains(&name) || table.column(name).is_some();
         // The quotes inside of to_char's pattern.
         if !known && !["T", "Z"].contains(&name) {
@@ -201,7 +201,7 @@ fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
     }
     outside.push_str(rest);
     let digits = regex_like_numbers(&outside);
-    let fixed = ["9007199254740991", "64", "24", "8", "3", "0"];
+    let fixed = ["9007199254740991", "8388608", "1000", "64", "24", "8", "3", "0"];
     match digits.iter().find(|number| !fixed.contains(&number.as_str())) {
         Some(number) => Err(format!("a number {number} that is no placeholder")),
         None => Ok(()),
