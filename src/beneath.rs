@@ -71,7 +71,7 @@ impl Folder {
     /// As [`Self::file`]; `FileTooLarge`.
     pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
-        // Its size when it was opened is no limit: somebody may be appending to it.
+        // The size at opening is no limit: another process may be appending.
         self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    /// As root alone: somebody else can make a file of another user.
+    /// Needs root, to give a file to another user.
     #[test]
     fn a_hard_link_to_another_users_secret_is_not_opened() {
         let (dir, folder) = home();

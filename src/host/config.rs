@@ -132,7 +132,7 @@ impl DatabaseUrl {
 mod tests {
     use super::*;
 
-    /// As root alone: nobody else can give a file away.
+    /// Needs root, to give a file to another user.
     #[test]
     fn root_runs_no_program_that_a_users_file_names() {
         let dir = tempfile::tempdir().unwrap();

@@ -27,7 +27,7 @@ pub fn step_down(layout: &Layout) -> anyhow::Result<()> {
     become_gateway(layout)
 }
 
-/// As [`step_down`], whatever tools there are: for what reads or writes the home.
+/// As [`step_down`], with or without tools of PostgreSQL: for programs that read or write the home.
 ///
 /// # Errors
 /// When the kernel refuses.

@@ -104,7 +104,7 @@ pub struct HeadTimer {
 
 impl HeadTimer {
     fn until(&self, idle: Instant) -> HeadSleep {
-        // What has been read so far belongs to requests before this head.
+        // Bytes that were read until now belong to earlier requests.
         self.first_byte.forget();
         let sleep = Box::pin(tokio::time::sleep_until(idle));
         HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_begun: false }

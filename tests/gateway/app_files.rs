@@ -67,7 +67,7 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
     Ok(())
 }
 
-/// Opened by path, it would block whoever reads all manifests.
+/// An open(2) that waits for a writer would block the scan of all apps.
 #[tokio::test]
 async fn a_manifest_that_is_a_fifo_stops_no_other_app() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
@@ -119,7 +119,7 @@ async fn parts_of_a_file_are_served_and_texts_are_compressed() -> Result<()> {
     assert_eq!((header(&plain, "vary"), header(&packed, "vary")), ("accept-encoding", "accept-encoding"));
     assert_ne!(header(&plain, "etag"), header(&packed, "etag"));
     assert!(packed.bytes().await?.len() < 1000);
-    // A file that changes is compressed anew.
+    // A changed file is compressed again.
     host.machine.write(&file("app.js"), &"const text = 2;\n".repeat(1000))?;
     let packed = script("gzip").await?.bytes().await?;
     let mut read = String::new();

@@ -61,15 +61,8 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         /// The archive
         #[arg(value_name = "FILE")]
         archive: PathBuf,
-        /// Look at it and change nothing
-        #[arg(long)]
-        check: bool,
-        /// It may be of another user than this machine
-        #[arg(long)]
-        of_another_user: bool,
-        /// Do not take a snapshot of the database that is here first
-        #[arg(long)]
-        no_backup: bool,
+        #[command(flatten)]
+        options: import::Options,
     },
     /// A step of an import, as the user whose files it works on
     #[command(hide = true)]
@@ -162,11 +155,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                     let settings = Settings::read(layout)?;
                     gate::open(&lock(&settings)?, &settings, Local::Replaced).await
                 }
-                Some(Command::Import { archive, check, of_another_user, no_backup }) => {
-                    let wanted =
-                        import::Wanted { archive: &archive, check, of_another: of_another_user, no_backup };
-                    import::run(&layout, &wanted).await
-                }
+                Some(Command::Import { archive, options }) => import::run(&layout, &archive, options).await,
                 Some(Command::ImportStep(step)) => import::run_step(layout, step).await,
             }
         }),

@@ -14,7 +14,7 @@ use crate::host::archive::Kind;
 /// Of a frame's payload.
 pub const MAX_FRAME_BYTES: usize = 256 * 1024;
 
-/// What is told of the home.
+/// A message about the home.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// An entry; a file's content follows, up to [`Frame::FileEnd`].

@@ -96,7 +96,7 @@ impl Connection {
         self.occupancy.leave();
     }
 
-    /// Keeps it for one transaction; whether nobody else did before.
+    /// Reserves it for one transaction; `false` where it is reserved already.
     pub(super) fn reserve(&self) -> bool {
         self.occupancy.reserve()
     }
@@ -109,7 +109,7 @@ impl Connection {
         self.occupancy.is_reserved()
     }
 
-    /// Whether only the one who reserved it is on it.
+    /// Whether the transaction that reserved it is the only user left.
     pub(super) fn is_alone(&self) -> bool {
         self.occupancy.is_alone()
     }

@@ -1,7 +1,6 @@
 //! Who uses a connection: how many statements are under way on it, and whether a transaction has reserved it.
 //!
-//! Both are one number, so that nobody enters between a reservation and the moment at which the last of those before it has
-//! left.
+//! Both are one atomic number, so that no statement can enter a reserved connection.
 
 #[cfg(not(test))]
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -31,7 +30,7 @@ impl Occupancy {
         (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED) - 1
     }
 
-    /// Lets nobody else enter. `false` where the connection is reserved already.
+    /// Keeps further statements out. `false` where the connection is reserved already.
     pub fn reserve(&self) -> bool {
         self.0.fetch_or(RESERVED, Ordering::AcqRel) & RESERVED == 0
     }
@@ -50,7 +49,7 @@ impl Occupancy {
         self.0.load(Ordering::Acquire) & !RESERVED
     }
 
-    /// Whether nobody but the caller, who reserved it, is on it.
+    /// Whether it is reserved and the transaction that reserved it is its only user.
     pub fn is_alone(&self) -> bool {
         self.0.load(Ordering::Acquire) == RESERVED | 1
     }

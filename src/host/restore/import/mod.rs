@@ -44,14 +44,29 @@ pub const POINTS: &[&str] = &[
 ];
 
 /// How an archive is imported.
-pub struct Wanted<'a> {
-    pub archive: &'a Path,
-    /// Looked at, and nothing is changed.
-    pub check: bool,
-    /// It may be another user's.
-    pub of_another: bool,
-    /// A snapshot of the database that is here is not needed.
-    pub no_backup: bool,
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Options {
+    /// Look at it and change nothing
+    #[arg(long)]
+    check: bool,
+    /// It may be of another user than this machine
+    #[arg(long)]
+    of_another_user: bool,
+    /// Do not take a snapshot of the database that is here first
+    #[arg(long)]
+    no_backup: bool,
+}
+
+impl Options {
+    /// As the command line of a step has them.
+    fn words(self) -> impl Iterator<Item = &'static str> {
+        let flags = [
+            (self.check, "--check"),
+            (self.of_another_user, "--of-another-user"),
+            (self.no_backup, "--no-backup"),
+        ];
+        flags.into_iter().filter_map(|(is_given, word)| is_given.then_some(word))
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -79,17 +94,17 @@ impl ImportError {
 ///
 /// # Errors
 /// [`Failure`]; before the databases are swapped, everything is as it was.
-pub async fn run(layout: &Layout, wanted: &Wanted<'_>) -> Result<(), Failure> {
+pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), Failure> {
     let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
-    let archive = open(wanted.archive).or_exit(Exit::Refused)?;
-    let run = Run { layout, archive, name: wanted.archive, number: clock::now_ms().as_millisecond() };
-    run.import(wanted).await.map_err(|error| Failure::new(error.exit(), error))?;
+    let archive = open(name).or_exit(Exit::Refused)?;
+    let run = Run { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
+    run.import().await.map_err(|error| Failure::new(error.exit(), error))?;
     failpoint::pass("import.done").or_exit(Exit::Internal)?;
     drop(lock);
-    if !wanted.check {
+    if !options.check {
         restart(layout).await;
     }
     Ok(())
@@ -111,39 +126,37 @@ struct Run<'a> {
     layout: &'a Layout,
     archive: File,
     name: &'a Path,
+    options: Options,
     number: i64,
 }
 
 impl Run<'_> {
-    async fn import(&self, wanted: &Wanted<'_>) -> Result<(), ImportError> {
-        let mut flags = Vec::new();
-        flags.extend(wanted.check.then_some("--check"));
-        flags.extend(wanted.of_another.then_some("--of-another-user"));
-        self.step(Step::Check, &flags).await?;
-        if wanted.check {
+    async fn import(&self) -> Result<(), ImportError> {
+        self.step(Step::Check).await?;
+        if self.options.check {
             return Ok(());
         }
         let ready = async {
-            self.step(Step::Stage, &[]).await?;
-            let no_backup = wanted.no_backup.then_some("--no-backup");
-            self.step(Step::Database, no_backup.as_slice()).await
+            self.step(Step::Stage).await?;
+            self.step(Step::Database).await
         };
         if let Err(error) = ready.await {
             // The first error says more.
-            let _ = self.step(Step::Unstage, &[]).await;
+            let _ = self.step(Step::Unstage).await;
             return Err(error);
         }
-        self.step(Step::Place, &[]).await
+        self.step(Step::Place).await
     }
 
     /// Runs a step to its end as the user whose files it works on.
-    async fn step(&self, step: Step, flags: &[&str]) -> Result<(), ImportError> {
+    async fn step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start = |source| ImportError::Start { step: name, source };
         let user = if step.is_owners() { MachineUser::Owner } else { MachineUser::Gateway };
         let mut command =
             user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
-        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name).args(flags);
+        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
+        command.args(self.options.words());
         command.stdin(self.archive.try_clone().map_err(start)?);
         let end = command.status().await.map_err(start)?;
         if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }

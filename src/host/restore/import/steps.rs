@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use super::Options;
 use super::archived::{ArchiveError, Archived, Part};
 use super::home::{self, Staging};
 use super::snapshot_first::{self, SnapshotFirstError};
@@ -63,12 +64,8 @@ pub struct StepArgs {
     /// What the archive on standard input is called
     #[arg(long)]
     archive: PathBuf,
-    #[arg(long)]
-    check: bool,
-    #[arg(long)]
-    of_another_user: bool,
-    #[arg(long)]
-    no_backup: bool,
+    #[command(flatten)]
+    options: Options,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -160,11 +157,11 @@ fn check(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), Ste
         archived.side.tables.len(),
         archived.of_home(),
     );
-    if args.check {
+    if args.options.check {
         return Ok(());
     }
     let here = settings.user.as_str();
-    if archived.about.idp_user_id.as_str() != here && !args.of_another_user {
+    if archived.about.idp_user_id.as_str() != here && !args.options.of_another_user {
         let of = archived.about.idp_user_id.as_str().to_owned();
         return Err(StepError::Anothers { of, here: here.to_owned() });
     }
@@ -202,7 +199,7 @@ fn place(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
 
 async fn replace_database(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     let layout = &settings.layout;
-    if !args.no_backup {
+    if !args.options.no_backup {
         snapshot_first::take(settings).await?;
     }
     let system = Staging::of(&layout.home().join(SYSTEM), args.number);
