@@ -124,12 +124,11 @@ fn relative(path: &str) -> Option<PathBuf> {
 
 /// Opens the file, or the app's first page for a path that only the app's own router knows.
 fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
-    let is_page = path.extension().is_none();
     let index = Path::new("index.html");
     let candidates = [
         (!path.as_os_str().is_empty()).then(|| path.to_owned()),
-        is_page.then(|| path.join(index)),
-        is_page.then(|| index.to_owned()),
+        Some(path.join(index)),
+        path.extension().is_none().then(|| index.to_owned()),
     ];
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for name in candidates.into_iter().flatten() {
@@ -191,6 +190,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("dist");
         std::fs::create_dir_all(root.join("sub")).unwrap();
+        std::fs::create_dir_all(root.join("v1.2")).unwrap();
+        std::fs::write(root.join("v1.2/index.html"), "i").unwrap();
         std::fs::write(dir.path().join("secret.txt"), "s").unwrap();
         std::fs::write(root.join("index.html"), "i").unwrap();
         std::fs::write(root.join("sub/index.html"), "i").unwrap();
@@ -201,6 +202,7 @@ mod tests {
         let name = |path: &str| open(&folder, Path::new(path)).unwrap().2;
         assert_eq!(name(""), Path::new("index.html"));
         assert_eq!(name("sub"), Path::new("sub/index.html"));
+        assert_eq!(name("v1.2"), Path::new("v1.2/index.html"));
         assert_eq!(name("settings/profile"), Path::new("index.html"));
     }
 }

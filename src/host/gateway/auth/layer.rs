@@ -79,7 +79,9 @@ impl IntoResponse for Denied {
                 Problem::new(Code::Unauthorized, "A valid proof or token is needed.")
             }
             Self::AnotherUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
-            Self::NoSuchApp => Problem::new(Code::Forbidden, "This app is not installed."),
+            Self::NoSuchApp => {
+                Problem::new(Code::Forbidden, "This app is not installed: it has no folder among the apps.")
+            }
             Self::AppsUnknown => {
                 Problem::new(Code::Unavailable, "The apps are not known yet.").retry_after(1)
             }
