@@ -145,7 +145,7 @@ async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> 
         let kill = format!("{point}=return(kill)");
         machine
             .run_with(&["svc-restore", "import", machine::text(&archive)], &[("FAILPOINTS", &kill)])?
-            .expect_killed();
+            .expect_step_killed();
         let saved =
             machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).context("a snapshot")?;
         let key = machine::slot().side_record(&saved.key).context("a key")?;

@@ -72,6 +72,14 @@ impl Ended {
         assert_eq!(self.signal, Some(9), "exit {:?}, stderr:\n{}", self.code, self.stderr);
         self
     }
+
+    /// A process that it had started for one of its steps was killed, and it said so.
+    #[track_caller]
+    pub fn expect_step_killed(self) -> Self {
+        let ended = self.expect(svc::Exit::Internal as i32);
+        assert!(ended.stderr.contains("failed (signal: 9"), "{}", ended.stderr);
+        ended
+    }
 }
 
 pub struct Machine {
