@@ -76,7 +76,7 @@ impl Ended {
     /// A process that it had started for one of its steps was killed, and it said so.
     #[track_caller]
     pub fn expect_step_killed(self) -> Self {
-        let ended = self.expect(svc::Exit::Internal as i32);
+        let ended = self.expect(svc::applet::Exit::Internal as i32);
         assert!(ended.stderr.contains("failed (signal: 9"), "{}", ended.stderr);
         ended
     }
