@@ -3,6 +3,12 @@
 //!
 //! Dev builds carry them, `dist` builds do not.
 
+/// The variable, for processes that pass on a part of their environment.
+#[cfg(feature = "failpoints")]
+pub const VARIABLE: Option<&str> = Some("FAILPOINTS");
+#[cfg(not(feature = "failpoints"))]
+pub const VARIABLE: Option<&str> = None;
+
 /// Reads `FAILPOINTS` once, at the start of the process.
 pub fn arm() {
     #[cfg(feature = "failpoints")]

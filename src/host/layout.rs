@@ -269,7 +269,7 @@ impl Layout {
 
     /// Tool calls that a hook could tell nobody of: the owner's programs write it, and the watcher reads it.
     pub fn audit_gaps(&self) -> PathBuf {
-        self.owner_sockets().join("audit-gaps.jsonl")
+        self.hook_notes().join("audit-gaps.jsonl")
     }
 
     /// Held by root while it imports an archive.
@@ -277,12 +277,28 @@ impl Layout {
         self.root.join("run/svc/import.lock")
     }
 
-    /// Of the gateway's user: `gateway.sock` and `watch.sock`.
+    /// Of the owner's user: what hooks leave for the watcher.
+    pub fn hook_notes(&self) -> PathBuf {
+        self.root.join("run/svc/hooks")
+    }
+
+    /// Of the gateway's user: `watch.sock`, which hooks connect to, those of agents too.
+    pub fn watch_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/watch")
+    }
+
+    /// Of the gateway's user: `bridge.sock`, for agents with a token.
+    pub fn bridge_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/bridge")
+    }
+
+    /// Of the gateway's user: `gateway.sock`. Units of agents do not see it.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// Of the owner's user: `shell.sock` and `code.sock`, which the gateway connects to.
+    /// Of the owner's user: `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Units of agents do not
+    /// see them.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

@@ -1,7 +1,8 @@
 //! What the gateway and `svc-agent` say to each other over `agent.sock`: frames of a kind, a length and a payload.
 //!
-//! The gateway sends an order and, where the run is to end early, a cancellation; closing the connection cancels, too.
-//! The runner answers with what the agent prints, line by line, and at last with how it ended.
+//! The gateway sends an order. The runner says which process it is, and starts the agent when the gateway has told the
+//! watcher. Where the run is to end early, the gateway sends a cancellation; closing the connection cancels, too. The runner
+//! passes on what the agent prints, line by line, and at last says how it ended.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -41,7 +42,7 @@ pub struct Order {
 }
 
 impl Order {
-    pub const VERSION: u32 = 1;
+    pub const VERSION: u32 = 2;
 }
 
 /// How a run ended.
@@ -59,12 +60,16 @@ pub struct Ended {
 /// What the gateway says.
 pub enum ToRunner {
     Order(Box<Order>),
+    /// The answer to [`FromRunner::Ready`].
+    Go,
     Cancel,
 }
 
 /// What the runner says.
 #[derive(Debug, PartialEq, Eq)]
 pub enum FromRunner {
+    /// The order is understood. Whatever the agent starts will run below this process.
+    Ready { pid: u32 },
     /// The agent's process is there.
     Started { pid: u32 },
     /// A line of its standard output, without its end.
@@ -78,7 +83,9 @@ pub enum FromRunner {
 }
 
 const ORDER: u8 = b'O';
+const GO: u8 = b'G';
 const CANCEL: u8 = b'C';
+const READY: u8 = b'P';
 const STARTED: u8 = b'S';
 const LINE: u8 = b'L';
 const LONG_LINE: u8 = b'X';
@@ -91,6 +98,7 @@ impl ToRunner {
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Order(order) => write(out, ORDER, &json(order)).await,
+            Self::Go => write(out, GO, &[]).await,
             Self::Cancel => write(out, CANCEL, &[]).await,
         }
     }
@@ -103,6 +111,7 @@ impl ToRunner {
         let Some((kind, payload)) = read(input).await? else { return Ok(None) };
         match kind {
             ORDER => Ok(Some(Self::Order(parsed(&payload)?))),
+            GO => Ok(Some(Self::Go)),
             CANCEL => Ok(Some(Self::Cancel)),
             _ => Err(strange()),
         }
@@ -114,6 +123,7 @@ impl FromRunner {
     /// The connection's.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
+            Self::Ready { pid } => write(out, READY, &json(pid)).await,
             Self::Started { pid } => write(out, STARTED, &json(pid)).await,
             Self::Line(line) => write(out, LINE, line).await,
             Self::LongLine => write(out, LONG_LINE, &[]).await,
@@ -129,6 +139,7 @@ impl FromRunner {
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
         let Some((kind, payload)) = read(input).await? else { return Ok(None) };
         Ok(Some(match kind {
+            READY => Self::Ready { pid: parsed(&payload)? },
             STARTED => Self::Started { pid: parsed(&payload)? },
             LINE => Self::Line(payload),
             LONG_LINE => Self::LongLine,

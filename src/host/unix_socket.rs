@@ -9,7 +9,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 
 use axum::Router;
-use tokio::net::UnixListener;
+use axum::extract::connect_info::Connected;
+use axum::serve::IncomingStream;
+use tokio::net::unix::UCred;
+use tokio::net::{UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 
 const MODE: u32 = 0o660;
@@ -51,8 +54,29 @@ fn give_to_group_of(dir: &Path, socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Serves until `stop`.
+/// The process that connected, as the kernel noted it at that moment (`SO_PEERCRED`); `None` where it does not say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerCredentials {
+    pub uid: Option<u32>,
+    pub pid: Option<i32>,
+}
+
+impl PeerCredentials {
+    pub fn of(stream: &UnixStream) -> Self {
+        let credentials = stream.peer_cred().ok();
+        Self { uid: credentials.as_ref().map(UCred::uid), pid: credentials.as_ref().and_then(UCred::pid) }
+    }
+}
+
+impl Connected<IncomingStream<'_, UnixListener>> for PeerCredentials {
+    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
+        Self::of(stream.io())
+    }
+}
+
+/// Serves until `stop`; requests carry `ConnectInfo<PeerCredentials>`.
 pub async fn serve(listener: UnixListener, router: Router, stop: CancellationToken) {
+    let router = router.into_make_service_with_connect_info::<PeerCredentials>();
     let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
     if let Err(error) = served.await {
         tracing::error!(%error, "the unix socket is no longer served");

@@ -11,6 +11,7 @@ use nix::unistd::{Gid, Uid, geteuid, setgid, setgroups, setuid};
 use tokio::process::Command;
 
 use super::layout::Layout;
+use crate::failpoint;
 
 /// Root becomes the user whose env files these are, as the units have it: files that root made could not be written by
 /// the next run of a unit. To be called before there is another thread.
@@ -55,7 +56,7 @@ pub enum MachineUser {
 }
 
 /// What a process of the owner's user may see of root's environment.
-const OWNERS_VARIABLES: [&str; 5] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT", "FAILPOINTS"];
+const OWNERS_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
 /// An applet of ours as a process for another user, killed when this is dropped. For the gateway's user it calls
 /// [`become_gateway`] first; for the owner's it is that user's from the start. Where this process is not root, or the machine
@@ -67,7 +68,8 @@ pub fn program_as(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Resu
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
     if user == MachineUser::Owner {
-        let passed = OWNERS_VARIABLES.iter().filter_map(|name| Some((*name, std::env::var_os(name)?)));
+        let names = OWNERS_VARIABLES.into_iter().chain(failpoint::VARIABLE);
+        let passed = names.filter_map(|name| Some((name, std::env::var_os(name)?)));
         let passed: Vec<_> = passed.collect();
         command.env_clear().envs(passed);
         if let Some((uid, gid)) = owner_ids(layout)? {

@@ -22,6 +22,15 @@ pub const LONGEST: u64 = 64 << 10;
 /// What could not be told takes no more than this; who finds it full knows that there is a gap already.
 const MOST_GAPS: u64 = 64 << 10;
 const LOCK_TRIES: u32 = 8;
+/// How long the dispatcher waits for the watcher.
+const OF_DISPATCH: Duration = Duration::from_secs(2);
+/// No process has more above it that is worth asking.
+const MAX_ABOVE: usize = 64;
+
+/// Tools that change files, by the names of Claude Code and Codex. Of a command, it may be any file.
+pub const COMMANDS: [&str; 2] = ["Bash", "apply_patch"];
+/// And those that name the one file that they write.
+pub const WRITERS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
 /// Where a tool call is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +45,8 @@ pub enum Phase {
     /// The agent, or one below it, has ended its turn: of its calls only those in the background go on.
     TurnEnd,
     SessionEnd,
+    /// The dispatcher's word that what is below `process` is of a dispatch.
+    DispatchBegin,
     /// The dispatcher's word that nothing of a dispatch runs any more.
     DispatchEnd,
 }
@@ -53,6 +64,19 @@ impl Process {
         Self { pid, started: Stat::of(pid).map_or(0, |stat| stat.started) }
     }
 
+    /// It, its parent, and so on, up to the first of all; empty where it has ended.
+    pub fn with_those_above(pid: i32) -> Vec<Self> {
+        let (mut all, mut next) = (Vec::new(), pid);
+        while next > 1
+            && all.len() < MAX_ABOVE
+            && let Some(stat) = Stat::of(next)
+        {
+            all.push(Self { pid: next, started: stat.started });
+            next = stat.parent;
+        }
+        all
+    }
+
     /// Whether it runs. Others' processes may be hidden, but that there is one can always be asked.
     pub fn is_gone(self) -> bool {
         let asked = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid), None);
@@ -65,24 +89,22 @@ impl Process {
 }
 
 /// What is used of `/proc/PID/stat`.
-pub struct Stat {
-    pub parent: i32,
-    pub name: String,
+struct Stat {
+    parent: i32,
     started: u64,
     is_zombie: bool,
 }
 
 impl Stat {
-    pub fn of(pid: i32) -> Option<Self> {
+    fn of(pid: i32) -> Option<Self> {
         Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
     }
 
     fn parse(stat: &str) -> Option<Self> {
         // The name stands in brackets and may hold anything.
-        let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+        let (_, rest) = stat.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         Some(Self {
-            name: name.to_owned(),
             is_zombie: *fields.first()? == "Z",
             parent: fields.get(1)?.parse().ok()?,
             started: fields.get(19)?.parse().ok()?,
@@ -121,8 +143,36 @@ pub struct Message {
     /// What the tool began goes on after its end.
     #[serde(default)]
     pub is_background: bool,
+    /// Of [`Phase::DispatchBegin`]. Whose call it is that a hook tells of, the kernel says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
+    /// Of [`Phase::DispatchEnd`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seen: Option<SeenCalls>,
+}
+
+/// Tool calls of a dispatch that may have changed files, as its agent's own output had them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SeenCalls {
+    pub ids: Vec<String>,
+    /// Beside these, where there are too many for a message.
+    pub more: u64,
+    /// Whether the program's hooks have the same ids.
+    pub is_by_id: bool,
+}
+
+impl SeenCalls {
+    const MAX_IDS: usize = 1000;
+    const MAX_ID_BYTES: usize = 40;
+
+    pub fn add(&mut self, id: &str) {
+        if self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
+            self.ids.push(id.to_owned());
+        } else {
+            self.more += 1;
+        }
+    }
 }
 
 impl Message {
@@ -144,12 +194,23 @@ impl Message {
             path: None,
             is_background: false,
             process: None,
+            seen: None,
+        }
+    }
+
+    /// What the dispatcher tells before an agent is started: all of it will run below this process.
+    pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
+        Self {
+            dispatch_id: Some(dispatch_id.to_owned()),
+            agent_name: agent_name.to_owned(),
+            process: Some(runner),
+            ..Self::new(Phase::DispatchBegin)
         }
     }
 
     /// What the dispatcher tells when a dispatch has ended.
-    pub fn dispatch_end(dispatch_id: &str) -> Self {
-        Self { dispatch_id: Some(dispatch_id.to_owned()), ..Self::new(Phase::DispatchEnd) }
+    pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
+        Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
 }
 
@@ -172,6 +233,15 @@ pub fn tell(socket: &Path, message: &Message, within: Duration) -> io::Result<()
     let mut answer = Vec::new();
     BufReader::new(stream).take(LONGEST).read_until(b'\n', &mut answer)?;
     if answer.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+}
+
+/// Tells the watcher what the dispatcher has to say. Without a watcher there is no audit, and nothing to tell.
+pub async fn tell_of_dispatch(socket: &Path, message: Message) {
+    let (socket, phase) = (socket.to_owned(), message.phase);
+    let told = tokio::task::spawn_blocking(move || tell(&socket, &message, OF_DISPATCH));
+    if let Ok(Err(error)) = told.await {
+        tracing::debug!(%error, ?phase, "svc-watch did not hear of a dispatch");
+    }
 }
 
 /// A message that nobody got.
@@ -246,7 +316,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("gaps");
         assert!(Untold::collect(&file).is_empty());
-        let untold = Untold::new(Why::Unheard, Some(Message::dispatch_end("d")));
+        let untold = Untold::new(Why::Unheard, Some(Message::dispatch_end("d", SeenCalls::default())));
         for _ in 0..2 {
             untold.leave(&file).unwrap();
         }
@@ -269,6 +339,6 @@ mod tests {
         assert!(Process { started: own.started + 1, ..own }.is_gone());
         assert!(Process { pid: i32::MAX, started: 0 }.is_gone());
         let stat = Stat::parse("7 (a) b) (c) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0").unwrap();
-        assert_eq!((stat.parent, stat.name.as_str(), stat.started), (3, "a) b) (c", 4242));
+        assert_eq!((stat.parent, stat.started), (3, 4242));
     }
 }

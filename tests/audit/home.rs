@@ -1,13 +1,15 @@
 //! A home that is watched: the real `svc-watch`, and hooks that are run as agents' programs run them.
 
-use std::collections::BTreeMap;
+use std::cell::{Cell, RefCell};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,12 +17,43 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::child::{self, AtExit};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use svc::host::watched::{self, Message, Process};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An agent in a session of its own.
-#[derive(Debug, Clone, Copy)]
+/// An agent in a session of its own. Those whose name is not `terminal…` run for a dispatch of that name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Agent(pub &'static str);
+
+/// The process of an agent, which runs its hooks.
+pub struct Program {
+    shell: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    /// The watcher knows of its dispatch.
+    is_told: bool,
+}
+
+impl Program {
+    pub fn pid(&self) -> u32 {
+        self.shell.id()
+    }
+
+    /// Runs a line of the shell; the word that it says at its end.
+    pub fn run(&mut self, line: &str) -> Result<String> {
+        writeln!(self.stdin, "{line}; echo $?")?;
+        let mut word = String::new();
+        self.stdout.read_line(&mut word)?;
+        Ok(word.trim().to_owned())
+    }
+
+    pub fn kill(mut self) -> Result<()> {
+        self.shell.kill()?;
+        self.shell.wait()?;
+        child::ended(self.shell.id());
+        Ok(())
+    }
+}
 
 pub const ADA: Agent = Agent("ada");
 pub const BOB: Agent = Agent("bob");
@@ -34,8 +67,9 @@ pub struct Home {
     /// So many folders the kernel lets it watch, where that is not the system's word.
     pub most_watches: Option<u32>,
     calls: AtomicU32,
+    programs: RefCell<HashMap<Agent, Program>>,
     /// How many lines of the record were looked at.
-    read: std::cell::Cell<usize>,
+    read: Cell<usize>,
 }
 
 /// What the record says of a path: how, and by whom.
@@ -64,7 +98,7 @@ impl Home {
 
     pub fn with_failpoints(failpoints: &str) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-audit-").tempdir()?;
-        for dir in ["home/svc/home/system/logs", "home/svc/home/apps", "home/svc/out", "run/svc/owner"] {
+        for dir in ["home/svc/home/system/logs", "home/svc/home/apps", "home/svc/out", "run/svc/hooks"] {
             fs::create_dir_all(root.path().join(dir))?;
         }
         Ok(Self {
@@ -74,7 +108,8 @@ impl Home {
             is_hasty: false,
             most_watches: None,
             calls: AtomicU32::new(0),
-            read: std::cell::Cell::new(0),
+            programs: RefCell::default(),
+            read: Cell::new(0),
         })
     }
 
@@ -110,7 +145,49 @@ impl Home {
             ensure!(Instant::now() < deadline, "svc-watch did not get ready: {}", self.log());
         }
         self.watcher = Some(watcher);
-        Ok(())
+        let mut programs = self.programs.borrow_mut();
+        programs.iter_mut().try_for_each(|(agent, program)| self.tell_of_dispatch(*agent, program))
+    }
+
+    /// What the dispatcher tells once, where a watcher is there.
+    fn tell_of_dispatch(&self, agent: Agent, program: &mut Program) -> Result<()> {
+        if program.is_told || self.watcher.is_none() || agent.0.starts_with("terminal") {
+            return Ok(());
+        }
+        program.is_told = true;
+        let runner = Process::of(i32::try_from(program.pid())?);
+        self.tell_watcher(&Message::dispatch_begin(agent.0, agent.0, runner))
+    }
+
+    /// As the gateway tells it.
+    pub fn tell_watcher(&self, message: &Message) -> Result<()> {
+        Ok(watched::tell(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
+    }
+
+    /// Calls `of` with the process of an agent, which is started where there is none.
+    pub fn with_program<T>(&self, agent: Agent, of: impl FnOnce(&mut Program) -> Result<T>) -> Result<T> {
+        let mut programs = self.programs.borrow_mut();
+        let program = match programs.entry(agent) {
+            Entry::Occupied(program) => program.into_mut(),
+            Entry::Vacant(place) => place.insert(self.program(agent)?),
+        };
+        self.tell_of_dispatch(agent, program)?;
+        of(program)
+    }
+
+    fn program(&self, agent: Agent) -> Result<Program> {
+        let mut command = self.surrounded("bash", &["--norc"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
+        let mut shell = command.env("SVC_DISPATCH_ID", agent.0).spawn()?;
+        child::end_with_us(shell.id(), AtExit::Kill);
+        let stdin = shell.stdin.take().context("stdin")?;
+        let stdout = BufReader::new(shell.stdout.take().context("stdout")?);
+        Ok(Program { shell, stdin, stdout, is_told: false })
+    }
+
+    /// Ends the process of an agent.
+    pub fn end_program(&self, agent: Agent) -> Result<()> {
+        self.programs.borrow_mut().remove(&agent).context("a program")?.kill()
     }
 
     pub fn log(&self) -> String {
@@ -169,25 +246,18 @@ impl Home {
 
     /// Runs the hook as an agent's program does: what it prints and its end are what they must always be. How long it
     /// took: as long as it is answered, unless the home says that it is `hasty`.
-    pub fn hook_with(&self, text: &[u8], env: &[(&str, &str)]) -> Result<Duration> {
-        let mut command = self.command(&["svc-hook", "claude-code"]);
-        if !self.is_hasty {
-            command.env("FAILPOINTS", "hook.patient=return(error)");
-        }
-        command.envs(env.iter().copied()).stdin(Stdio::piped());
-        let begun = Instant::now();
-        let mut hook = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-        // It may have let go before it has read all.
-        hook.stdin.take().context("stdin")?.write_all(text).ok();
-        let output = hook.wait_with_output()?;
-        let took = begun.elapsed();
-        let printed = [output.stdout, output.stderr].concat();
-        ensure!(
-            output.status.success() && printed.is_empty(),
-            "{}: {}",
-            output.status,
-            String::from_utf8_lossy(&printed)
-        );
+    pub fn hook_with(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
+        let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
+        fs::write(&input, text)?;
+        let failpoints = if self.is_hasty { "" } else { "FAILPOINTS='hook.patient=return(error)' " };
+        let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
+        let line = format!("{failpoints}{hook} <{} >{} 2>&1", input.display(), printed.display());
+        let (code, took) = self.with_program(agent, |program| {
+            let begun = Instant::now();
+            Ok((program.run(&line)?, begun.elapsed()))
+        })?;
+        let printed = fs::read_to_string(printed)?;
+        ensure!(code == "0" && printed.is_empty(), "{code}: {printed}");
         Ok(took)
     }
 
@@ -200,9 +270,7 @@ impl Home {
         for (name, value) in more.as_object().into_iter().flatten() {
             message[name] = value.clone();
         }
-        let pid = std::process::id().to_string();
-        let env = [("SVC_AGENT_NAME", agent.0), ("SVC_DISPATCH_ID", agent.0), ("CLAUDE_PID", pid.as_str())];
-        self.hook_with(message.to_string().as_bytes(), &env)
+        self.hook_with(agent, message.to_string().as_bytes())
     }
 
     fn next_call(&self) -> String {
@@ -303,6 +371,7 @@ impl Home {
 impl Drop for Home {
     fn drop(&mut self) {
         let _ = self.kill();
+        self.programs.borrow_mut().drain().for_each(|(_, program)| drop(program.kill()));
     }
 }
 

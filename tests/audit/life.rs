@@ -1,10 +1,10 @@
 //! Tool calls that end otherwise than they should, and a watcher that is not there.
 
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::json;
+use svc::host::watched::{Message, SeenCalls};
 
 use super::home::{ADA, BOB, Home, short};
 
@@ -39,6 +39,7 @@ fn without_a_watcher_the_hook_lets_go_and_the_gap_is_told_later() -> Result<()> 
 #[test]
 fn a_socket_that_nobody_answers_on_is_let_go_of() -> Result<()> {
     let mut home = Home::new()?;
+    home.with_program(ADA, |_| Ok(()))?;
     home.is_hasty = true;
     let watcher = nix::unistd::Pid::from_raw(i32::try_from(home.pid())?);
     nix::sys::signal::kill(watcher, nix::sys::signal::Signal::SIGSTOP)?;
@@ -117,14 +118,11 @@ fn calls_without_an_end_are_over_with_their_turn_their_session_and_their_process
     assert_eq!(short(&home.entries()?), ["write still"]);
 
     // An agent that is killed.
-    let mut agent = Command::new("sleep").arg("600").stdin(Stdio::null()).spawn()?;
-    let text = json!({ "session_id": "s", "hook_event_name": "PreToolUse", "tool_name": "Bash", "tool_use_id": "k" });
-    home.hook_with(text.to_string().as_bytes(), &[("CLAUDE_PID", &agent.id().to_string())])?;
+    home.begin(BOB)?;
     home.shell("echo x > by-agent")?;
-    agent.kill()?;
-    agent.wait()?;
+    home.end_program(BOB)?;
     let entry = home.until("its last change", |line| line["path"] == "by-agent")?;
-    assert_eq!(entry["agentName"], "claude");
+    assert_eq!(entry["agentName"], "bob");
     home.shell("echo own > after-kill")?;
     assert!(home.entries()?.iter().all(|entry| entry["path"] != "after-kill"));
     Ok(())
@@ -134,8 +132,7 @@ fn calls_without_an_end_are_over_with_their_turn_their_session_and_their_process
 fn a_dispatch_that_has_ended_has_no_calls() -> Result<()> {
     let home = Home::new()?;
     home.begin(ADA)?;
-    let end = svc::host::watched::Message::dispatch_end("ada");
-    svc::host::watched::tell(&home.path("run/svc/gateway/watch.sock"), &end, Duration::from_secs(20))?;
+    home.tell_watcher(&Message::dispatch_end("ada", SeenCalls::default()))?;
     home.shell("echo own > own")?;
     assert!(home.entries()?.is_empty());
     Ok(())
@@ -178,9 +175,9 @@ fn a_command_that_fails_is_told_like_one_that_succeeds_and_a_write_that_fails_is
 fn whatever_a_hook_is_given_it_says_nothing_and_succeeds() -> Result<()> {
     let home = Home::new()?;
     for text in ["", "{", "null", "[1]", r#"{"hook_event_name":7}"#, r#"{"hook_event_name":"Unknown"}"#] {
-        home.hook_with(text.as_bytes(), &[])?;
+        home.hook_with(ADA, text.as_bytes())?;
     }
-    home.hook_with(&vec![b' '; 5 << 20], &[])?;
+    home.hook_with(ADA, &vec![b' '; 5 << 20])?;
     let gap = home.until("a gap", |line| line["gap"]["why"] == "unreadable")?;
     assert!(gap["gap"]["lost"].as_u64().context("a number")? >= 1);
     Ok(())

@@ -2,6 +2,7 @@
 
 mod campaign;
 mod changes;
+mod forged;
 mod home;
 mod life;
 mod shortage;

@@ -109,7 +109,7 @@ fn machine(
         command
     };
     ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
-    let mut all = vec![running(&mut svc("svc-watch"), &machine.path("run/svc/gateway/watch.sock"))?];
+    let mut all = vec![running(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?];
     let stub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agents/stub/stub.py");
     let (script_file, port) = (machine.path("script.json"), machine.path("port"));
     std::fs::write(&script_file, script(&home).to_string())?;

@@ -23,6 +23,7 @@ mod isolation;
 mod journal;
 mod life;
 mod metrics;
+mod peers;
 mod quiesce;
 mod records;
 mod records_disk;

@@ -28,7 +28,7 @@ use crate::host::agents::{Exit, codex};
 use crate::host::layout::Layout;
 use crate::host::runner::{Ended, FromRunner, GRACE, Order, ToRunner};
 
-/// How long the order may take to come.
+/// How long the order may take to come, and the word to start after it.
 const ORDER: Duration = Duration::from_secs(10);
 /// How long the output may stay open after the agent has ended: something that it left has it still.
 const LEFT_OPEN: Duration = Duration::from_secs(1);
@@ -57,6 +57,11 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     }
     if let Err(error) = tree::adopt_orphans() {
         tracing::warn!(%error, "what an agent leaves behind is left to systemd");
+    }
+    FromRunner::Ready { pid: std::process::id() }.write(&mut to).await?;
+    let go = tokio::time::timeout(ORDER, ToRunner::read(&mut from)).await;
+    if !matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)) {
+        return FromRunner::Refused("it was cancelled before it ran".to_owned()).write(&mut to).await;
     }
     let child = match start(layout, &order) {
         Ok(child) => child,
@@ -264,7 +269,7 @@ fn heard(mut from: OwnedReadHalf) -> CancellationToken {
     let token = CancellationToken::new();
     let cancel = token.clone();
     drop(tokio::spawn(async move {
-        // Whatever it is: nothing but a cancellation can come after the order.
+        // Whatever it is: nothing but a cancellation can come while it runs.
         let _ = ToRunner::read(&mut from).await;
         cancel.cancel();
     }));

@@ -108,6 +108,11 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Whether tool calls have the same ids in the program's output as in its hooks.
+    pub fn has_ids_of_hooks(self) -> bool {
+        self == Self::ClaudeCode
+    }
+
     pub fn adapter(self) -> Box<dyn Adapter> {
         match self {
             Self::ClaudeCode => Box::new(Claude::default()),

@@ -19,6 +19,10 @@ pub const LONGEST_DEADLINE_SECONDS: u64 = 86_400;
 /// The longest name of an agent.
 pub const LONGEST_NAME: usize = 64;
 
+/// Of apps that one agent may use.
+const MAX_APPS: usize = 64;
+const MAX_SLUG_BYTES: usize = 64;
+
 /// An agent's program and how it is run.
 #[derive(Clone, PartialEq)]
 pub struct Agent {
@@ -28,6 +32,8 @@ pub struct Agent {
     pub model: Option<String>,
     pub deadline_seconds: u64,
     pub environment: BTreeMap<String, String>,
+    /// Slugs of the apps whose tables it may use by the bridge.
+    pub apps: Vec<String>,
 }
 
 impl fmt::Debug for Agent {
@@ -85,6 +91,7 @@ impl Default for AgentSettings {
             model: None,
             deadline_seconds: DEFAULT_DEADLINE_SECONDS,
             environment: BTreeMap::new(),
+            apps: Vec::new(),
         };
         Self {
             agents: BTreeMap::from([(DEFAULT_NAME.to_owned(), agent)]),
@@ -144,6 +151,8 @@ pub struct AgentFile {
     deadline_seconds: Option<u64>,
     #[serde(default)]
     environment: BTreeMap<String, String>,
+    #[serde(default)]
+    apps: Vec<String>,
 }
 
 /// `dispatch`, as the file has it.
@@ -173,12 +182,18 @@ impl AgentFile {
         if !(1..=LONGEST_DEADLINE_SECONDS).contains(&deadline_seconds) {
             return wrong(&format!("deadlineSeconds must be a number from 1 to {LONGEST_DEADLINE_SECONDS}"));
         }
+        let is_slug =
+            |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
+        if self.apps.len() > MAX_APPS || !self.apps.iter().all(is_slug) {
+            return wrong(&format!("apps must be at most {MAX_APPS} slugs of apps"));
+        }
         Ok(Agent {
             adapter: self.adapter,
             command: self.command,
             model: self.model,
             deadline_seconds,
             environment: self.environment,
+            apps: self.apps,
         })
     }
 }
@@ -208,13 +223,18 @@ mod tests {
             agent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             json!({"agents": {"a": agent}})
         };
-        assert!(checked(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}}))).is_ok());
+        assert!(
+            checked(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}, "apps": ["notes"]})))
+                .is_ok()
+        );
         for wrong in [
             agent(json!({"command": []})),
             agent(json!({"command": [""]})),
             agent(json!({"adapter": "other"})),
             agent(json!({"deadlineSeconds": 0})),
             agent(json!({"environment": {"A=B": "c"}})),
+            agent(json!({"apps": "notes"})),
+            agent(json!({"apps": [""]})),
             json!({"dispatch": {"defaultAgent": "nobody"}}),
             json!({"dispatch": {"concurrency": 0}}),
             json!({"prices": {"m": {"input": -1, "output": 0}}}),

@@ -33,6 +33,16 @@ pub const OWNER: Credential = Credential {
     about: "A JWT of the configured issuer for this machine's owner. Through the platform's router a browser's \
             session does as well: the router sends its own proof, x-svc-proof, in its place.",
 };
+pub const OWNERS_PROCESS: Credential = Credential {
+    name: "ownersProcess",
+    scheme: Scheme::Bearer,
+    about: "No token: a process of the owner's user, such as a terminal, on the machine's unix socket.",
+};
+pub const AGENT: Credential = Credential {
+    name: "agent",
+    scheme: Scheme::Bearer,
+    about: "The token of an agent that runs (SVC_BRIDGE_TOKEN), on the agents' unix socket (SVC_BRIDGE_SOCKET).",
+};
 pub const APP: Credential = Credential {
     name: "app",
     scheme: Scheme::Bearer,
@@ -48,14 +58,20 @@ pub const PLATFORM: Credential = Credential {
 
 /// The owner and whoever administers the machine.
 pub const OWNERS: &[Credential] = &[OWNER, ADMIN];
+/// Whoever may read the owner's records, but not act for the owner.
+pub const READERS: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN];
+/// Whoever sees pages of apps.
+pub const VIEWERS: &[Credential] = &[OWNER, OWNERS_PROCESS, APP, ADMIN];
 /// Anybody but the platform.
-pub const CALLERS: &[Credential] = &[OWNER, APP, ADMIN];
+pub const CALLERS: &[Credential] = &[OWNER, OWNERS_PROCESS, AGENT, APP, ADMIN];
 
 impl Principal {
     /// The credential that makes this principal.
     pub fn credential(&self) -> Credential {
         match self {
             Self::Owner { .. } => OWNER,
+            Self::OwnersProcess { .. } => OWNERS_PROCESS,
+            Self::Agent { .. } => AGENT,
             Self::App { .. } => APP,
             Self::Admin => ADMIN,
             Self::Platform => PLATFORM,

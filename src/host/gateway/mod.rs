@@ -50,6 +50,9 @@ use crate::host::{systemd, unix_socket};
 use crate::http::server::{self, Limits};
 use crate::metrics;
 
+/// The agents' socket in [`Layout::bridge_sockets`].
+const BRIDGE_SOCKET: &str = "bridge.sock";
+
 #[derive(Parser)]
 #[command(
     name = "svc-gateway",
@@ -110,6 +113,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
     let trusted = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
     let trusted = trusted.context("the unix socket").or_exit(Exit::Unavailable)?;
+    let agents = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
+    let agents = agents.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.keep_up(stop.clone());
@@ -124,6 +129,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
     let local = tokio::spawn(unix_socket::serve(trusted, local, stop.clone()));
+    let of_agents = tokio::spawn(unix_socket::serve(agents, router::bridge(&gateway), stop.clone()));
     let told = stop.clone();
     tokio::spawn(async move {
         told.cancelled().await;
@@ -145,6 +151,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     // Requests are answered; what still runs belongs to nobody.
     apps.abort();
     local.abort();
+    of_agents.abort();
     // A panic in one of these has been told by its own message.
     let _ = dispatched.await;
     let _ = tended.await;

@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use tokio::net::UnixStream;
 
 use super::state::Gateway;
+use crate::http::files::percent_decode;
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof;
 use crate::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
@@ -45,8 +46,21 @@ pub async fn to_shell(State(gateway): State<Arc<Gateway>>, request: Request) -> 
     forward(&gateway.upstreams.shell, "The shell", request).await
 }
 
+/// Everything on the code host but code-server's way to local ports: whatever listens there would share the editor's origin,
+/// and with it its cookies and its terminal.
 pub async fn to_code(gateway: &Gateway, request: Request) -> Response {
+    if leads_to_a_port(request.uri().path()) {
+        let detail = "The editor's origin leads to no local port. Make it an app, or forward the port by the terminal.";
+        return Problem::new(Code::Forbidden, detail).into_response();
+    }
     forward(&gateway.upstreams.code, "The code server", request).await
+}
+
+/// `/proxy/…` and `/absproxy/…`, however they are written: code-server's router takes no notice of case.
+fn leads_to_a_port(path: &str) -> bool {
+    let first = path.split('/').find(|part| !part.is_empty()).unwrap_or_default();
+    let first = percent_decode(first).unwrap_or_default().to_ascii_lowercase();
+    ["proxy", "absproxy"].contains(&first.as_str())
 }
 
 async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response {
@@ -94,4 +108,21 @@ fn absent(problem: Problem, page: bool) -> Response {
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_way_to_a_port_is_known_however_it_is_written() {
+        for path in
+            ["/proxy/8080/", "/proxy", "//PROXY/1", "/absproxy/3000/x", "/%70roxy/3000/", "/AbsProxy/1"]
+        {
+            assert!(leads_to_a_port(path), "{path}");
+        }
+        for path in ["/", "/proxying", "/stable-abc/proxy/1", "/_static/proxy.js"] {
+            assert!(!leads_to_a_port(path), "{path}");
+        }
+    }
 }

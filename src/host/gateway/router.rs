@@ -109,7 +109,9 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
     let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
     let (listener, own) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
-        Ingress::Trusted => (Listener::Socket, Router::new().route("/metrics", get(measure::metrics))),
+        Ingress::Trusted | Ingress::Agents => {
+            (Listener::Socket, Router::new().route("/metrics", get(measure::metrics)))
+        }
     };
     let open = routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method).layer(Extension(ingress));
     routes(&ENDPOINTS, false)
@@ -122,6 +124,18 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .merge(own)
         .merge(open)
         .layer(middleware::from_fn_with_state(listener, observe::layer))
+        .with_state(gateway.clone())
+}
+
+/// The bridge alone, for agents with a token.
+pub fn bridge(gateway: &Arc<Gateway>) -> Router {
+    let endpoints = [&bridge::QUERY, &bridge::SCHEMAS, &bridge::CHANGES, &DESCRIPTION];
+    routes(&endpoints, false)
+        .fallback(nothing)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(gateway.clone(), identify))
+        .layer(Extension(Ingress::Agents))
+        .layer(middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(gateway.clone())
 }
 

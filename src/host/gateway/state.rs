@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::apps::{GzipCache, Registry};
-use super::auth::Seam;
+use super::auth::{AgentTokens, Seam};
 use super::bridge::{Changes, IdSecret};
 use super::config::Config;
 use super::database::Database;
@@ -15,6 +15,7 @@ use super::writers::Writers;
 /// One running gateway.
 pub struct Gateway {
     pub seam: Seam,
+    pub agent_tokens: Arc<AgentTokens>,
     pub database: Arc<Database>,
     pub apps: Registry,
     pub gzip_cache: GzipCache,
@@ -33,12 +34,14 @@ impl Gateway {
     pub fn new(config: Config, change_ids: IdSecret) -> anyhow::Result<Arc<Self>> {
         let kernel = Arc::new(Kernel::new(&config.layout)?);
         let writers = Writers::open(&config.layout)?;
-        let dispatcher = Dispatcher::new(&config.layout, &kernel);
+        let agent_tokens = Arc::<AgentTokens>::default();
+        let dispatcher = Dispatcher::new(&config.layout, &kernel, &agent_tokens);
         if writers.is_quiesced() {
             dispatcher.pause();
         }
         Ok(Arc::new(Self {
-            seam: Seam::new(&config)?,
+            seam: Seam::new(&config, Arc::clone(&agent_tokens))?,
+            agent_tokens,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
             gzip_cache: GzipCache::default(),

@@ -7,14 +7,10 @@ use std::io::{self, Read};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::host::watched::{Message, Phase, Process, Stat};
+use crate::host::watched::{COMMANDS, Message, Phase, WRITERS};
 
 /// More is not read.
 const LARGEST: u64 = 4 << 20;
-
-/// Tools that may change files.
-const COMMANDS: [&str; 2] = ["Bash", "apply_patch"];
-const WRITERS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
 #[derive(Debug, Deserialize)]
 pub struct Input {
@@ -128,7 +124,6 @@ impl Input {
         let response = self.tool_response.as_ref().and_then(Either::known);
         message.is_background = response
             .is_some_and(|told| told.background_task_id.is_some() || told.timed_out_after_ms.is_some());
-        message.process = agent().map(Process::of);
         message
     }
 
@@ -148,22 +143,6 @@ impl Input {
 
 fn said(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
-}
-
-/// The agent's program: it says so itself, or is the first process above that is no shell.
-fn agent() -> Option<i32> {
-    if let Some(pid) = said("CLAUDE_PID").and_then(|pid| pid.parse().ok()) {
-        return Some(pid);
-    }
-    let mut pid = nix::unistd::getppid().as_raw();
-    for _ in 0..4 {
-        let stat = Stat::of(pid)?;
-        if !matches!(stat.name.as_str(), "sh" | "dash" | "bash" | "zsh") {
-            break;
-        }
-        pid = stat.parent;
-    }
-    (pid > 1).then_some(pid)
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ pub enum InstallError {
 pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
     let hook = bin.join("svc-hook");
     for_all(home, |program, settings| {
-        // Replaced by it, the shell is not there to be taken for the agent.
+        // Replaced by it, the shell is not taken for the agent: a call is that of the process that runs its hook.
         let command = format!("exec {} {}", hook.display(), program.actor);
         settings::install(settings, program.wanted, &command)
     })

@@ -129,7 +129,7 @@ fn tell(layout: &Layout, actor: &str, end: Instant, so_far: &SoFar) -> Option<Wh
     let message = input.message(actor);
     *so_far.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
     let left = end.saturating_duration_since(Instant::now());
-    match watched::tell(&layout.gateway_sockets().join(SOCKET), &message, left) {
+    match watched::tell(&layout.watch_sockets().join(SOCKET), &message, left) {
         Ok(()) => None,
         Err(error) => match error.kind() {
             std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => Some(Why::Late),

@@ -97,6 +97,8 @@ impl CodeServer {
         command.arg(&self.entry).args(["--auth", "none", "--socket"]).arg(socket);
         command.args(["--socket-mode", "660", "--disable-telemetry", "--disable-update-check"]);
         command.args(["--disable-workspace-trust", "--disable-getting-started-override"]);
+        // The gateway refuses these paths too: see `gateway/proxy.rs`.
+        command.arg("--disable-proxy");
         command.arg("--config").arg(user.join(".config/code-server/config.yaml"));
         command.arg("--user-data-dir").arg(user.join(".local/share/code-server"));
         command.arg(&home);

@@ -170,6 +170,12 @@ pub enum Why {
     Unpaired,
     /// More tool calls at once than are kept.
     Crowded,
+    /// The agent's own output had them, and no hook told of them.
+    Unseen,
+    /// A hook spoke for another process's call, or for a dispatch, and was not believed.
+    Forged,
+    /// The end of a tool call whose teller was gone before it could be looked at.
+    Unproven,
 }
 
 #[cfg(test)]

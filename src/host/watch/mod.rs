@@ -4,8 +4,10 @@
 //! the owner's programs can neither end nor imitate, and reads names and sizes, never contents.
 
 mod claim;
+mod dispatches;
 mod eye;
 mod settle;
+mod speaker;
 mod tree;
 mod watcher;
 mod windows;
@@ -27,12 +29,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use self::speaker::Speaker;
 use self::watcher::{Told, Watcher};
 use super::config::begin_log;
 use super::layout::Layout;
 use super::records::writer::Writer;
 use super::systemd;
-use super::unix_socket;
+use super::unix_socket::{self, PeerCredentials};
 use super::watched::{LONGEST, Message, SOCKET};
 use crate::applet::{self, Exit, Failure, OrExit};
 
@@ -70,13 +73,14 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     if let Some(dir) = state.parent() {
         unix_socket::ensure_dir(dir).or_exit(Exit::Internal)?;
     }
+    unix_socket::ensure_dir(&layout.hook_notes()).or_exit(Exit::Internal)?;
     let writer = Writer::start(layout.logs()).or_exit(Exit::Internal)?;
     let records = writer.records();
     let of_watcher = layout.clone();
     let begun = tokio::task::spawn_blocking(move || Watcher::begin(&of_watcher, records));
     let watcher = begun.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
     let Started { teller, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
-    let listener = unix_socket::bind(&layout.gateway_sockets(), SOCKET).or_exit(Exit::Internal)?;
+    let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     systemd::tell(&[NotifyState::Ready]);
     let is_told_to_end = tokio::select! {
         () = listen(listener, teller) => false,
@@ -144,9 +148,9 @@ fn start(watcher: Watcher) -> std::io::Result<Started> {
 }
 
 impl Teller {
-    async fn tell(&self, message: Message) -> bool {
+    async fn tell(&self, message: Message, speaker: Speaker) -> bool {
         let (heard, hears) = oneshot::channel();
-        if self.orders.send(Told { message, heard }).is_err() {
+        if self.orders.send(Told { message, speaker, heard }).is_err() {
             return false;
         }
         // Where it is full, the thread has been woken.
@@ -177,12 +181,14 @@ async fn listen(listener: UnixListener, teller: Teller) {
 }
 
 async fn hear(mut stream: UnixStream, teller: Teller) -> std::io::Result<()> {
+    // At once: it may let go and end.
+    let speaker = Speaker::of(PeerCredentials::of(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();
     BufReader::new(read).take(LONGEST).read_until(b'\n', &mut line).await?;
     match serde_json::from_slice::<Message>(&line) {
         Ok(message) if message.version == Message::VERSION => {
-            if teller.tell(message).await {
+            if teller.tell(message, speaker).await {
                 write.write_all(b"{\"heard\":true}\n").await?;
             }
             Ok(())

@@ -14,10 +14,13 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use serde::{Deserialize, Serialize};
 
 use super::claim;
+use super::dispatches::Dispatches;
 use super::eye::Eye;
 use super::settle::{self, Change, Dirt};
+use super::speaker::Speaker;
 use super::tree::Tree;
 use super::windows::{Agent, Window, Windows};
 use crate::clock;
@@ -26,7 +29,7 @@ use crate::fsx::FileError;
 use crate::host::layout::Layout;
 use crate::host::records::entry::{AuditEntry, Gap, GapLine, Op, Why};
 use crate::host::records::writer::{Record, Records};
-use crate::host::watched::{Message, Phase, Untold};
+use crate::host::watched::{Message, Phase, Process, Untold};
 
 /// Between looks at what needs no word: processes that are gone, gaps that were left.
 const TICK: Duration = Duration::from_secs(2);
@@ -42,6 +45,7 @@ const LONGEST_NAME: usize = 200;
 /// A message, and who waits for it to have been heard.
 pub struct Told {
     pub message: Message,
+    pub speaker: Speaker,
     pub heard: tokio::sync::oneshot::Sender<()>,
 }
 
@@ -54,12 +58,31 @@ pub struct Watcher {
     tree: Tree,
     dirt: Dirt,
     windows: Windows,
+    dispatches: Dispatches,
     /// Tool calls whose gap is noted.
     missed: VecDeque<String>,
     /// Tool calls that have ended. One whose hook let go is told twice: by what it left, and when it is heard after all.
-    done: VecDeque<(String, String)>,
+    done: VecDeque<Call>,
     settled: Instant,
     was_short: bool,
+}
+
+/// A tool call, and the process that makes it: ids are what anybody may say.
+#[derive(Debug, PartialEq, Eq)]
+struct Call {
+    session: String,
+    tool_use: String,
+    process: Option<Process>,
+}
+
+/// Whether who tells of a call's end is the process whose call it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Right {
+    Proven,
+    /// It has ended since. It is believed, and a gap says so.
+    Unproven,
+    /// It is another process's.
+    None,
 }
 
 impl Watcher {
@@ -81,7 +104,7 @@ impl Watcher {
             "watching"
         );
         let state = layout.tool_calls();
-        let open = restored(&state);
+        let Kept { windows: open, dispatches } = restored(&state);
         let mut watcher = Self {
             home,
             state,
@@ -91,6 +114,7 @@ impl Watcher {
             tree,
             dirt: Dirt::default(),
             windows: Windows::default(),
+            dispatches,
             missed: VecDeque::new(),
             done: VecDeque::new(),
             settled: Instant::now(),
@@ -117,9 +141,9 @@ impl Watcher {
             while std::io::Read::read(&mut &*waker, &mut byte).is_ok_and(|read| read > 0) {}
             loop {
                 match told.try_recv() {
-                    Ok(Told { message, heard }) => {
+                    Ok(Told { message, speaker, heard }) => {
                         self.collect();
-                        self.hear(message);
+                        self.hear(message, &speaker);
                         // The hook may have let go.
                         let _ = heard.send(());
                     }
@@ -158,7 +182,7 @@ impl Watcher {
         } else {
             self.windows.is_background() && self.settled.elapsed() >= BACKGROUND
         };
-        let is_gone = |window: &Window| window.process.is_some_and(crate::host::watched::Process::is_gone);
+        let is_gone = |window: &Window| window.process.is_some_and(Process::is_gone);
         if self.windows.all().iter().any(is_gone) {
             self.end(is_gone);
         } else if is_due {
@@ -166,13 +190,25 @@ impl Watcher {
         }
     }
 
-    fn hear(&mut self, message: Message) {
+    fn hear(&mut self, message: Message, speaker: &Speaker) {
         let message = bounded(message);
+        if matches!(message.phase, Phase::DispatchBegin | Phase::DispatchEnd) {
+            return self.hear_dispatcher(message, speaker);
+        }
+        let message = self.of_speaker(message, speaker);
         let (session, tool_use) =
             (message.session_id.clone(), message.tool_use_id.clone().unwrap_or_default());
         let is_of_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
-        if is_of_call && self.done.iter().any(|(of, call)| (of, call) == (&session, &tool_use)) {
+        let call = Call { session, tool_use, process: message.process };
+        if is_of_call && self.done.contains(&call) {
             return;
+        }
+        let Call { session, tool_use, process } = call;
+        if is_of_call && !self.may_speak_of(&message, &session, &tool_use, speaker) {
+            return;
+        }
+        if let (true, Some(dispatch)) = (is_of_call, &message.dispatch_id) {
+            self.dispatches.note(dispatch, &tool_use);
         }
         match message.phase {
             Phase::Pre => {
@@ -189,26 +225,87 @@ impl Watcher {
                 }
                 self.look();
                 self.succeed(&message, &session, &tool_use);
-                self.is_done(session, tool_use);
+                self.is_done(Call { session, tool_use, process });
             }
             Phase::Failed => {
                 if !self.windows.has(&session, &tool_use) && message.path.is_none() {
                     self.unpaired(&tool_use, &message);
                 }
                 self.end(|window| window.session == session && window.tool_use == tool_use);
-                self.is_done(session, tool_use);
+                self.is_done(Call { session, tool_use, process });
             }
-            Phase::TurnEnd => self.end(|window| {
+            Phase::TurnEnd => self.end_all(&message, speaker, |window| {
                 window.session == session && window.subagent == message.subagent && !window.is_background
             }),
-            Phase::SessionEnd => self.end(|window| window.session == session),
-            Phase::DispatchEnd => self
-                .end(|window| message.dispatch_id.is_some() && window.agent.dispatch == message.dispatch_id),
+            Phase::SessionEnd => self.end_all(&message, speaker, |window| window.session == session),
+            Phase::DispatchBegin | Phase::DispatchEnd => {}
         }
     }
 
-    fn is_done(&mut self, session: String, tool_use: String) {
-        self.done.push_back((session, tool_use));
+    /// The dispatcher's word, which only the gateway's user may give.
+    fn hear_dispatcher(&mut self, message: Message, speaker: &Speaker) {
+        let Some(id) = message.dispatch_id.filter(|_| speaker.is_gateway) else {
+            return self.gap(Why::Forged, 1, message.sent_at);
+        };
+        match message.process {
+            Some(runner) if message.phase == Phase::DispatchBegin => {
+                self.dispatches.begin(id, message.agent_name, runner);
+                self.keep();
+            }
+            _ => {
+                self.end(|window| window.agent.dispatch.as_ref() == Some(&id));
+                let lost = self.dispatches.end(&id, &message.seen.unwrap_or_default());
+                if lost > 0 {
+                    self.gap(Why::Unseen, usize::try_from(lost).unwrap_or(usize::MAX), message.sent_at);
+                }
+                self.keep();
+            }
+        }
+    }
+
+    /// The message with what the kernel says of its teller in place of what it says itself.
+    fn of_speaker(&self, mut message: Message, speaker: &Speaker) -> Message {
+        message.process = speaker.caller();
+        message.dispatch_id = None;
+        if let Some(dispatch) = self.dispatches.of(speaker) {
+            message.dispatch_id = Some(dispatch.id.clone());
+            message.agent_name.clone_from(&dispatch.agent_name);
+        }
+        message
+    }
+
+    /// Whether this teller is heard on this call. What it is not believed is told by a gap.
+    fn may_speak_of(&self, message: &Message, session: &str, tool_use: &str, speaker: &Speaker) -> bool {
+        let Some(window) = self.windows.get(session, tool_use) else { return true };
+        let right = right(window, speaker);
+        match right {
+            Right::None => self.gap(Why::Forged, 1, message.sent_at),
+            Right::Unproven if message.phase != Phase::Pre => self.gap(Why::Unproven, 1, message.sent_at),
+            Right::Proven | Right::Unproven => {}
+        }
+        right != Right::None
+    }
+
+    /// Ends those calls of these that are the teller's.
+    fn end_all(&mut self, message: &Message, speaker: &Speaker, ends: impl Fn(&Window) -> bool) {
+        let count = |wanted| {
+            self.windows
+                .all()
+                .iter()
+                .filter(|window| ends(window) && right(window, speaker) == wanted)
+                .count()
+        };
+        for (right, why) in [(Right::None, Why::Forged), (Right::Unproven, Why::Unproven)] {
+            let calls = count(right);
+            if calls > 0 {
+                self.gap(why, calls, message.sent_at);
+            }
+        }
+        self.end(|window| ends(window) && right(window, speaker) != Right::None);
+    }
+
+    fn is_done(&mut self, call: Call) {
+        self.done.push_back(call);
         if self.done.len() > MOST_MISSED {
             self.done.pop_front();
         }
@@ -345,14 +442,16 @@ impl Watcher {
             let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
             // Who let go too early may have been heard all the same.
             if why == Why::Unheard || self.windows.has(&message.session_id, tool_use) {
-                self.hear(message);
+                // Whoever left it is not there to be asked.
+                self.hear(message, &Speaker::default());
             }
         }
     }
 
     /// Keeps the calls that run, for a next life. A power cut may lose it: then no call runs any more, either.
     fn keep(&self) {
-        let kept = serde_json::to_vec(self.windows.all()).map_err(std::io::Error::from).and_then(|text| {
+        let kept = Kept { windows: self.windows.all().to_vec(), dispatches: self.dispatches.clone() };
+        let kept = serde_json::to_vec(&kept).map_err(std::io::Error::from).and_then(|text| {
             let new = self.state.with_extension("new");
             std::fs::write(&new, text)?;
             std::fs::rename(new, &self.state)
@@ -363,9 +462,27 @@ impl Watcher {
     }
 }
 
-fn restored(state: &Path) -> Vec<Window> {
+/// What a next life begins with.
+#[derive(Default, Serialize, Deserialize)]
+struct Kept {
+    windows: Vec<Window>,
+    dispatches: Dispatches,
+}
+
+fn restored(state: &Path) -> Kept {
     let text = std::fs::read(state).unwrap_or_default();
-    serde_json::from_slice(&text).unwrap_or_default()
+    let of_older_release =
+        || serde_json::from_slice(&text).map(|windows| Kept { windows, ..Kept::default() });
+    serde_json::from_slice(&text).or_else(|_| of_older_release()).unwrap_or_default()
+}
+
+fn right(window: &Window, speaker: &Speaker) -> Right {
+    match (window.process, speaker.caller()) {
+        (None, _) => Right::Proven,
+        (Some(_), None) if !speaker.is_known() => Right::Unproven,
+        (process, caller) if process == caller => Right::Proven,
+        _ => Right::None,
+    }
 }
 
 /// Names that anybody may give are of a bounded length.

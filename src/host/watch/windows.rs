@@ -124,7 +124,11 @@ impl Windows {
     }
 
     pub fn has(&self, session: &str, tool_use: &str) -> bool {
-        self.open.iter().any(|window| window.session == session && window.tool_use == tool_use)
+        self.get(session, tool_use).is_some()
+    }
+
+    pub fn get(&self, session: &str, tool_use: &str) -> Option<&Window> {
+        self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
     /// A tool call begins. Where there are too many, the oldest is given up.

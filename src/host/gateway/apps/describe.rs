@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::icon::icon;
 use super::list::list;
 use super::pages::page;
-use crate::host::gateway::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, told};
+use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, VIEWERS, told};
 use crate::http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, named, nullable, object, one_of, text,
 };
@@ -19,7 +19,7 @@ pub static LIST: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/apps",
         summary: "Every app, with what is wrong with it.",
-        credentials: OWNERS,
+        credentials: READERS,
         parameters: &[],
         body: None,
         answers: &[told(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
@@ -35,7 +35,7 @@ pub static ICON: Endpoint = Endpoint {
         method: Method::GET,
         path: "/icons/{slug}",
         summary: "An app's icon, or one made from its name.",
-        credentials: OWNERS,
+        credentials: READERS,
         parameters: &[SLUG],
         body: None,
         answers: PAGE_ANSWERS,
@@ -51,7 +51,7 @@ pub static FOLDER: Endpoint = Endpoint {
         method: Method::GET,
         path: "/apps/{slug}",
         summary: "Leads to the app's first page.",
-        credentials: CALLERS,
+        credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
         answers: &[Answer { status: 308, about: "To /apps/{slug}/.", content: Content::Nothing }],
@@ -67,7 +67,7 @@ pub static FRONT: Endpoint = Endpoint {
         method: Method::GET,
         path: "/apps/{slug}/",
         summary: "The app's first page, in an origin of its own.",
-        credentials: CALLERS,
+        credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
         answers: PAGE_ANSWERS,
@@ -83,7 +83,7 @@ pub static PAGE: Endpoint = Endpoint {
         method: Method::GET,
         path: "/apps/{slug}/{*path}",
         summary: "A file of the app's build; a path without an ending is the first page.",
-        credentials: CALLERS,
+        credentials: VIEWERS,
         parameters: &[
             SLUG,
             Parameter {

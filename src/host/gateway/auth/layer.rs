@@ -79,6 +79,14 @@ impl IntoResponse for Denied {
                 Problem::new(Code::Unauthorized, "A valid proof or token is needed.")
             }
             Self::AnotherUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
+            Self::Stranger => {
+                Problem::new(Code::Forbidden, "This socket is for root and the machine's own two users.")
+            }
+            Self::AgentWithoutToken => {
+                let detail = "An agent needs its token: name its apps in system/config.json, and it gets \
+                              SVC_BRIDGE_SOCKET and SVC_BRIDGE_TOKEN.";
+                Problem::new(Code::Unauthorized, detail)
+            }
             Self::NoSuchApp => {
                 Problem::new(Code::Forbidden, "This app is not installed: it has no folder among the apps.")
             }

@@ -1,20 +1,24 @@
 //! The seam itself: from a request's head and its listener to a principal.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use axum::extract::ConnectInfo;
 use http::request::Parts;
 use http::{HeaderMap, header};
 use jiff::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
 use subtle::ConstantTimeEq;
 
+use super::agent_tokens::AgentTokens;
 use super::keyring::Keyring;
+use super::peer::{Peer, Peers};
 use super::replay::{Use, UsedIds};
 use super::{Denied, Identified, Ingress, Principal};
 use crate::host::config::Identity;
 use crate::host::gateway::apps::Slug;
 use crate::host::gateway::config::{Config, OwnerConfig};
+use crate::host::unix_socket::PeerCredentials;
 use crate::http::client::{self, Deadlines};
 use crate::http::jwt::{JwtError, Verifier};
 use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
@@ -28,6 +32,8 @@ const REMEMBERED: usize = 4096;
 pub struct Seam {
     owner: Owner,
     admin_token: Option<SecretString>,
+    agent_tokens: Arc<AgentTokens>,
+    peers: Peers,
     issuer: Option<Verifier>,
     used: Mutex<UsedIds>,
     verified: Mutex<Verified>,
@@ -48,7 +54,7 @@ struct Verified {
 impl Seam {
     /// # Errors
     /// When the client for the identity provider's keys cannot be made.
-    pub fn new(config: &Config) -> anyhow::Result<Self> {
+    pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
             OwnerConfig::Provisioned { identity, first_keys } => Owner::Provisioned {
                 identity: identity.clone(),
@@ -63,7 +69,16 @@ impl Seam {
             None => None,
         };
         let admin_token = config.admin_token.clone();
-        Ok(Self { owner, admin_token, issuer, used: Mutex::default(), verified: Mutex::default() })
+        let peers = Peers::new(config.layout.owner_sockets());
+        Ok(Self {
+            owner,
+            admin_token,
+            agent_tokens,
+            peers,
+            issuer,
+            used: Mutex::default(),
+            verified: Mutex::default(),
+        })
     }
 
     /// Whose machine this is.
@@ -98,13 +113,16 @@ impl Seam {
     }
 
     async fn identify(&self, head: &Parts, ingress: Ingress, now: Timestamp) -> Result<Identified, Denied> {
+        if ingress == Ingress::Agents {
+            return self.agent(&head.headers);
+        }
         let proved = match single(&head.headers, proof::HEADER)? {
             Some(token) => Some(self.proved(token, head, now)?),
             None => None,
         };
         match single(&head.headers, header::AUTHORIZATION.as_str())? {
             Some(credential) => self.bearer(credential, ingress, proved, now).await,
-            None => proved.map_or_else(|| self.without_token(ingress), Ok),
+            None => proved.map_or_else(|| self.without_token(ingress, head), Ok),
         }
     }
 
@@ -226,13 +244,33 @@ impl Seam {
         admin.expose_secret().as_bytes().ct_eq(token.as_bytes()).into()
     }
 
-    fn without_token(&self, ingress: Ingress) -> Result<Identified, Denied> {
-        let sub = match (&self.owner, ingress) {
-            (Owner::Provisioned { identity, .. }, Ingress::Trusted) => identity.user.clone(),
-            (Owner::DevDefault { sub }, _) => sub.clone(),
+    /// On the agents' socket nothing but the token of one that runs is a credential.
+    fn agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
+        let credential = single(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
+        let token = strip_bearer(credential).ok_or(Denied::Bad)?;
+        let principal = self.agent_tokens.find(token).ok_or(Denied::Bad)?;
+        Ok(Identified { principal, route: None })
+    }
+
+    fn without_token(&self, ingress: Ingress, head: &Parts) -> Result<Identified, Denied> {
+        let owner = |sub: &IdpUserId| Principal::Owner { sub: sub.clone() };
+        let principal = match (&self.owner, ingress) {
+            (Owner::DevDefault { sub }, Ingress::Public) => owner(sub),
             (Owner::Provisioned { .. }, Ingress::Public) => return Err(Denied::Missing),
+            (
+                Owner::DevDefault { sub } | Owner::Provisioned { identity: Identity { user: sub, .. }, .. },
+                _,
+            ) => {
+                let credentials = head.extensions.get::<ConnectInfo<PeerCredentials>>();
+                match self.peers.judge(credentials.map(|ConnectInfo(credentials)| *credentials)) {
+                    Peer::Machine => owner(sub),
+                    Peer::OwnersProcess => Principal::OwnersProcess { sub: sub.clone() },
+                    Peer::Agent => return Err(Denied::AgentWithoutToken),
+                    Peer::Stranger => return Err(Denied::Stranger),
+                }
+            }
         };
-        Ok(Identified { principal: Principal::Owner { sub }, route: None })
+        Ok(Identified { principal, route: None })
     }
 }
 

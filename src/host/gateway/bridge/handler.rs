@@ -96,13 +96,21 @@ fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {
     plan::plan(&app.schema, table, &call.operation).map_err(|wrong| Problem::invalid(&wrong))
 }
 
-/// An app speaks for itself alone.
+/// An app speaks for itself alone, an agent for the apps that its owner named.
 pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
     match principal {
         Principal::App { slug } if slug != app => {
             Err(Problem::new(Code::Forbidden, "An app may use its own tables alone."))
         }
-        Principal::App { .. } | Principal::Owner { .. } | Principal::Admin => Ok(()),
+        Principal::Agent { apps, .. } if !apps.iter().any(|one| one == app) => {
+            let detail = format!("This agent may use the tables of {} alone.", apps.join(", "));
+            Err(Problem::new(Code::Forbidden, detail))
+        }
+        Principal::App { .. }
+        | Principal::Agent { .. }
+        | Principal::Owner { .. }
+        | Principal::OwnersProcess { .. }
+        | Principal::Admin => Ok(()),
         Principal::Platform => Err(Problem::new(Code::Forbidden, "The platform does not use the bridge.")),
     }
 }
@@ -116,11 +124,29 @@ pub(super) fn find_app(gateway: &Gateway, slug: &str) -> Result<Arc<App>, Proble
     }
 }
 
+/// The app that is meant where a request names none; `None` where all are.
+///
+/// # Errors
+/// For an agent that may use several.
+pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
+    match principal {
+        Principal::App { slug } => Ok(Some(slug)),
+        Principal::Agent { apps, .. } => match &**apps {
+            [one] => Ok(Some(one)),
+            _ => Err(Problem::field("app", format!("is required: one of {}", apps.join(", ")))),
+        },
+        Principal::Owner { .. }
+        | Principal::OwnersProcess { .. }
+        | Principal::Admin
+        | Principal::Platform => Ok(None),
+    }
+}
+
 /// The owner sees all apps, or the one that is named; an app sees itself.
 fn schemas_of(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
-    let only = match (principal, app) {
-        (Principal::App { slug }, None) => Some(slug.as_str()),
-        (_, app) => app,
+    let only = match app {
+        Some(app) => Some(app),
+        None => only_app(principal)?,
     };
     let data = match only {
         Some(slug) => {

@@ -19,6 +19,8 @@ use super::recover::recorded;
 use super::request::DispatchId;
 use super::run::{self, Surroundings};
 use crate::clock;
+use crate::host::gateway::BRIDGE_SOCKET;
+use crate::host::gateway::auth::AgentTokens;
 use crate::host::gateway::blocking::blocking;
 use crate::host::gateway::kernel::{Kernel, Reached};
 use crate::host::layout::Layout;
@@ -36,8 +38,6 @@ const MOST_ENDED_BYTES: usize = 32 << 20;
 const MOST_UNSAFE: usize = 8;
 /// How often the journal is rid of what is durable, and it is looked whether a limit has gone.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
-/// How long the watcher of files may take to hear that a dispatch has ended.
-const WATCHING: Duration = Duration::from_secs(2);
 /// How long runs have to end when the gateway does.
 const ENDING: Duration = Duration::from_secs(25);
 
@@ -102,6 +102,9 @@ pub(super) struct Known {
 
 pub struct Dispatcher {
     pub(super) kernel: Arc<Kernel>,
+    agent_tokens: Arc<AgentTokens>,
+    /// Where agents use the bridge.
+    bridge: PathBuf,
     pub(super) journal: Journal,
     socket: PathBuf,
     /// Where svc-watch listens.
@@ -117,12 +120,14 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    pub fn new(layout: &Layout, kernel: &Arc<Kernel>) -> Arc<Self> {
+    pub fn new(layout: &Layout, kernel: &Arc<Kernel>, agent_tokens: &Arc<AgentTokens>) -> Arc<Self> {
         Arc::new(Self {
             kernel: Arc::clone(kernel),
+            agent_tokens: Arc::clone(agent_tokens),
+            bridge: layout.bridge_sockets().join(BRIDGE_SOCKET),
             journal: Journal::new(layout.dispatches()),
             socket: layout.owner_sockets().join(runner::SOCKET),
-            watcher: layout.gateway_sockets().join(watched::SOCKET),
+            watcher: layout.watch_sockets().join(watched::SOCKET),
             known: Mutex::default(),
             runs: TaskTracker::new(),
             stop: CancellationToken::new(),
@@ -308,6 +313,9 @@ impl Dispatcher {
         let around = Surroundings {
             kernel: &self.kernel,
             socket: &self.socket,
+            agent_tokens: &self.agent_tokens,
+            bridge: &self.bridge,
+            watcher: &self.watcher,
             stop: &self.stop,
             pause: &self.pause_token(),
             settings: &settings.agents,
@@ -318,11 +326,7 @@ impl Dispatcher {
 
     /// Tool calls that its agent left open are over. Without a watcher there are none.
     async fn tell_watcher(&self, one: &Dispatch) {
-        let (socket, message) = (self.watcher.clone(), Message::dispatch_end(one.id()));
-        let told = tokio::task::spawn_blocking(move || watched::tell(&socket, &message, WATCHING));
-        if let Ok(Err(error)) = told.await {
-            tracing::debug!(%error, "svc-watch did not hear that a dispatch has ended");
-        }
+        watched::tell_of_dispatch(&self.watcher, Message::dispatch_end(one.id(), one.take_seen())).await;
     }
 
     /// Its turn came, and the limit had been reached: there is no interaction, as with any dispatch that is refused.

@@ -12,6 +12,7 @@ use super::log::Log;
 use crate::clock::rfc3339_ms;
 use crate::host::gateway::kernel::Reservation;
 use crate::host::records::entry::{Interaction, Status};
+use crate::host::watched::SeenCalls;
 
 /// How far it has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +63,8 @@ struct State {
     /// As its agent names it.
     conversation: Option<String>,
     end: Option<End>,
+    /// Its tool calls that may have changed files.
+    seen: SeenCalls,
     /// Kept until it is recorded.
     reservation: Option<Reservation>,
 }
@@ -91,8 +94,14 @@ pub struct Batch {
 
 impl Dispatch {
     pub fn new(kept: Kept, batch: Option<Arc<Batch>>, reservation: Option<Reservation>) -> Arc<Self> {
-        let state =
-            State { phase: Phase::Queued, started_at: None, conversation: None, end: None, reservation };
+        let state = State {
+            phase: Phase::Queued,
+            started_at: None,
+            conversation: None,
+            end: None,
+            seen: SeenCalls::default(),
+            reservation,
+        };
         let dispatch = Arc::new(Self {
             kept,
             log: Log::default(),
@@ -148,6 +157,17 @@ impl Dispatch {
     /// Its agent has a conversation by this name.
     pub fn converse(&self, conversation: &str) {
         self.lock().conversation = Some(conversation.to_owned());
+    }
+
+    /// Its agent's output has a tool call that may change files; `is_by_id` where the program's hooks have the same ids.
+    pub fn saw(&self, call: &str, is_by_id: bool) {
+        let mut state = self.lock();
+        state.seen.is_by_id = is_by_id;
+        state.seen.add(call);
+    }
+
+    pub fn take_seen(&self) -> SeenCalls {
+        std::mem::take(&mut self.lock().seen)
     }
 
     /// Whether it is in the conversation that another is to be in.

@@ -1,9 +1,12 @@
 //! One run of an agent, as the gateway sees it: an order to the runner, what comes back, and what it came to.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
+use secrecy::ExposeSecret;
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::Instant;
@@ -14,10 +17,12 @@ use crate::clock;
 use crate::host::agents::preview::Secrets;
 use crate::host::agents::settings::{Agent, AgentSettings};
 use crate::host::agents::{Adapter, Event, Exit, Outcome};
+use crate::host::gateway::auth::{AgentToken, AgentTokens};
 use crate::host::gateway::kernel::Kernel;
 use crate::host::records::entry::{Failed, Interaction, Status};
 use crate::host::records::money::Dollars;
 use crate::host::runner::{Ended, FromRunner, GRACE, Order, ToRunner};
+use crate::host::watched::{self, COMMANDS, Message, Process, WRITERS};
 
 /// How long the runner may take to be there and to hear its order.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -41,6 +46,11 @@ enum Why {
 pub struct Surroundings<'a> {
     pub kernel: &'a Kernel,
     pub socket: &'a Path,
+    pub agent_tokens: &'a Arc<AgentTokens>,
+    /// The socket for agents that use the bridge.
+    pub bridge: &'a Path,
+    /// Where svc-watch listens.
+    pub watcher: &'a Path,
     /// The gateway ends.
     pub stop: &'a CancellationToken,
     /// The machine's writers are stopped.
@@ -130,6 +140,22 @@ fn interaction(
     }
 }
 
+/// What the processes below the runner do is this dispatch's, whatever they say.
+async fn tell_watcher(watcher: &Path, dispatch: &Dispatch, runner: u32) {
+    let runner = Process::of(i32::try_from(runner).unwrap_or_default());
+    let begin = Message::dispatch_begin(dispatch.id(), &dispatch.kept.entry.agent_name, runner);
+    watched::tell_of_dispatch(watcher, begin).await;
+}
+
+/// Without one the agent runs, and its requests to the bridge are refused.
+fn token(around: &Surroundings<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
+    if agent.apps.is_empty() {
+        return None;
+    }
+    let issued = around.agent_tokens.issue(dispatch.id(), &agent.apps);
+    issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "an agent gets no token")).ok()
+}
+
 struct Run<'a> {
     around: &'a Surroundings<'a>,
     dispatch: &'a Dispatch,
@@ -138,13 +164,35 @@ struct Run<'a> {
     deadline: Instant,
     why: Option<Why>,
     secrets: Secrets,
+    environment: BTreeMap<String, String>,
+    /// Whether the agent's hooks have the ids of its output.
+    is_by_id: bool,
+    /// Of an agent that uses the bridge; it ends with the run.
+    _token: Option<AgentToken>,
 }
 
 impl<'a> Run<'a> {
     fn new(around: &'a Surroundings<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
         let deadline = begun + Duration::from_secs(dispatch.kept.entry.deadline_seconds);
-        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::of(&agent.environment));
-        Self { around, dispatch, adapter, begun, deadline, why: None, secrets }
+        let (mut environment, token) = (agent.environment.clone(), token(around, dispatch, agent));
+        if let Some(token) = &token {
+            let bridge = around.bridge.display().to_string();
+            environment.insert("SVC_BRIDGE_SOCKET".to_owned(), bridge);
+            environment.insert("SVC_BRIDGE_TOKEN".to_owned(), token.secret.expose_secret().to_owned());
+        }
+        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::of(&environment));
+        Self {
+            around,
+            dispatch,
+            adapter,
+            begun,
+            deadline,
+            why: None,
+            secrets,
+            environment,
+            is_by_id: agent.adapter.has_ids_of_hooks(),
+            _token: token,
+        }
     }
 
     fn order(&self, agent: &Agent) -> ToRunner {
@@ -158,7 +206,7 @@ impl<'a> Run<'a> {
             model: kept.entry.model.clone(),
             conversation_id: kept.entry.conversation_id.clone(),
             prompt: kept.entry.prompt.clone(),
-            environment: agent.environment.clone(),
+            environment: self.environment.clone(),
         }))
     }
 
@@ -267,6 +315,11 @@ impl<'a> Run<'a> {
             };
             tokio::select! {
                 frame = next.recv() => match frame {
+                    Some(FromRunner::Ready { pid }) => {
+                        tell_watcher(self.around.watcher, self.dispatch, pid).await;
+                        // One that does not hear it ends by itself.
+                        let _ = tokio::time::timeout(CONNECT, ToRunner::Go.write(&mut to)).await;
+                    }
                     Some(FromRunner::Ended(ended)) => break Ok(ended),
                     Some(FromRunner::Refused(why)) => break Err(failed("NotStarted", why)),
                     Some(frame) => self.take(frame),
@@ -310,7 +363,7 @@ impl<'a> Run<'a> {
             FromRunner::LongLine => {
                 tracing::warn!(id = self.dispatch.id(), "a line of an agent was too long and is left out");
             }
-            FromRunner::Ended(_) | FromRunner::Refused(_) => {}
+            FromRunner::Ready { .. } | FromRunner::Ended(_) | FromRunner::Refused(_) => {}
         }
     }
 
@@ -320,6 +373,11 @@ impl<'a> Run<'a> {
         {
             let (id, agent) = (self.dispatch.id(), &self.dispatch.kept.entry.agent_name);
             self.around.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
+        }
+        if let Event::ToolStarted { id, name, .. } = event
+            && (COMMANDS.contains(&&**name) || WRITERS.contains(&&**name))
+        {
+            self.dispatch.saw(id, self.is_by_id);
         }
         let data = serde_json::to_value(event).expect("plain fields are JSON");
         let kind = data["type"].as_str().unwrap_or_default().to_owned();

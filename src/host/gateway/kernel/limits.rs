@@ -17,7 +17,7 @@ use crate::fsx::{self, FileError};
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::blocking::blocking;
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
+use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, READERS, told};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::calendar::Calendar;
 use crate::host::records::entry::{AuditEntry, Op};
@@ -48,9 +48,11 @@ async fn show(
 /// The name by which a caller's dispatches are counted, where none is given.
 pub fn sender(gateway: &Gateway, caller: &Principal) -> String {
     match caller {
-        Principal::Owner { sub } => sub.as_str().to_owned(),
+        Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),
-        Principal::Platform | Principal::Admin => gateway.seam.owner().as_str().to_owned(),
+        Principal::Platform | Principal::Admin | Principal::Agent { .. } => {
+            gateway.seam.owner().as_str().to_owned()
+        }
     }
 }
 
@@ -218,7 +220,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/limits",
         summary: "What a user may spend in a day and in a month, and what is spent of it. 0 is no limit.",
-        credentials: OWNERS,
+        credentials: READERS,
         parameters: &[Parameter {
             name: "userId",
             place: Place::Query,

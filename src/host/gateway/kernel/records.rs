@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 use super::lines::{self, DEFAULT_LIMIT, LARGEST_LIMIT, LONGEST_FILTER, Shown};
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
+use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, told};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::files::Kind;
 use crate::http::openapi::{
@@ -63,7 +63,7 @@ macro_rules! record {
                 method: Method::GET,
                 path: $path,
                 summary: concat!($what, ", the newest first."),
-                credentials: OWNERS,
+                credentials: READERS,
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
                 answers: &[told(200, "A page. Few lines with a cursor are what was found so far.", || {
@@ -85,7 +85,7 @@ macro_rules! record {
                 method: Method::GET,
                 path: concat!($path, "/changes"),
                 summary: concat!($what, ", as they come."),
-                credentials: OWNERS,
+                credentials: READERS,
                 parameters: &[SINCE, UNTIL $(, $filter)*, AFTER],
                 body: None,
                 answers: &[EVENTS],

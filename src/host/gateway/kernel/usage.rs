@@ -9,7 +9,7 @@ use http::Method;
 use jiff::civil::Date;
 use serde_json::{Value, json};
 
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
+use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, told};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::ledger::{Asked, GroupBy, Report};
 use crate::http::fields::Fields;
@@ -67,7 +67,7 @@ pub static USAGE: Endpoint = Endpoint {
         method: Method::GET,
         path: "/api/usage",
         summary: "What dispatches have cost, summed up.",
-        credentials: OWNERS,
+        credentials: READERS,
         parameters: &[
             Parameter {
                 name: "userId",

@@ -4,13 +4,13 @@ set -eu
 home=/home/svc/home
 broken() {
   echo "BROKEN $*"
-  ls -la /run/svc/gateway /run/svc/owner $home/system/logs
-  cat /run/svc/owner/audit-gaps.jsonl /var/lib/svc/tool-calls.json 2>&1 || true
+  ls -la /run/svc/* $home/system/logs
+  cat /run/svc/hooks/audit-gaps.jsonl /var/lib/svc/tool-calls.json 2>&1 || true
   journalctl -b --no-pager -u svc-watch -u 'svc-agent@*' | tail -n 30
   exit 1
 }
 as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
-ask() { as_svc curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
 cat >$home/lab-agent.sh <<'AGENT'
 read -r prompt
@@ -20,6 +20,14 @@ mkdir -p lab/deep && id -un >lab/deep/who && cat /proc/self/cgroup >lab/deep/whe
 hook PostToolUse
 cat /opt/svc/env/host.env >lab/deep/secret 2>/dev/null && echo read >>lab/deep/where
 kill -9 "$(cat lab-watch.pid)" 2>/dev/null && echo killed >>lab/deep/where
+for socket in gateway/gateway.sock owner/agent.sock owner/code.sock; do
+  curl -sS --max-time 5 --unix-socket /run/svc/$socket http://localhost/api/usage >/dev/null 2>&1 && echo "reached $socket" >>lab/deep/where
+done
+# By another process's view of the file system: one of the same user can look there.
+for of in /proc/[0-9]*/root; do
+  code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 5 --unix-socket $of/run/svc/gateway/gateway.sock http://localhost/api/usage 2>/dev/null)
+  [ "${code:-0}" = 200 ] && echo "reached the gateway by $of" >>lab/deep/where
+done
 setsid sleep 4321 &
 echo '{"type":"tool","id":"t","name":"Bash","input":{"command":"x"}}'
 echo '{"type":"toolResult","id":"t","status":"success"}'
@@ -39,6 +47,12 @@ systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
 [ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || broken "svc-watch is somebody else's"
 as_svc grep -q svc-hook /home/svc/.claude/settings.json || broken "no hook in the owner's settings"
 
+# The owner's own processes read, and decide nothing.
+code() { as_svc curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+[ "$(code http://localhost/api/limits)" = 200 ] || broken "a terminal may not read the limits"
+[ "$(code -X PUT -d '{"daily": 1000}' http://localhost/api/limits)" = 403 ] || broken "a terminal may change the limits"
+[ "$(code -d '{"prompt": "x"}' http://localhost/api/dispatch)" = 403 ] || broken "a terminal may start a dispatch"
+
 # A hook lets go after 100 ms, and on an emulated processor a program's start alone takes half of that: a call that was
 # not audited has to be a recorded gap, and one of some calls is audited.
 audit=$home/system/logs/audit.jsonl
@@ -49,7 +63,7 @@ for try in 1 2 3 4 5 6 7 8; do
   echo "$told" | grep -q '"text":"it is done"' || broken "the dispatch came to: $told"
   [ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
   grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
-  grep -q '^read$\|^killed$' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
+  grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
   for of in /proc/[0-9]*/cmdline; do
     [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
   done

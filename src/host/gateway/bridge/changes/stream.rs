@@ -17,7 +17,7 @@ use super::position::{EventId, IdForm};
 use super::read::{self, Change};
 use crate::host::gateway::apps::Name;
 use crate::host::gateway::auth::{Caller, Principal};
-use crate::host::gateway::bridge::handler::{allow, find_app};
+use crate::host::gateway::bridge::handler::{allow, find_app, only_app};
 use crate::host::gateway::bridge::refusal;
 use crate::host::gateway::database::DatabaseError;
 use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
@@ -39,16 +39,21 @@ pub async fn changes(
     RawQuery(query): RawQuery,
 ) -> Result<Response, Problem> {
     let mut query = Fields::of_query(query.as_deref().unwrap_or_default());
-    let app = query.optional("app");
+    let asked: Option<String> = query.optional("app");
     query.finish(Some(()))?;
-    let scope = scope(&gateway, &caller.0, app)?;
-    let app = match &caller.0 {
-        Principal::App { slug } => Some(slug.as_str()),
-        _ => None,
+    let Caller(principal) = caller;
+    let app = match &asked {
+        Some(app) => Some(app.as_str()),
+        None => only_app(&principal)?,
     };
+    let scope = scope(&gateway, &principal, app)?;
+    // Ids that the owner gets tell how much happens in all apps.
+    let app = app.filter(|_| matches!(principal, Principal::App { .. } | Principal::Agent { .. }));
     let ids = app.map_or(IdForm::Plain, |app| IdForm::of_app(&gateway.change_ids, app));
     let resumed = resumed(&headers, &ids, gateway.config.epoch())?;
-    let opened = tokio::time::timeout(SET_UP, Listener::open(gateway.clone(), app, scope, ids, resumed));
+    let app = app.map(str::to_owned);
+    let open = Listener::open(gateway.clone(), principal, app.as_deref(), scope, ids, resumed);
+    let opened = tokio::time::timeout(SET_UP, open);
     let listener = opened.await.unwrap_or_else(|_| Err(refusal::unavailable()))?;
     Ok(events::response(stream::unfold(listener, |mut listener| async move {
         let chunk = listener.next().await?;
@@ -62,15 +67,11 @@ enum Scope {
     All,
 }
 
-fn scope(gateway: &Gateway, principal: &Principal, asked: Option<String>) -> Result<Scope, Problem> {
-    let slug = match (principal, asked) {
-        (Principal::App { slug }, None) => Some(slug.clone()),
-        (_, asked) => asked,
-    };
-    match slug {
+fn scope(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Result<Scope, Problem> {
+    match app {
         Some(slug) => {
-            allow(principal, &slug)?;
-            Ok(Scope::One(find_app(gateway, &slug)?.schema.clone()))
+            allow(principal, slug)?;
+            Ok(Scope::One(find_app(gateway, slug)?.schema.clone()))
         }
         None if gateway.apps.known().loaded => Ok(Scope::All),
         None => Err(refusal::unavailable()),
@@ -86,6 +87,7 @@ fn resumed(headers: &HeaderMap, ids: &IdForm, current: Epoch) -> Result<Option<E
 
 struct Listener {
     gateway: Arc<Gateway>,
+    principal: Principal,
     stream: Stream,
     scope: Scope,
     ids: IdForm,
@@ -98,6 +100,7 @@ struct Listener {
 impl Listener {
     async fn open(
         gateway: Arc<Gateway>,
+        principal: Principal,
         app: Option<&str>,
         scope: Scope,
         ids: IdForm,
@@ -108,6 +111,7 @@ impl Listener {
         let now = Instant::now();
         let mut listener = Self {
             gateway,
+            principal,
             stream,
             scope,
             ids,
@@ -158,6 +162,11 @@ impl Listener {
         }
     }
 
+    /// Something that an agent started may have outlived its dispatch.
+    fn is_of_ended_agent(&self) -> bool {
+        matches!(self.principal, Principal::Agent { .. }) && !self.gateway.agent_tokens.has(&self.principal)
+    }
+
     fn id(&self) -> String {
         self.ids.write(EventId { epoch: self.gateway.config.epoch(), position: self.position })
     }
@@ -186,6 +195,9 @@ impl Listener {
                 changed = self.stream.head.changed() => changed.ok()?,
                 () = tokio::time::sleep_until(self.heartbeat) => {
                     self.heartbeat = Instant::now() + HEARTBEAT;
+                    if self.is_of_ended_agent() {
+                        return None;
+                    }
                     self.follow_all().await.ok()?;
                     // An id without data: what is resumed from keeps up, and no event is seen.
                     self.ready.push_back(Bytes::from(format!(": heartbeat\nid: {}\n\n", self.id())));

@@ -1,0 +1,132 @@
+//! What agents' programs and their tools may say to the watcher that is not so: each is found, and told.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use svc::host::watched::{Message, SeenCalls};
+
+use super::home::{ADA, Agent, BOB, Home, short};
+
+/// As the machine's sysusers have it.
+const OWNERS_USER: u32 = 1940;
+
+/// The gaps since this was last asked, and the entries beside them.
+fn told(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
+    let (gaps, entries): (Vec<Value>, Vec<Value>) =
+        home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
+    let whys = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
+    Ok((whys, entries))
+}
+
+/// A tool that says by the hook, from within its call, that the call is over.
+#[test]
+fn a_tool_cannot_end_its_own_call() -> Result<()> {
+    let home = Home::new()?;
+    let call = home.begin(ADA)?;
+    let end = json!({ "session_id": "session-ada", "hook_event_name": "PostToolUse", "tool_name": "Bash",
+        "tool_use_id": call, "tool_input": { "command": "x" }, "tool_response": {} });
+    let input = home.path("forged.json");
+    fs::write(&input, end.to_string())?;
+    let hook = concat!(env!("CARGO_BIN_EXE_svc"), " svc-hook claude-code");
+    let line = format!("FAILPOINTS='hook.patient=return(error)' bash -c '{hook} <{}; true'", input.display());
+    assert_eq!(home.with_program(ADA, |program| program.run(&line))?, "0");
+    home.shell("echo hidden > hidden")?;
+    home.end(ADA, &call)?;
+    let (gaps, entries) = told(&home)?;
+    assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
+    assert_eq!(entries[0]["dispatchId"], "ada");
+    Ok(())
+}
+
+#[test]
+fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
+    let home = Home::new()?;
+    let call = home.begin(ADA)?;
+    let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
+    home.tell(BOB, "PostToolUse", &call, of_ada.clone())?;
+    home.tell(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
+    home.tell(BOB, "Stop", "", of_ada.clone())?;
+    home.tell(BOB, "SessionEnd", "", of_ada)?;
+    home.shell("echo x > seen")?;
+    home.end(ADA, &call)?;
+    let (gaps, entries) = told(&home)?;
+    assert_eq!(gaps, ["forged"; 4]);
+    assert_eq!((short(&entries), &entries[0]["agentName"]), (vec!["write seen".to_owned()], &json!("ada")));
+    Ok(())
+}
+
+#[test]
+fn a_dispatch_is_what_the_dispatcher_says_and_not_what_the_environment_does() -> Result<()> {
+    let home = Home::new()?;
+    // Nobody told of a dispatch; its environment names one.
+    let terminal = Agent("terminal");
+    home.run(terminal, "true")?;
+    let entries = home.run(terminal, "echo x > by-terminal")?;
+    assert_eq!((&entries[0]["agentName"], entries[0].get("dispatchId")), (&json!("terminal"), None));
+    // One that is of a dispatch stays in it, whatever it sets.
+    home.with_program(ADA, |program| program.run("export SVC_DISPATCH_ID=bob SVC_AGENT_NAME=bob"))?;
+    let entries = home.run(ADA, "echo x > by-ada")?;
+    assert_eq!((&entries[0]["agentName"], &entries[0]["dispatchId"]), (&json!("ada"), &json!("ada")));
+    Ok(())
+}
+
+#[test]
+fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: only root can act for another user");
+        return Ok(());
+    }
+    let home = Home::new()?;
+    let (dir, socket) = (home.path("run/svc/watch"), home.path("run/svc/watch/watch.sock"));
+    for path in [&home.path(""), &dir] {
+        fs::set_permissions(path, Permissions::from_mode(0o755))?;
+    }
+    chown(&socket, None, Some(OWNERS_USER))?;
+    home.begin(ADA)?;
+    let tell = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
+                s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
+    let runner = svc::host::watched::Process::of(i32::try_from(std::process::id())?);
+    for message in
+        [Message::dispatch_end("ada", SeenCalls::default()), Message::dispatch_begin("bob", "bob", runner)]
+    {
+        let mut forger = Command::new("python3");
+        forger.args(["-c", tell]).arg(&socket).arg(serde_json::to_string(&message)?);
+        let output = forger.uid(OWNERS_USER).gid(OWNERS_USER).output().context("python3")?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    home.shell("echo x > still-seen")?;
+    let (gaps, entries) = told(&home)?;
+    assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()]));
+    Ok(())
+}
+
+#[test]
+fn calls_that_the_output_has_and_no_hook_told_of_are_a_gap() -> Result<()> {
+    let home = Home::new()?;
+    let call = home.begin(ADA)?;
+    home.end(ADA, &call)?;
+    let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
+    [call.as_str(), "toolu_of_no_hook", "toolu_of_none_either"].iter().for_each(|call| seen.add(call));
+    home.tell_watcher(&Message::dispatch_end("ada", seen))?;
+    let gap = home.until("a gap", |line| line["gap"]["why"] == "unseen")?;
+    assert_eq!(gap["gap"]["lost"], 2);
+    Ok(())
+}
+
+/// The ids that are dealt with are those of a process: nobody can use up another's.
+#[test]
+fn a_call_that_was_said_to_be_over_before_it_began_is_heard_all_the_same() -> Result<()> {
+    let home = Home::new()?;
+    let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
+    home.tell(BOB, "PostToolUse", "toolu_1000", of_ada)?;
+    home.tell(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
+    home.shell("echo x > seen")?;
+    home.end(ADA, "toolu_1000")?;
+    let (_, entries) = told(&home)?;
+    assert_eq!(short(&entries), ["write seen"]);
+    Ok(())
+}

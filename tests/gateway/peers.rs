@@ -1,0 +1,140 @@
+//! The machine's own sockets: what a process gets is decided by its user and by its token, and by nothing that it says.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use kit::pg::test_database;
+use serde_json::{Value, json};
+
+use super::dispatch::{CONFIG, NOWHERE, ask, runner, until_over};
+use super::host::{Host, Machine, host_with_app, unique};
+
+/// As the machine's sysusers have it.
+const OWNERS_USER: u32 = 1940;
+const ANOTHER_USER: u32 = 1941;
+
+/// A gateway whose socket is open to another user; `None` where the test cannot make one.
+fn host_of_two_users() -> Result<Option<Host>> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: only root can act for two users");
+        return Ok(None);
+    }
+    let machine = Machine::new(NOWHERE)?;
+    fs::set_permissions(machine.path(""), Permissions::from_mode(0o755))?;
+    for (dir, uid) in [("run/svc/gateway", 0), ("run/svc/owner", OWNERS_USER)] {
+        let dir = machine.path(dir);
+        fs::create_dir_all(&dir)?;
+        chown(&dir, Some(uid), Some(OWNERS_USER))?;
+        fs::set_permissions(&dir, Permissions::from_mode(0o750))?;
+    }
+    Ok(Some(machine.start()?))
+}
+
+/// The status of a request over the gateway's socket by a process of this user.
+fn asked_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
+    let mut command = Command::new("curl");
+    command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
+    command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
+    command.args(["-d", body]).arg(format!("http://localhost{path}"));
+    let output = command.uid(uid).gid(OWNERS_USER).output().context("curl")?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[tokio::test]
+async fn a_process_of_the_owners_user_reads_and_decides_nothing() -> Result<()> {
+    let Some(host) = host_of_two_users()? else { return Ok(()) };
+    let socket = host.socket();
+    let ask = |uid, method, path, body| asked_as(uid, &socket, method, path, body);
+    for path in ["/api/usage", "/api/limits", "/api/apps", "/api/interactions", "/api/audit"] {
+        assert_eq!(ask(OWNERS_USER, "GET", path, "")?, "200", "{path}");
+    }
+    // It gets as far as the database, which is not there.
+    assert_eq!(ask(OWNERS_USER, "POST", "/api/bridge/query", r#"{"action":"schemas"}"#)?, "503");
+    for (method, path, body) in [
+        ("PUT", "/api/limits", r#"{"daily":1000}"#),
+        ("POST", "/api/dispatch", r#"{"prompt":"spend"}"#),
+        ("GET", "/api/dispatch", ""),
+        ("POST", "/api/side-database", "{}"),
+        ("GET", "/api/side-database", ""),
+        ("DELETE", "/api/side-database", ""),
+        ("POST", "/_svc/internal/backup", ""),
+        ("GET", "/", ""),
+    ] {
+        assert_eq!(ask(OWNERS_USER, method, path, body)?, "403", "{method} {path}");
+        assert_eq!(ask(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
+    }
+    assert_eq!(ask(ANOTHER_USER, "GET", "/api/usage", "")?, "403", "of the group, and still a stranger");
+    assert_eq!(ask(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root is the machine");
+    Ok(())
+}
+
+const AGENT: &str = r#"
+read -r line
+ask() {
+  curl -sS --max-time 20 -o "$1.json" -w '%{http_code}\n' --unix-socket "$SVC_BRIDGE_SOCKET" \
+    -H "authorization: Bearer $2" -H 'content-type: application/json' ${3:+-d "$3"} "http://localhost$4" >>codes
+}
+find='{"action":"find","app":"APP","table":"things"}'
+ask own "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OWN_APP/")" /api/bridge/query
+ask other "$SVC_BRIDGE_TOKEN" "$(echo "$find" | sed "s/APP/$OTHER_APP/")" /api/bridge/query
+ask schemas "$SVC_BRIDGE_TOKEN" '' /api/bridge/schemas
+ask limits "$SVC_BRIDGE_TOKEN" '{"daily":1000}' /api/limits
+ask dispatch "$SVC_BRIDGE_TOKEN" '{"prompt":"x"}' /api/dispatch
+ask forged "svc_agent_0000" "$find" /api/bridge/query
+ask none "" "$find" /api/bridge/query
+printf '%s' "$SVC_BRIDGE_TOKEN" >token
+echo "{\"type\":\"text\",\"text\":\"my token is $SVC_BRIDGE_TOKEN\"}"
+echo '{"type":"result","status":"success"}'
+"#;
+
+#[tokio::test]
+async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
+    let (database, notes, diary) = (test_database().await?, unique("notes"), unique("diary"));
+    let things = json!({ "things": { "columns": { "title": "text" } } });
+    let host = host_with_app(&database, &notes, &things).await?;
+    host.machine.app(&diary, &things)?;
+    host.until_registered(&diary).await?;
+    host.machine.write("home/svc/home/agent.sh", AGENT)?;
+    let agent = json!({ "adapter": "json-lines", "command": ["sh", "agent.sh"], "apps": [notes],
+        "environment": { "OWN_APP": notes, "OTHER_APP": diary } });
+    host.machine.write(CONFIG, &json!({ "agents": { "coder": agent } }).to_string())?;
+    fs::create_dir_all(host.machine.path("run/svc/owner"))?;
+    let _runner = runner(&host.machine.path(""))?;
+    host.query(
+        &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "of notes" } }),
+    )
+    .await?;
+    // The settings are looked at each second.
+    host.until("the agent", async || {
+        let (_, told) = ask(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
+        Ok(told["id"] == "d1")
+    })
+    .await?;
+    let shown = until_over(&host, "d1").await?;
+    let home = host.machine.path("home/svc/home");
+    let codes = fs::read_to_string(home.join("codes"))?;
+    assert_eq!(
+        codes.lines().collect::<Vec<_>>(),
+        ["200", "403", "200", "404", "404", "401", "401"],
+        "{shown}"
+    );
+    let read = |name: &str| -> Result<Value> { Ok(serde_json::from_slice(&fs::read(home.join(name))?)?) };
+    assert_eq!(read("own.json")?["data"][0]["title"], "of notes");
+    let schemas = read("schemas.json")?;
+    assert_eq!(schemas["data"].as_array().map(Vec::len), Some(1), "it sees its own apps: {schemas}");
+    assert!(read("other.json")?["detail"].to_string().contains(&format!("the tables of {notes} alone")));
+    // The dispatch is over, and its token with it; nothing that is told of the run shows it.
+    let token = fs::read_to_string(home.join("token"))?;
+    assert!(token.len() > 40 && !shown.to_string().contains(&token), "{shown}");
+    let socket = host.machine.path("run/svc/bridge/bridge.sock");
+    let mut later = Command::new("curl");
+    later.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}", "--unix-socket"]).arg(socket);
+    later.args(["-H", &format!("authorization: Bearer {token}"), "http://localhost/api/bridge/schemas"]);
+    assert_eq!(String::from_utf8_lossy(&later.output()?.stdout), "401");
+    Ok(())
+}
