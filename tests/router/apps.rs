@@ -38,7 +38,12 @@ async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()>
     assert_eq!(frame.status, StatusCode::OK);
     assert_eq!(machine.arrivals().len(), before, "the frame is the router's");
     let policy = frame.headers["content-security-policy"].to_str()?;
-    for part in ["default-src 'none'", "frame-src 'self'", "frame-ancestors 'self'", "script-src 'sha256-"] {
+    for part in [
+        "default-src 'none'",
+        "frame-src http://app.test/apps/notes/;",
+        "frame-ancestors 'self'",
+        "script-src 'sha256-",
+    ] {
         assert!(policy.contains(part), "{policy}");
     }
     assert_eq!(

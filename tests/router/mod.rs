@@ -9,5 +9,6 @@ mod machine;
 mod poll_cost;
 mod proxy;
 mod sessions;
+mod sign_out;
 mod streams;
 mod world;

@@ -31,14 +31,15 @@ pub const CODE: &str = "code.test";
 pub const OBEYED_WITHIN: Duration = Duration::from_secs(1);
 
 pub struct World {
-    pub idp: Idp,
-    pub database: TestDatabase,
+    pub idp: Arc<Idp>,
+    pub database: Arc<TestDatabase>,
     pub sql: Client,
     pub addr: SocketAddr,
     pub keys: ProofKeys,
     pub signing: watch::Sender<Arc<SigningSet>>,
     /// Signs app tokens.
     pub app_signer: Arc<Signer>,
+    settings: Vec<(String, String)>,
     client: reqwest::Client,
     stop: CancellationToken,
 }
@@ -76,24 +77,19 @@ impl World {
     /// `database` is where the router finds the database, if not at its own address.
     pub async fn start_with(settings: &[(&str, &str)], database: Option<SocketAddr>) -> Result<Self> {
         svc::http::tls::install_provider();
-        let idp = Idp::start()?;
-        let db = database_with_schema().await?;
+        let idp = Arc::new(Idp::start()?);
+        let db = Arc::new(database_with_schema().await?);
         let mut pairs = idp.env();
         let own = [("APP_HOST", APP), ("CODE_HOST", CODE), ("IDP_SIGN_IN_URL", "https://idp.test/in?x=1")];
         pairs.extend(
             own.iter().chain(settings).map(|(name, value)| ((*name).to_owned(), (*value).to_owned())),
         );
-        let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
-        let config = RouterConfig::read(&mut env);
-        let config = env.finish(config)?;
         let proof_signer = signer("k1");
-        let keys = ProofKeys { keys: vec![proof_signer.public()] };
+        let public = ProofKeys { keys: vec![proof_signer.public()] };
         let (app_signer, app) = of_apps();
-        let set =
-            SigningSet { current: proof_signer, next: None, retired: Vec::new(), public: keys.clone(), app };
-        let (signing, proof) = watch::channel(Arc::new(set));
-        let stop = CancellationToken::new();
-        let mut database: tokio_postgres::Config = match database {
+        let set = SigningSet { current: proof_signer, next: None, retired: Vec::new(), public, app };
+        let (signing, _) = watch::channel(Arc::new(set));
+        let mut config: tokio_postgres::Config = match database {
             None => db.url().parse()?,
             Some(addr) => {
                 let mut url = url::Url::parse(&db.url())?;
@@ -102,7 +98,31 @@ impl World {
                 url.as_str().parse()?
             }
         };
-        database.connect_timeout(Duration::from_secs(2));
+        config.connect_timeout(Duration::from_secs(2));
+        Self::on(idp, db, config, pairs, (signing, app_signer)).await
+    }
+
+    /// Another process of the same platform.
+    pub async fn beside(&self) -> Result<Self> {
+        let (idp, db) = (Arc::clone(&self.idp), Arc::clone(&self.database));
+        let config = db.url().parse()?;
+        let signing = (self.signing.clone(), Arc::clone(&self.app_signer));
+        Self::on(idp, db, config, self.settings.clone(), signing).await
+    }
+
+    async fn on(
+        idp: Arc<Idp>,
+        db: Arc<TestDatabase>,
+        database: tokio_postgres::Config,
+        settings: Vec<(String, String)>,
+        (signing, app_signer): (watch::Sender<Arc<SigningSet>>, Arc<Signer>),
+    ) -> Result<Self> {
+        let mut env = Env::from_pairs(settings.iter().map(|(name, value)| (&**name, &**value)));
+        let config = RouterConfig::read(&mut env);
+        let config = env.finish(config)?;
+        let keys = signing.borrow().public.clone();
+        let proof = signing.subscribe();
+        let stop = CancellationToken::new();
         let manager = deadpool_postgres::Manager::new(database.clone(), NoTls);
         let pool = deadpool_postgres::Pool::builder(manager).max_size(4).build()?;
         let freshness = Arc::new(Freshness::new(config.max_staleness));
@@ -117,7 +137,7 @@ impl World {
             .timeout(Duration::from_secs(60))
             .build()?;
         let sql = db.connect().await?;
-        Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, client, stop })
+        Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, settings, client, stop })
     }
 
     /// A user with one running machine, seen by the router.

@@ -9,6 +9,7 @@ mod body;
 mod headers;
 mod pool;
 mod tunnel;
+mod until;
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -25,6 +26,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use body::{Outgoing, Relayed, Upload};
 pub use headers::strip_hop_by_hop;
 use pool::{Pool, Wire};
+pub use until::Until;
 
 /// A connected byte stream to the upstream.
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -120,13 +122,14 @@ impl Proxy {
         let asked_upgrade = strip_hop_by_hop(request.headers_mut());
         let client = asked_upgrade.then(|| hyper::upgrade::on(&mut request));
         let (mut parts, body) = request.into_parts();
+        let until = if asked_upgrade { parts.extensions.remove() } else { None };
         origin_form(&mut parts.uri);
         parts.version = Version::HTTP_11;
         let (body, upload) = Outgoing::new(body);
         // Only what may be sent twice is kept for a second try on a fresh connection.
         let replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
-        let exchange = Exchange { pool: &self.pool, upload, client };
+        let exchange = Exchange { pool: &self.pool, upload, client, until };
         // A new connection's and a second try's futures stand in boxes: most requests need neither.
         let Some(wire) = self.pool.reuse() else {
             return Box::pin(exchange.afresh(request)).await;
@@ -161,6 +164,8 @@ struct Exchange<'a> {
     upload: Option<Arc<Upload>>,
     /// The client's side of the upgrade that it asked for.
     client: Option<hyper::upgrade::OnUpgrade>,
+    /// The end of the upgraded connection, where the caller set one.
+    until: Option<Until>,
 }
 
 struct Failed<'a> {
@@ -236,7 +241,7 @@ impl<'a> Exchange<'a> {
         };
         match self.client.take() {
             Some(client) if answered.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                tunnel::open(client, hyper::upgrade::on(&mut answered), self.pool.closed.clone());
+                tunnel::open(client, hyper::upgrade::on(&mut answered), self.pool.closed.clone(), self.until);
                 let (parts, _) = answered.into_parts();
                 Ok(answer(parts, Body::empty()))
             }

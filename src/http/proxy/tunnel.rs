@@ -1,19 +1,29 @@
-//! What follows an accepted upgrade: bytes both ways until one side ends, or the way is closed.
+//! What follows an accepted upgrade: bytes both ways until one side ends, the way is closed, or the time that the request
+//! was given is over.
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
+use super::until::Until;
+
 /// Joins both sides once both have switched.
-pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken) {
+pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<Until>) {
     tokio::spawn(async move {
         let joined = async {
             let (client, upstream) = tokio::try_join!(client, upstream).map_err(std::io::Error::other)?;
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
             tokio::io::copy_bidirectional(&mut client, &mut upstream).await
         };
+        let until = async {
+            match until {
+                Some(until) => until.ended().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = closed.cancelled() => {}
+            () = until => {}
             ended = joined => if let Err(error) = ended {
                 tracing::debug!(%error, "tunnel ended");
             }

@@ -29,6 +29,7 @@ impl Expiring {
 pub enum ExpiringTable {
     Sessions,
     SessionCodes,
+    SignOuts,
     IdempotencyKeys,
     /// With their logs.
     Operations,
@@ -51,6 +52,12 @@ impl ExpiringTable {
                 "session_codes",
                 "DELETE FROM session_codes WHERE code_hash IN (SELECT code_hash FROM session_codes \
                  WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
+                 FOR UPDATE SKIP LOCKED)",
+            ),
+            Self::SignOuts => (
+                "sign_outs",
+                "DELETE FROM sign_outs WHERE idp_user_id IN (SELECT idp_user_id FROM sign_outs \
+                 WHERE signed_out_at < now() - make_interval(secs => $1) ORDER BY signed_out_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
             Self::IdempotencyKeys => (

@@ -84,7 +84,7 @@ async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -
     request.headers_mut().remove(AUTHORIZATION);
     match site.directory.of_machine(&claims.sub, claims.aud) {
         Found::Running(machine, way) => {
-            site.forward(visit, &machine, &way, Caller::App(&claims.app), request).await
+            site.forward(visit, &machine, &way, Caller::App(&claims), request).await
         }
         Found::Waiting(machine) => Absence::of(&machine.row).answer(visit.page),
         Found::Nothing => Refusal::Ended.answer(visit.page),
@@ -126,6 +126,9 @@ fn believed(site: &Site, visit: &Visit, shown: &Shown) -> Result<AppClaims, Refu
         tracing::debug!(%error, "app token refused");
         Refusal::Ended
     })?;
+    if claims.generation < site.sign_outs.generation(&claims.sub) {
+        return Err(Refusal::Ended);
+    }
     if slug.is_some_and(|slug| *slug != claims.app) {
         return Err(Refusal::AnotherApp);
     }

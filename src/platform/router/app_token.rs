@@ -32,6 +32,9 @@ pub(super) struct AppClaims {
     pub(super) app: String,
     iat: i64,
     pub(super) exp: i64,
+    /// The number of the user's last sign-out when it was made.
+    #[serde(default)]
+    pub(super) generation: i64,
 }
 
 /// A token and the Unix second at which it ends.
@@ -46,12 +49,20 @@ pub(super) fn mint(
     user: &IdpUserId,
     machine: MachineId,
     app: &str,
+    generation: i64,
     now: Timestamp,
 ) -> Minted {
     let iat = now.as_second();
     let exp = iat + LIFE_SECONDS;
-    let claims =
-        AppClaims { iss: ISSUER.to_owned(), sub: user.clone(), aud: machine, app: app.to_owned(), iat, exp };
+    let claims = AppClaims {
+        iss: ISSUER.to_owned(),
+        sub: user.clone(),
+        aud: machine,
+        app: app.to_owned(),
+        iat,
+        exp,
+        generation,
+    };
     Minted { token: format!("{PREFIX}{}", signer.sign_json(&claims)), expires_at: exp }
 }
 
@@ -96,13 +107,13 @@ mod tests {
         let (own, other, now) = (signer(), signer(), Timestamp::now());
         let keys = ProofKeys { keys: vec![own.public()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
-        let minted = mint(&own, &user, machine, "notes", now);
+        let minted = mint(&own, &user, machine, "notes", 0, now);
         assert!(looks_like_one(&minted.token));
         let claims = verify(&keys, &minted.token, now).unwrap();
         assert_eq!((claims.sub, claims.aud, &*claims.app), (user.clone(), machine, "notes"));
         let late = now + SignedDuration::from_secs(LIFE_SECONDS + LEEWAY_SECONDS + 1);
         assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::Stale));
-        let forged = mint(&other, &user, machine, "notes", now);
+        let forged = mint(&other, &user, machine, "notes", 0, now);
         assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::BadSignature));
     }
 
@@ -118,6 +129,7 @@ mod tests {
             app: "notes".to_owned(),
             iat: now.as_second(),
             exp: now.as_second() + 60,
+            generation: 0,
         };
         let sign = |claims: &AppClaims| format!("{PREFIX}{}", own.sign_json(claims));
         assert!(verify(&keys, &sign(&good()), now).is_ok());
@@ -129,7 +141,7 @@ mod tests {
         ] {
             assert_eq!(verify(&keys, &sign(&bad), now), Err(ProofError::Malformed), "{bad:?}");
         }
-        let bare = mint(&own, &user, machine, "notes", now).token.replacen(PREFIX, "", 1);
+        let bare = mint(&own, &user, machine, "notes", 0, now).token.replacen(PREFIX, "", 1);
         assert_eq!(verify(&keys, &bare, now), Err(ProofError::Malformed));
     }
 

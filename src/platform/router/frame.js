@@ -14,7 +14,7 @@ const show = (path) => {
   frame.src = `/apps/${settings.app}/~${token}/${path}`;
 };
 
-// The inner page has an opaque origin, so no other target can be named; it cannot leave this host (frame-src).
+// The inner page has an opaque origin, so no other target can be named; it cannot leave its app (frame-src).
 const tell = () => frame.contentWindow?.postMessage({ type: "svc:app-token", token, expiresAt }, "*");
 
 const later = (seconds) => {

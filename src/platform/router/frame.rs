@@ -1,7 +1,7 @@
 //! The page around an app's page, of the owner's origin (contract, part 4, "Apps").
 //!
-//! It gives the app inside a token instead of the session, renews it, and lets the inner page go nowhere but to this
-//! host. Invariant: nothing of the app runs in the owner's origin.
+//! It gives the app inside a token instead of the session, renews it, and lets the inner page go nowhere but to the same
+//! app. Invariant: nothing of the app runs in the owner's origin.
 
 use axum::response::Response;
 use base64::Engine;
@@ -29,7 +29,9 @@ pub(super) fn target(path: &str) -> Option<(&str, &str)> {
 }
 
 /// The frame around `/apps/<slug>/<rest>`.
-pub(super) fn around(slug: &str, rest: &str, uri: &Uri, minted: &Minted) -> Response {
+///
+/// `origin` is this host's, as the browser knows it.
+pub(super) fn around(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &Minted) -> Response {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let settings = json!({
         "app": slug,
@@ -43,7 +45,8 @@ pub(super) fn around(slug: &str, rest: &str, uri: &Uri, minted: &Minted) -> Resp
         .replace("{{script}}", SCRIPT)
         .replace("{{settings}}", &in_html(&settings.to_string()));
     let mut answer = page::html(StatusCode::OK, body);
-    restrict(&mut answer, SCRIPT, STYLE);
+    // Of this app alone: a link of its page must not lead to another app's, which would be handed this one's token.
+    restrict(&mut answer, SCRIPT, STYLE, &format!("{origin}/apps/{slug}/"));
     answer
 }
 
@@ -51,15 +54,15 @@ pub(super) fn around(slug: &str, rest: &str, uri: &Uri, minted: &Minted) -> Resp
 pub(super) fn ended() -> Response {
     let body = ENDED.replace("{{style}}", ENDED_STYLE).replace("{{script}}", ENDED_SCRIPT);
     let mut answer = page::html(StatusCode::UNAUTHORIZED, body);
-    restrict(&mut answer, ENDED_SCRIPT, ENDED_STYLE);
+    restrict(&mut answer, ENDED_SCRIPT, ENDED_STYLE, "'none'");
     answer
 }
 
-/// Our script and style by their hashes: nothing else runs, and an inner page stays on this host.
-fn restrict(answer: &mut Response, script: &str, style: &str) {
+/// Our script and style by their hashes: nothing else runs, and an inner page stays where `frames` says.
+fn restrict(answer: &mut Response, script: &str, style: &str, frames: &str) {
     let hash = |text: &str| format!("'sha256-{}'", B64.encode(digest(&SHA256, text.as_bytes())));
     let policy = format!(
-        "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; frame-src 'self'; \
+        "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; frame-src {frames}; \
          frame-ancestors 'self'; base-uri 'none'; form-action 'none'",
         hash(script),
         hash(style)
@@ -91,7 +94,7 @@ mod tests {
     fn a_path_cannot_end_the_settings() {
         let minted = Minted { token: "svca_x".to_owned(), expires_at: 1 };
         let uri = Uri::from_static("/apps/notes/x?a=%3C");
-        let answer = around("notes", "</script><script>alert(1)</script>", &uri, &minted);
+        let answer = around("notes", "</script><script>alert(1)</script>", &uri, "https://app.test", &minted);
         let body = String::from_utf8_lossy(
             &futures_util::FutureExt::now_or_never(axum::body::to_bytes(answer.into_body(), usize::MAX))
                 .unwrap()

@@ -21,6 +21,7 @@ mod page;
 mod serve;
 mod session;
 mod sign_in;
+mod sign_outs;
 mod watch;
 
 use std::sync::Arc;
@@ -35,6 +36,7 @@ pub use config::RouterConfig;
 pub use freshness::{Freshness, Routes};
 pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};
+pub use sign_outs::SIGN_OUTS_KEPT;
 
 use crate::http::observe::{self, Listener};
 use crate::http::{client, jwt};
@@ -42,6 +44,7 @@ use crate::platform::keys::SigningSet;
 use directory::Directory;
 use identity::Gate;
 use session::Sessions;
+use sign_outs::SignOuts;
 use watch::Watcher;
 
 /// What the router needs of the process that it runs in.
@@ -61,6 +64,7 @@ struct Site {
     config: RouterConfig,
     directory: Arc<Directory>,
     sessions: Arc<Sessions>,
+    sign_outs: Arc<SignOuts>,
     gate: Gate,
     proof: channel::Receiver<Arc<SigningSet>>,
 }
@@ -73,16 +77,18 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     let client = client::build(client::Deadlines::CALL).context("the identity provider's client")?;
     let directory = Arc::new(Directory::new(ctx.config.chain_check, Arc::clone(&ctx.freshness)));
     let sessions = Arc::new(Sessions::new(ctx.pool, Arc::clone(&ctx.freshness)));
+    let sign_outs = Arc::<SignOuts>::default();
     let watcher = Watcher {
         database: ctx.database,
         directory: Arc::clone(&directory),
         sessions: Arc::clone(&sessions),
+        sign_outs: Arc::clone(&sign_outs),
         freshness: ctx.freshness,
         every: ctx.config.poll,
     };
     tokio::spawn(watcher.run(ctx.stop));
     let gate = Gate::new(jwt::Verifier::new(ctx.config.idp.clone(), client), Arc::clone(&sessions));
-    let site = Arc::new(Site { config: ctx.config, directory, sessions, gate, proof: ctx.proof });
+    let site = Arc::new(Site { config: ctx.config, directory, sessions, sign_outs, gate, proof: ctx.proof });
     Ok(Router::new()
         .fallback(serve::serve)
         .with_state(site)

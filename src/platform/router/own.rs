@@ -188,7 +188,9 @@ async fn app_token_for(site: &Site, visit: &Visit, call: &Call) -> Result<Respon
         Found::Unknown => return Ok(Absence::Unknown.answer(false)),
     };
     let row = &machine.row;
-    let minted = app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &app, visit.now);
+    let generation = site.sign_outs.generation(&row.user);
+    let minted =
+        app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &app, generation, visit.now);
     Ok(json_answer(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }
 

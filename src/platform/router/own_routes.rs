@@ -79,7 +79,7 @@ pub static SIGN_OUT: Own = Own {
         id: "signOut",
         method: Method::POST,
         path: "/_svc/sign-out",
-        summary: "Ends the sessions of whoever asks, on both hosts.",
+        summary: "Ends the sessions of whoever asks, on both hosts, with their app tokens and open streams.",
         credentials: &[],
         parameters: &[],
         body: None,

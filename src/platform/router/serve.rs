@@ -2,13 +2,17 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use axum::body::HttpBody;
 use axum::extract::{ConnectInfo, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::header::{HOST, LOCATION, SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
+use http::header::{CONTENT_LENGTH, HOST, LOCATION, SET_COOKIE, STRICT_TRANSPORT_SECURITY, UPGRADE};
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use jiff::Timestamp;
+use tokio_util::sync::CancellationToken;
 
+use super::app_token::AppClaims;
 use super::directory::Found;
 use super::door::Door;
 use super::headers::{Onward, make_onward};
@@ -18,8 +22,8 @@ use super::page::{self, Absence};
 use super::session::LIFE_SECONDS;
 use super::{Site, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
-use crate::http::proof::Route;
-use crate::http::proxy::ProxyError;
+use crate::http::proof::{LEEWAY_SECONDS, Route};
+use crate::http::proxy::{ProxyError, Until};
 use crate::http::request_id;
 use crate::http::server::Scheme;
 use crate::metrics::UPSTREAM_FAILURES;
@@ -39,11 +43,10 @@ pub(super) struct Visit {
 }
 
 /// In whose name a request goes on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(super) enum Caller<'a> {
-    Owner,
-    /// The app of this slug.
-    App(&'a str),
+    Owner(&'a Identity),
+    App(&'a AppClaims),
 }
 
 pub(super) async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
@@ -90,7 +93,7 @@ impl Site {
         let mut answer = match self.directory.find(identity.user(), identity.slot()) {
             Found::Running(machine, way) => match self.framed(&visit, &machine, &request) {
                 Some(frame) => frame,
-                None => self.forward(&visit, &machine, &way, Caller::Owner, request).await,
+                None => self.forward(&visit, &machine, &way, Caller::Owner(&identity), request).await,
             },
             Found::Waiting(machine) => self.absent(&visit, Absence::of(&machine.row), request.uri()),
             Found::Nothing => self.absent(&visit, Absence::NoMachine, request.uri()),
@@ -161,8 +164,11 @@ impl Site {
         let uri = request.uri();
         let (app, rest) = frame::target(uri.path())?;
         let row = &machine.row;
-        let minted = app_token::mint(&self.proof.borrow().app.current, &row.user, row.id, app, visit.now);
-        Some(frame::around(app, rest, uri, &minted))
+        let generation = self.sign_outs.generation(&row.user);
+        let minted =
+            app_token::mint(&self.proof.borrow().app.current, &row.user, row.id, app, generation, visit.now);
+        let origin = format!("{}://{}", visit.scheme, visit.authority);
+        Some(frame::around(app, rest, uri, &origin, &minted))
     }
 
     pub(super) async fn forward(
@@ -174,18 +180,22 @@ impl Site {
         mut request: Request,
     ) -> Response {
         let (route, app) = match caller {
-            Caller::Owner => (visit.door.route(), None),
-            Caller::App(app) => (Route::App, Some(app)),
+            Caller::Owner(_) => (visit.door.route(), None),
+            Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
         };
         let proof = machine.proof(route, app, &self.proof.borrow(), visit.now);
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
         let request_id = request_id::current();
         let onward = Onward { peer, scheme: visit.scheme, proof, request_id: &request_id };
-        make_onward(request.headers_mut(), onward);
+        if make_onward(request.headers_mut(), onward)
+            && let Some(until) = self.until(caller, visit.now)
+        {
+            request.extensions_mut().insert(until);
+        }
         match way.proxy.forward(request).await {
             Ok(mut answer) => {
                 cookie::drop_ours(answer.headers_mut());
-                answer
+                self.bound(caller, visit.now, answer)
             }
             Err(error) => {
                 tracing::warn!(svc_machine_id = %machine.row.id, error = %chain(&error), "the machine did not answer");
@@ -204,6 +214,38 @@ impl Site {
         }
     }
 
+    /// An answer whose length is not known may go on for hours: it ends with what it was asked by.
+    fn bound(&self, caller: Caller<'_>, now: Timestamp, answer: Response) -> Response {
+        if answer.body().size_hint().exact().is_some() || answer.headers().contains_key(CONTENT_LENGTH) {
+            return answer;
+        }
+        match self.until(caller, now) {
+            Some(until) => answer.map(|body| until.bound(body)),
+            None => answer,
+        }
+    }
+
+    /// When a stream of this caller has to end; `None` for one with a bearer token, which no sign-out takes back.
+    fn until(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
+        let (user, expires_at) = match caller {
+            Caller::Owner(Identity::Bearer(_)) => return None,
+            Caller::Owner(Identity::Cookie(subject)) => (&subject.user, None),
+            Caller::Owner(Identity::Session(session)) => {
+                (&session.user, Some(session.expires_at.as_second()))
+            }
+            Caller::App(claims) => (&claims.sub, Some(claims.exp + LEEWAY_SECONDS)),
+        };
+        let closed = self.sign_outs.register(user);
+        let is_valid = match caller {
+            Caller::Owner(Identity::Session(session)) => self.sessions.is_open(session),
+            Caller::Owner(_) => true,
+            Caller::App(claims) => claims.generation >= self.sign_outs.generation(user),
+        };
+        let closed = if is_valid { closed } else { ended() };
+        let left = |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
+        Some(Until { closed, at: expires_at.map(|at| tokio::time::Instant::now() + left(at)) })
+    }
+
     fn absent(&self, visit: &Visit, absence: Absence, uri: &Uri) -> Response {
         match &self.config.legacy_fallback {
             Some(base) => {
@@ -216,6 +258,13 @@ impl Site {
             None => absence.answer(visit.page),
         }
     }
+}
+
+/// Of what has ended since it was asked.
+fn ended() -> Arc<CancellationToken> {
+    let token = CancellationToken::new();
+    token.cancel();
+    Arc::new(token)
 }
 
 pub(super) fn database_unavailable(error: &(dyn std::error::Error + 'static)) -> Problem {

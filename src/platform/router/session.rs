@@ -150,12 +150,21 @@ impl Sessions {
         Ok(found)
     }
 
-    /// Ends all sessions of a user, on both hosts.
-    pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<(), SessionError> {
-        let sql = "UPDATE sessions SET revoked_at = now() WHERE idp_user_id = $1 AND revoked_at IS NULL";
-        self.row(sql, &[&user.as_str()]).await?;
+    /// Ends all sessions of a user, on both hosts; the number of this sign-out.
+    pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
+        let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
+                     WHERE idp_user_id = $1 AND revoked_at IS NULL) \
+                   INSERT INTO sign_outs (idp_user_id, generation) VALUES ($1, nextval('sign_out_generations')) \
+                   ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') \
+                   RETURNING generation";
+        let row = self.row(sql, &[&user.as_str()]).await?.ok_or(SessionError::Unreadable)?;
         self.kept().retain(|_, kept| !matches!(kept, Kept::Live(session) if session.user == *user));
-        Ok(())
+        Ok(row.try_get(0)?)
+    }
+
+    /// Whether nobody has ended it, as far as this process knows.
+    pub(super) fn is_open(&self, session: &Session) -> bool {
+        matches!(self.kept().get(&session.hash), Some(Kept::Live(_)))
     }
 
     /// A code that opens a session on the code host once, in the browser that holds `state`.
@@ -185,20 +194,20 @@ impl Sessions {
         }))
     }
 
-    /// Applies what the watcher read of sessions that changed; of them only those in memory matter.
-    pub(super) fn take_changes(&self, rows: &[Row]) {
-        let mut kept = self.kept();
+    /// Applies what the watcher read of sessions that changed; of them only those in memory matter. Gives the users of those
+    /// that have ended by it.
+    pub(super) fn take_changes(&self, rows: &[Row]) -> Vec<IdpUserId> {
+        let (mut kept, mut ended) = (self.kept(), Vec::new());
         for row in rows {
             let Ok(hash) = hash_of(row) else { continue };
-            if !kept.contains_key(&hash) {
-                continue;
-            }
+            let Some(known) = kept.get_mut(&hash) else { continue };
             let now_is = read(row).ok().flatten();
-            kept.insert(
-                hash,
-                now_is.map_or_else(|| Kept::Unknown(Instant::now()), |it| Kept::Live(Arc::new(it))),
-            );
+            if let (Kept::Live(session), None) = (&*known, &now_is) {
+                ended.push(session.user.clone());
+            }
+            *known = now_is.map_or_else(|| Kept::Unknown(Instant::now()), |it| Kept::Live(Arc::new(it)));
         }
+        ended
     }
 
     /// After a time in which changes may have been missed.

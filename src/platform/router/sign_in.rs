@@ -94,10 +94,12 @@ pub(super) async fn take(site: &Site, call: &Call) -> Result<Response, Problem> 
     Ok(answer)
 }
 
-/// Ends the user's sessions on both hosts; the provider's own is the provider's.
+/// Ends the user's sessions on both hosts, app tokens and open streams; the provider's own is the provider's.
 pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) -> Result<Response, Problem> {
     if let Some(identity) = site.identify(visit, headers).await? {
-        site.sessions.revoke_all(identity.user()).await.map_err(|error| failed(&error))?;
+        let user = identity.user();
+        let generation = site.sessions.revoke_all(user).await.map_err(|error| failed(&error))?;
+        site.sign_outs.take(user, generation);
     }
     let mut answer = StatusCode::NO_CONTENT.into_response();
     answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));

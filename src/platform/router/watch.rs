@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use tokio::sync::Notify;
 use tokio_postgres::config::Host;
+use tokio_postgres::types::ToSql;
 use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
@@ -18,6 +19,7 @@ use super::directory::Directory;
 use super::freshness::{Freshness, Routes};
 use super::machine::{Endpoint, Row};
 use super::session::Sessions;
+use super::sign_outs::{SIGN_OUTS_KEPT, SignOuts};
 use crate::http::resolve;
 use crate::machine::id::MachineId;
 use crate::metrics::ROUTES_AGE;
@@ -32,6 +34,10 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 /// `now()` is stable within a statement, so that the index serves it; `clock_timestamp()` would be compared row by row.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
+/// Those that an app token may be from before, or the newest.
+const SIGN_OUTS: &str = "SELECT idp_user_id, generation FROM sign_outs \
+     WHERE signed_out_at > now() - make_interval(secs => $1)";
+const NEW_SIGN_OUTS_SECONDS: f64 = 15.0;
 const CHANGED_KIDS: &str = "SELECT machine_id, proof_kids FROM user_machines \
      WHERE proof_kids_at > now() - interval '15 seconds' AND deleted_at IS NULL AND retired_at IS NULL";
 
@@ -39,6 +45,7 @@ pub(super) struct Watcher {
     pub(super) database: Config,
     pub(super) directory: Arc<Directory>,
     pub(super) sessions: Arc<Sessions>,
+    pub(super) sign_outs: Arc<SignOuts>,
     pub(super) freshness: Arc<Freshness>,
     pub(super) every: Duration,
 }
@@ -93,10 +100,13 @@ impl Watcher {
     }
 
     async fn poll(&self, connection: &mut Connection, began: Instant) -> anyhow::Result<()> {
-        let Connection { client, digest, machines, sessions, kids, known } = connection;
-        let (now, changed, acknowledged) = tokio::try_join!(
+        let Connection { client, digest, machines, sessions, sign_outs, kids, known } = connection;
+        let since = if known.is_none() { SIGN_OUTS_KEPT.as_secs_f64() } else { NEW_SIGN_OUTS_SECONDS };
+        let since: [&(dyn ToSql + Sync); 1] = [&since];
+        let (now, changed, signed_out, acknowledged) = tokio::try_join!(
             client.query_one(&*digest, &[]),
             client.query(&*sessions, &[]),
+            client.query(&*sign_outs, &since),
             client.query(&*kids, &[])
         )?;
         let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
@@ -112,7 +122,16 @@ impl Watcher {
             self.directory.replace(rows, began)?;
             *known = Some(now);
         }
-        self.sessions.take_changes(&changed);
+        for user in self.sessions.take_changes(&changed) {
+            self.sign_outs.close(&user);
+        }
+        // After the sessions: a stream's opener looks at its session once more when it has registered the stream.
+        for row in signed_out {
+            match row.try_get::<_, &str>(0)?.parse() {
+                Ok(user) => self.sign_outs.take(&user, row.try_get(1)?),
+                Err(error) => tracing::error!(%error, "a sign-out cannot be read"),
+            }
+        }
         Ok(())
     }
 }
@@ -160,6 +179,7 @@ struct Connection {
     digest: Statement,
     machines: Statement,
     sessions: Statement,
+    sign_outs: Statement,
     kids: Statement,
     known: Option<(i64, i64)>,
 }
@@ -186,6 +206,7 @@ impl Connection {
             digest: client.prepare(&digest).await?,
             machines: client.prepare(&machines).await?,
             sessions: client.prepare(CHANGED_SESSIONS).await?,
+            sign_outs: client.prepare(SIGN_OUTS).await?,
             kids: client.prepare(CHANGED_KIDS).await?,
             client,
             known: None,

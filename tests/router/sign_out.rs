@@ -1,0 +1,130 @@
+//! What a sign-out closes: streams, WebSockets and app tokens, here and in other processes.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use futures_util::{SinkExt, StreamExt};
+use http::StatusCode;
+use reqwest::Response;
+use serde_json::json;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+use tokio_tungstenite::{WebSocketStream, client_async};
+
+use super::machine::TestMachine;
+use super::world::{APP, OBEYED_WITHIN, World, read};
+
+/// What a browser of one user has open: by its session, and by an app's token.
+struct Opened {
+    socket: WebSocketStream<TcpStream>,
+    streams: [Response; 2],
+    token: String,
+}
+
+async fn begun(mut stream: Response) -> Result<Response> {
+    assert_eq!(stream.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
+    Ok(stream)
+}
+
+async fn session(world: &World, user: &str) -> Result<String> {
+    let cookie = format!("__session={}", world.token(user));
+    let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", cookie)).await;
+    Ok(format!("svc_session={}", page.cookie("svc_session").context("a session")?))
+}
+
+impl Opened {
+    async fn by(world: &World, session: &str) -> Result<Self> {
+        let stream = TcpStream::connect(world.addr).await?;
+        let mut request = format!("ws://{APP}/ws").into_client_request()?;
+        request.headers_mut().insert("cookie", session.parse()?);
+        request.headers_mut().insert("origin", format!("http://{APP}").parse()?);
+        let (mut socket, _) = client_async(request, stream).await?;
+        socket.send(Message::text("hello")).await?;
+        socket.next().await.context("open")??;
+        let asked = world.post(APP, "/_svc/app-token").header("cookie", session);
+        let minted = read(asked.json(&json!({ "app": "notes" }))).await;
+        let token = minted.json()["token"].as_str().context("a token")?.to_owned();
+        let own = begun(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
+        let of_app = begun(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
+        Ok(Self { socket, streams: [own, of_app], token })
+    }
+
+    async fn is_closed_soon(&mut self, world: &World) -> Result<()> {
+        let began = Instant::now();
+        let left = || OBEYED_WITHIN.saturating_sub(began.elapsed());
+        let end = timeout(left(), self.socket.next()).await.context("the WebSocket goes on")?;
+        ensure!(!matches!(end, Some(Ok(_))), "{end:?}");
+        for stream in &mut self.streams {
+            // Broken off: nobody takes it for whole.
+            ensure!(timeout(left(), stream.chunk()).await.context("a stream goes on")?.is_err());
+        }
+        let late = read(world.get(APP, "/").bearer_auth(&self.token)).await;
+        assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app's token");
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_session_has_opened_closes_with_it() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let session = session(&world, "user_1").await?;
+    let mut opened = Opened::by(&world, &session).await?;
+    let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    assert_eq!(answer.status, StatusCode::NO_CONTENT);
+    opened.is_closed_soon(&world).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none_of_it() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    // Another process of the platform, with the same database.
+    let other = world.beside().await?;
+    for n in 0..3 {
+        let session = session(&world, "user_1").await.with_context(|| format!("session {n}"))?;
+        let mut opened = Opened::by(&world, &session).await?;
+        let answer = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+        assert_eq!(answer.status, StatusCode::NO_CONTENT);
+        opened.is_closed_soon(&world).await?;
+        let late = read(other.get(APP, "/").bearer_auth(&opened.token)).await;
+        assert_eq!(late.status, StatusCode::UNAUTHORIZED);
+    }
+    // A process that starts later knows of it.
+    let session = session(&world, "user_1").await?;
+    let opened = Opened::by(&world, &session).await?;
+    read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let late = world.beside().await?;
+    late.until_status("user_1", StatusCode::OK).await;
+    assert_eq!(read(late.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::UNAUTHORIZED);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_elses_streams_end() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let another = TestMachine::start().await?;
+    world.add(&another, "user_2", "primary", "running").await?;
+    world.until_status("user_2", StatusCode::OK).await;
+    let (one, two) = (session(&world, "user_1").await?, session(&world, "user_2").await?);
+    let mut opened = Opened::by(&world, &two).await?;
+    read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    opened.socket.send(Message::text("still here")).await?;
+    let echoed = timeout(Duration::from_secs(5), opened.socket.next()).await?.context("open")??;
+    assert_eq!(echoed, Message::text("still here"));
+    assert_eq!(read(world.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_ends_when_its_session_expires() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let session = session(&world, "user_1").await?;
+    world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    let mut stream = begun(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
+    let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("it goes on")?;
+    ensure!(end.is_err());
+    Ok(())
+}
