@@ -115,6 +115,11 @@ fn every_metric_is_in_the_readme() {
 }
 
 #[test]
+fn every_test_that_a_page_names_exists() {
+    assert_none(&documented::unknown_tests(&files()));
+}
+
+#[test]
 fn the_folders_are_those_of_the_plan() {
     assert_none(&rules::unplanned_folders(&files()));
 }

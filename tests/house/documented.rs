@@ -86,9 +86,41 @@ pub fn untold_metrics(files: &[File]) -> Vec<String> {
     found
 }
 
+/// Tests that a page in `docs` names, as `` `area::file::name` ``, are there.
+pub fn unknown_tests(files: &[File]) -> Vec<String> {
+    let is_name = |text: &str| {
+        text.contains("::")
+            && text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_:".contains(c))
+    };
+    let is_there = |name: &str| {
+        let (place, name) = name.rsplit_once("::").unwrap_or_default();
+        let path = format!("tests/{}.rs", place.replace("::", "/"));
+        files.iter().any(|file| file.path == path && file.text.contains(&format!("fn {name}(")))
+    };
+    let mut found = Vec::new();
+    for file in files.iter().filter(|file| file.path.starts_with("docs/")) {
+        for (number, line) in file.text.lines().enumerate() {
+            let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
+            for name in names.filter(|name| !is_there(name)) {
+                found.push(at(&file.path, number + 1, format!("there is no test {name}")));
+            }
+        }
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_test_that_a_page_names_and_nobody_wrote_is_noticed() {
+        let page = File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e` and `a/b.rs`");
+        let test = File::sample("tests/a/b.rs", "#[test]\nfn c_d() {}");
+        let found = unknown_tests(&[page, test]);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].contains("a::b::e"), "{found:?}");
+    }
 
     #[test]
     fn a_variable_is_seen_however_it_is_read() {

@@ -94,13 +94,14 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
         .collect()
 }
 
-const TOP: [&str; 14] = [
+const TOP: [&str; 15] = [
     ".cargo",
     ".ci",
     ".config",
     ".github",
     "apps",
     "cloud-init",
+    "docs",
     "fuzz",
     "migrations",
     "packaging",
