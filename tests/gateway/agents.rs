@@ -189,6 +189,37 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
     Ok(())
 }
 
+/// What an agent does by itself may switch its hooks off, or take away what they need to find the watcher.
+#[tokio::test]
+#[ignore = "long: fetches Claude Code from npm"]
+async fn long_calls_whose_hooks_are_switched_off_are_a_gap() -> Result<()> {
+    let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
+    for (settings, root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
+        let (machine, _running) = machine(to_claude, |url, machine| {
+            machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
+            let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" });
+            if root {
+                environment["SVC_ROOT"] = machine.path("").display().to_string().into();
+            }
+            let command = json!([program, "--allowedTools", "Write,Edit,Bash,Read"]);
+            Ok(json!({ "adapter": "claude-code", "command": command, "environment": environment }))
+        })?;
+        let _runner = runner(&machine.path(""))?;
+        let host = machine.start()?;
+        let told = dispatched(&host, "d1", "main").await?;
+        ensure!(told.last().context("events")?.1["status"] == "success", "{told:#?}");
+        let audit = host.machine.path("home/svc/home/system/logs/audit.jsonl");
+        host.until("a gap of four calls", async || {
+            let text = std::fs::read_to_string(&audit).unwrap_or_default();
+            let mut lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            Ok(lines.any(|line| line["gap"]["why"] == "unseen" && line["gap"]["lost"] == 4))
+        })
+        .await?;
+    }
+    Ok(())
+}
+
 /// The audit's lines, all of which are this actor's in the first dispatch.
 fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;

@@ -110,7 +110,6 @@ impl Input {
             .or(self.agent_type)
             .filter(|name| !name.is_empty())
             .unwrap_or_else(|| own.to_owned());
-        message.dispatch_id = said("SVC_DISPATCH_ID");
         message.session_id = self.session_id;
         message.subagent = self.agent_id;
         message.tool_use_id = self.tool_use_id;
