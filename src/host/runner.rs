@@ -43,6 +43,8 @@ pub struct Order {
 
 impl Order {
     pub const VERSION: u32 = 2;
+    /// Of a gateway of the release before, while an update is under way: it neither knows [`FromRunner::Ready`] nor says go.
+    pub const WITHOUT_READY: u32 = 1;
 }
 
 /// How a run ended.

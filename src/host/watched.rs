@@ -167,7 +167,9 @@ impl SeenCalls {
     const MAX_ID_BYTES: usize = 40;
 
     pub fn add(&mut self, id: &str) {
-        if self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
+        // What the agent prints is not to make the message longer than it may be.
+        let is_plain = id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.:".contains(&byte));
+        if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
         } else {
             self.more += 1;
@@ -310,6 +312,17 @@ impl Untold {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn whatever_ids_an_agent_prints_the_message_is_heard() {
+        let mut seen = SeenCalls::default();
+        for id in ["\u{1}".repeat(36), "\"".repeat(40), "x".repeat(40), "é".repeat(20), String::new()] {
+            (0..2000).for_each(|_| seen.add(&id));
+        }
+        assert_eq!((seen.ids.len() as u64 + seen.more, seen.ids.len()), (10_000, SeenCalls::MAX_IDS));
+        let message = Message::dispatch_end(&"d".repeat(200), seen);
+        assert!((serde_json::to_vec(&message).unwrap().len() as u64) < LONGEST);
+    }
 
     #[test]
     fn what_was_left_is_collected_once_and_takes_a_bounded_place() {

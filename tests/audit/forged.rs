@@ -42,6 +42,53 @@ fn a_tool_cannot_end_its_own_call() -> Result<()> {
     Ok(())
 }
 
+/// The tool's own process is replaced by the hook: it has the same parent as the program's hooks. The program's own word at
+/// the call's real end shows it.
+#[test]
+fn a_tool_that_becomes_the_hook_is_found_out() -> Result<()> {
+    let home = Home::new()?;
+    let call = home.begin(ADA)?;
+    home.end(ADA, &call)?;
+    home.shell("echo hidden > hidden")?;
+    home.end(ADA, &call)?;
+    let (gaps, entries) = told(&home)?;
+    assert_eq!((gaps, entries.len()), (vec!["forged".to_owned()], 0));
+    Ok(())
+}
+
+/// A hook that let go too early, and was heard all the same.
+#[test]
+fn a_late_hook_is_heard_once() -> Result<()> {
+    let home = Home::new()?;
+    let file = home.dir().join("w").display().to_string();
+    let write = json!({ "tool_name": "Write", "tool_input": { "file_path": file } });
+    home.tell(ADA, "PreToolUse", "w1", write.clone())?;
+    home.shell("echo x > w")?;
+    let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
+        "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "session-ada",
+        "toolUseId": "w1", "tool": "Write", "path": file, "actor": "claude-code" } });
+    fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
+    home.tell(ADA, "PostToolUse", "w1", write)?;
+    let (gaps, entries) = told(&home)?;
+    assert_eq!((gaps, short(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
+    assert_eq!(entries[0]["dispatchId"], "ada");
+    Ok(())
+}
+
+/// What anybody may leave in the file of late hooks does not excuse a call without a beginning.
+#[test]
+fn a_left_note_silences_nothing() -> Result<()> {
+    let home = Home::new()?;
+    let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
+        "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
+        "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
+    fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
+    home.tell(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
+    let (gaps, _) = told(&home)?;
+    assert_eq!(gaps, ["unpaired"]);
+    Ok(())
+}
+
 #[test]
 fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
     let home = Home::new()?;

@@ -14,7 +14,7 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
 use super::machine::TestMachine;
-use super::world::{APP, OBEYED_WITHIN, World, read};
+use super::world::{APP, CODE, OBEYED_WITHIN, World, read};
 
 /// What a browser of one user has open: by its session, and by an app's token.
 struct Opened {
@@ -126,5 +126,48 @@ async fn a_stream_ends_when_its_session_expires() -> Result<()> {
     let mut stream = begun(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
     let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("it goes on")?;
     ensure!(end.is_err());
+    Ok(())
+}
+
+/// A code is good for a minute, and would open a session of twelve hours.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_code_from_before_a_sign_out_opens_nothing() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let session = session(&world, "user_1").await?;
+    let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);
+    let handed = read(handed).await;
+    let (_, code) = handed.location().split_once("code=").context("a code")?;
+    read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
+    let path = format!("/_svc/session?code={code}");
+    let late = read(world.get(CODE, &path).header("cookie", "svc_code_state=nonce")).await;
+    assert_eq!(late.status, StatusCode::UNAUTHORIZED, "{late:?}");
+    Ok(())
+}
+
+/// As after two hours, when the row is gone and one process has started since.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sign_out_of_long_ago_keeps_no_process_from_another_ones_tokens() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    world
+        .sql
+        .batch_execute(
+            "INSERT INTO sign_outs (idp_user_id, generation) VALUES ('user_1', 7); \
+             ALTER TABLE sign_outs DISABLE TRIGGER signed_out; \
+             UPDATE sign_outs SET signed_out_at = now() - interval '90 minutes'",
+        )
+        .await?;
+    // One that knows of it still, and one for which the row was never there.
+    let knows = world.beside().await?;
+    knows.until_status("user_1", StatusCode::OK).await;
+    world.sql.batch_execute("DELETE FROM sign_outs").await?;
+    let never = world.beside().await?;
+    never.until_status("user_1", StatusCode::OK).await;
+    for (minted_by, asked) in [(&never, &knows), (&knows, &never)] {
+        let session = session(minted_by, "user_1").await?;
+        let minted = minted_by.post(APP, "/_svc/app-token").header("cookie", &session);
+        let minted = read(minted.json(&json!({ "app": "notes" }))).await;
+        let token = minted.json()["token"].as_str().context("a token")?.to_owned();
+        assert_eq!(read(asked.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
+    }
     Ok(())
 }

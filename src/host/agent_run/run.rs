@@ -51,16 +51,14 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let Some(ToRunner::Order(order)) = order.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    if order.version != Order::VERSION {
+    if ![Order::WITHOUT_READY, Order::VERSION].contains(&order.version) {
         let why = format!("svc-agent does not know orders of version {}", order.version);
         return FromRunner::Refused(why).write(&mut to).await;
     }
     if let Err(error) = tree::adopt_orphans() {
         tracing::warn!(%error, "what an agent leaves behind is left to systemd");
     }
-    FromRunner::Ready { pid: std::process::id() }.write(&mut to).await?;
-    let go = tokio::time::timeout(ORDER, ToRunner::read(&mut from)).await;
-    if !matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)) {
+    if order.version != Order::WITHOUT_READY && !is_told_to_go(&mut from, &mut to).await? {
         return FromRunner::Refused("it was cancelled before it ran".to_owned()).write(&mut to).await;
     }
     let child = match start(layout, &order) {
@@ -75,6 +73,13 @@ pub async fn serve(layout: &Layout, connection: UnixStream, stop: CancellationTo
     let run = Run { to, stop, cancelled: heard(from), is_told: false, record };
     run.play(child).await;
     Ok(())
+}
+
+/// Says which process this is, and waits for the gateway's word.
+async fn is_told_to_go(from: &mut OwnedReadHalf, to: &mut OwnedWriteHalf) -> io::Result<bool> {
+    FromRunner::Ready { pid: std::process::id() }.write(to).await?;
+    let go = tokio::time::timeout(ORDER, ToRunner::read(from)).await;
+    Ok(matches!(go.map_err(|_| io::ErrorKind::TimedOut)??, Some(ToRunner::Go)))
 }
 
 fn start(layout: &Layout, order: &Order) -> io::Result<Child> {

@@ -147,7 +147,10 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
         told.cancelled().await;
         dispatcher.close().await;
     });
-    server::serve(public, Some(Arc::new(tls)), routes, Limits::default(), stop).await;
+    // The router's processes are its clients, and may all have one address.
+    let limits = Limits::default();
+    let limits = Limits { connections_of_address: limits.connections / 4 * 3, ..limits };
+    server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
     // Requests are answered; what still runs belongs to nobody.
     apps.abort();
     local.abort();

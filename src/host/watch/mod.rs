@@ -3,9 +3,11 @@
 //! Here: the command line, the socket on which hooks tell of tool calls, the life as a service. It runs as a user whom
 //! the owner's programs can neither end nor imitate, and reads names and sizes, never contents.
 
+mod calls;
 mod claim;
 mod dispatches;
 mod eye;
+mod kept;
 mod settle;
 mod speaker;
 mod tree;

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use serde::{Deserialize, Serialize};
 
+use super::calls::{Call, Done, Right, bounded, right};
 use super::claim;
 use super::dispatches::Dispatches;
 use super::eye::Eye;
+use super::kept::{Kept, restored};
 use super::settle::{self, Change, Dirt};
 use super::speaker::Speaker;
 use super::tree::Tree;
@@ -39,8 +40,6 @@ const BACKGROUND: Duration = Duration::from_secs(10);
 const ENOUGH: usize = 5_000;
 /// So many tool calls with a gap, and that have ended, are remembered.
 const MOST_MISSED: usize = 512;
-/// Names of agents and ids are cut here.
-const LONGEST_NAME: usize = 200;
 
 /// A message, and who waits for it to have been heard.
 pub struct Told {
@@ -62,27 +61,9 @@ pub struct Watcher {
     /// Tool calls whose gap is noted.
     missed: VecDeque<String>,
     /// Tool calls that have ended. One whose hook let go is told twice: by what it left, and when it is heard after all.
-    done: VecDeque<Call>,
+    done: VecDeque<Done>,
     settled: Instant,
     was_short: bool,
-}
-
-/// A tool call, and the process that makes it: ids are what anybody may say.
-#[derive(Debug, PartialEq, Eq)]
-struct Call {
-    session: String,
-    tool_use: String,
-    process: Option<Process>,
-}
-
-/// Whether who tells of a call's end is the process whose call it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Right {
-    Proven,
-    /// It has ended since. It is believed, and a gap says so.
-    Unproven,
-    /// It is another process's.
-    None,
 }
 
 impl Watcher {
@@ -200,15 +181,17 @@ impl Watcher {
             (message.session_id.clone(), message.tool_use_id.clone().unwrap_or_default());
         let is_of_call = matches!(message.phase, Phase::Pre | Phase::Post | Phase::Failed);
         let call = Call { session, tool_use, process: message.process };
-        if is_of_call && self.done.contains(&call) {
+        if is_of_call && let Some(done) = self.done.iter().find(|done| done.call == call) {
+            // What a hook left is heard again when it was heard after all. But a program's hook tells of an end once: it was
+            // told before by somebody else, who had the same parent.
+            if done.is_live && speaker.is_known() {
+                self.gap(Why::Forged, 1, message.sent_at);
+            }
             return;
         }
         let Call { session, tool_use, process } = call;
         if is_of_call && !self.may_speak_of(&message, &session, &tool_use, speaker) {
             return;
-        }
-        if let (true, Some(dispatch)) = (is_of_call, &message.dispatch_id) {
-            self.dispatches.note(dispatch, &tool_use);
         }
         match message.phase {
             Phase::Pre => {
@@ -223,22 +206,33 @@ impl Watcher {
                 } else if !is_known {
                     self.unpaired(&tool_use, &message);
                 }
+                self.note(&message, &session, &tool_use);
                 self.look();
                 self.succeed(&message, &session, &tool_use);
-                self.is_done(Call { session, tool_use, process });
+                self.is_done(Call { session, tool_use, process }, speaker);
             }
             Phase::Failed => {
                 if !self.windows.has(&session, &tool_use) && message.path.is_none() {
                     self.unpaired(&tool_use, &message);
                 }
+                self.note(&message, &session, &tool_use);
                 self.end(|window| window.session == session && window.tool_use == tool_use);
-                self.is_done(Call { session, tool_use, process });
+                self.is_done(Call { session, tool_use, process }, speaker);
             }
             Phase::TurnEnd => self.end_all(&message, speaker, |window| {
                 window.session == session && window.subagent == message.subagent && !window.is_background
             }),
             Phase::SessionEnd => self.end_all(&message, speaker, |window| window.session == session),
             Phase::DispatchBegin | Phase::DispatchEnd => {}
+        }
+    }
+
+    /// A call whose beginning was seen, or that says what it wrote, was told whole.
+    fn note(&mut self, message: &Message, session: &str, tool_use: &str) {
+        if let Some(dispatch) = &message.dispatch_id
+            && self.windows.has(session, tool_use)
+        {
+            self.dispatches.note(dispatch, tool_use);
         }
     }
 
@@ -265,6 +259,16 @@ impl Watcher {
 
     /// The message with what the kernel says of its teller in place of what it says itself.
     fn of_speaker(&self, mut message: Message, speaker: &Speaker) -> Message {
+        let tool_use = message.tool_use_id.as_deref().unwrap_or_default();
+        if !speaker.is_known()
+            && let Some(window) = self.windows.get(&message.session_id, tool_use)
+        {
+            // Of a call that is known, whoever was not there to be asked.
+            message.process = window.process;
+            message.dispatch_id.clone_from(&window.agent.dispatch);
+            message.agent_name.clone_from(&window.agent.name);
+            return message;
+        }
         message.process = speaker.caller();
         message.dispatch_id = None;
         if let Some(dispatch) = self.dispatches.of(speaker) {
@@ -304,8 +308,8 @@ impl Watcher {
         self.end(|window| ends(window) && right(window, speaker) != Right::None);
     }
 
-    fn is_done(&mut self, call: Call) {
-        self.done.push_back(call);
+    fn is_done(&mut self, call: Call, speaker: &Speaker) {
+        self.done.push_back(Done { call, is_live: speaker.is_known() });
         if self.done.len() > MOST_MISSED {
             self.done.pop_front();
         }
@@ -431,7 +435,8 @@ impl Watcher {
         for all in gaps.chunk_by(|one, other| one.why == other.why) {
             self.gap(all[0].why, all.len(), all[0].at);
         }
-        let ids = left.iter().filter_map(|untold| untold.message.as_ref()?.tool_use_id.clone());
+        let ids = left.iter().filter(|untold| is_gap(untold));
+        let ids = ids.filter_map(|untold| untold.message.as_ref()?.tool_use_id.clone());
         self.missed.extend(ids);
         while self.missed.len() > MOST_MISSED {
             self.missed.pop_front();
@@ -460,41 +465,4 @@ impl Watcher {
             tracing::error!(%error, path = %self.state.display(), "cannot keep which tools run");
         }
     }
-}
-
-/// What a next life begins with.
-#[derive(Default, Serialize, Deserialize)]
-struct Kept {
-    windows: Vec<Window>,
-    dispatches: Dispatches,
-}
-
-fn restored(state: &Path) -> Kept {
-    let text = std::fs::read(state).unwrap_or_default();
-    let of_older_release =
-        || serde_json::from_slice(&text).map(|windows| Kept { windows, ..Kept::default() });
-    serde_json::from_slice(&text).or_else(|_| of_older_release()).unwrap_or_default()
-}
-
-fn right(window: &Window, speaker: &Speaker) -> Right {
-    match (window.process, speaker.caller()) {
-        (None, _) => Right::Proven,
-        (Some(_), None) if !speaker.is_known() => Right::Unproven,
-        (process, caller) if process == caller => Right::Proven,
-        _ => Right::None,
-    }
-}
-
-/// Names that anybody may give are of a bounded length.
-fn bounded(mut message: Message) -> Message {
-    let cut = |text: &mut String| {
-        if text.len() > LONGEST_NAME || text.chars().any(char::is_control) {
-            *text = text.chars().filter(|c| !c.is_control()).take(LONGEST_NAME / 4).collect();
-        }
-    };
-    [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(cut);
-    let optional =
-        [&mut message.tool_use_id, &mut message.tool, &mut message.subagent, &mut message.dispatch_id];
-    optional.into_iter().flatten().for_each(cut);
-    message
 }

@@ -13,18 +13,13 @@ use tokio_util::sync::CancellationToken;
 #[derive(Debug, Clone)]
 pub struct Until {
     pub closed: Arc<CancellationToken>,
-    pub at: Option<Instant>,
+    pub at: Instant,
 }
 
 impl Until {
     pub(super) async fn ended(self) {
-        match self.at {
-            Some(at) => {
-                // Either is an end.
-                let _ = tokio::time::timeout_at(at, self.closed.cancelled()).await;
-            }
-            None => self.closed.cancelled().await,
-        }
+        // Either is an end.
+        let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;
     }
 
     /// The same body, broken off at the end: its reader must not take it for whole.

@@ -126,7 +126,7 @@ fn believed(site: &Site, visit: &Visit, shown: &Shown) -> Result<AppClaims, Refu
         tracing::debug!(%error, "app token refused");
         Refusal::Ended
     })?;
-    if claims.generation < site.sign_outs.generation(&claims.sub) {
+    if claims.generation < site.sign_outs.required(&claims.sub) {
         return Err(Refusal::Ended);
     }
     if slug.is_some_and(|slug| *slug != claims.app) {

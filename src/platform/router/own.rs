@@ -187,10 +187,7 @@ async fn app_token_for(site: &Site, visit: &Visit, call: &Call) -> Result<Respon
         Found::Nothing => return Ok(Absence::NoMachine.answer(false)),
         Found::Unknown => return Ok(Absence::Unknown.answer(false)),
     };
-    let row = &machine.row;
-    let generation = site.sign_outs.generation(&row.user);
-    let minted =
-        app_token::mint(&site.proof.borrow().app.current, &row.user, row.id, &app, generation, visit.now);
+    let minted = site.mint(visit, &machine, &identity, &app).ok_or_else(sign_in::first)?;
     Ok(json_answer(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }
 

@@ -12,7 +12,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
-use super::app_token::AppClaims;
+use super::app_token::{AppClaims, Minted};
 use super::directory::Found;
 use super::door::Door;
 use super::headers::{Onward, make_onward};
@@ -45,7 +45,8 @@ pub(super) struct Visit {
 /// In whose name a request goes on.
 #[derive(Clone, Copy)]
 pub(super) enum Caller<'a> {
-    Owner(&'a Identity),
+    /// With the number of the user's last sign-out, as it was when they were known.
+    Owner(&'a Identity, i64),
     App(&'a AppClaims),
 }
 
@@ -86,14 +87,18 @@ impl Site {
         let Some(identity) = self.identify(&visit, request.headers()).await? else {
             return sign_in::ask(self, &visit, request.uri());
         };
+        let generation = self.sign_outs.generation(identity.user());
         let opened = match &identity {
             Identity::Cookie(_) if visit.page => Box::pin(self.open_session(&visit, &identity)).await,
             _ => None,
         };
         let mut answer = match self.directory.find(identity.user(), identity.slot()) {
-            Found::Running(machine, way) => match self.framed(&visit, &machine, &request) {
+            Found::Running(machine, way) => match self.framed(&visit, &machine, &identity, &request) {
                 Some(frame) => frame,
-                None => self.forward(&visit, &machine, &way, Caller::Owner(&identity), request).await,
+                None => {
+                    let caller = Caller::Owner(&identity, generation);
+                    self.forward(&visit, &machine, &way, caller, request).await
+                }
             },
             Found::Waiting(machine) => self.absent(&visit, Absence::of(&machine.row), request.uri()),
             Found::Nothing => self.absent(&visit, Absence::NoMachine, request.uri()),
@@ -157,18 +162,44 @@ impl Site {
     }
 
     /// The frame around an app's page, for its owner.
-    fn framed(&self, visit: &Visit, machine: &Machine, request: &Request) -> Option<Response> {
+    fn framed(
+        &self,
+        visit: &Visit,
+        machine: &Machine,
+        identity: &Identity,
+        request: &Request,
+    ) -> Option<Response> {
         if visit.door != Door::App || !visit.page {
             return None;
         }
         let uri = request.uri();
         let (app, rest) = frame::target(uri.path())?;
-        let row = &machine.row;
-        let generation = self.sign_outs.generation(&row.user);
-        let minted =
-            app_token::mint(&self.proof.borrow().app.current, &row.user, row.id, app, generation, visit.now);
+        let Some(minted) = self.mint(visit, machine, identity, app) else {
+            // Asked again, the browser is led to sign in.
+            return Some(redirect(StatusCode::FOUND, uri.path_and_query().map_or("/", |path| path.as_str())));
+        };
         let origin = format!("{}://{}", visit.scheme, visit.authority);
         Some(frame::around(app, rest, uri, &origin, &minted))
+    }
+
+    /// A token for an app on this machine; `None` where the session has ended since the caller was known.
+    pub(super) fn mint(
+        &self,
+        visit: &Visit,
+        machine: &Machine,
+        identity: &Identity,
+        app: &str,
+    ) -> Option<Minted> {
+        let row = &machine.row;
+        let generation = self.sign_outs.generation(&row.user);
+        // After the number: a sign-out ends sessions first.
+        if let Identity::Session(session) = identity
+            && !self.sessions.is_open(session)
+        {
+            return None;
+        }
+        let proof = self.proof.borrow();
+        Some(app_token::mint(&proof.app.current, &row.user, row.id, app, generation, visit.now))
     }
 
     pub(super) async fn forward(
@@ -180,7 +211,7 @@ impl Site {
         mut request: Request,
     ) -> Response {
         let (route, app) = match caller {
-            Caller::Owner(_) => (visit.door.route(), None),
+            Caller::Owner(..) => (visit.door.route(), None),
             Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
         };
         let proof = machine.proof(route, app, &self.proof.borrow(), visit.now);
@@ -228,22 +259,23 @@ impl Site {
     /// When a stream of this caller has to end; `None` for one with a bearer token, which no sign-out takes back.
     fn until(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
         let (user, expires_at) = match caller {
-            Caller::Owner(Identity::Bearer(_)) => return None,
-            Caller::Owner(Identity::Cookie(subject)) => (&subject.user, None),
-            Caller::Owner(Identity::Session(session)) => {
-                (&session.user, Some(session.expires_at.as_second()))
+            Caller::Owner(Identity::Bearer(_), _) => return None,
+            // As a session would be that is opened now.
+            Caller::Owner(Identity::Cookie(subject), _) => {
+                (&subject.user, now.as_second() + LIFE_SECONDS.cast_signed())
             }
-            Caller::App(claims) => (&claims.sub, Some(claims.exp + LEEWAY_SECONDS)),
+            Caller::Owner(Identity::Session(session), _) => (&session.user, session.expires_at.as_second()),
+            Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
         };
         let closed = self.sign_outs.register(user);
         let is_valid = match caller {
-            Caller::Owner(Identity::Session(session)) => self.sessions.is_open(session),
-            Caller::Owner(_) => true,
-            Caller::App(claims) => claims.generation >= self.sign_outs.generation(user),
+            Caller::Owner(Identity::Session(session), _) => self.sessions.is_open(session),
+            Caller::Owner(_, generation) => generation >= self.sign_outs.required(user),
+            Caller::App(claims) => claims.generation >= self.sign_outs.required(user),
         };
         let closed = if is_valid { closed } else { ended() };
         let left = |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
-        Some(Until { closed, at: expires_at.map(|at| tokio::time::Instant::now() + left(at)) })
+        Some(Until { closed, at: tokio::time::Instant::now() + left(expires_at) })
     }
 
     fn absent(&self, visit: &Visit, absence: Absence, uri: &Uri) -> Response {

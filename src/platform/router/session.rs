@@ -150,10 +150,12 @@ impl Sessions {
         Ok(found)
     }
 
-    /// Ends all sessions of a user, on both hosts; the number of this sign-out.
+    /// Ends all sessions of a user, on both hosts, and the codes that would open more; the number of this sign-out.
     pub(super) async fn revoke_all(&self, user: &IdpUserId) -> Result<i64, SessionError> {
         let sql = "WITH ended AS (UPDATE sessions SET revoked_at = now() \
-                     WHERE idp_user_id = $1 AND revoked_at IS NULL) \
+                     WHERE idp_user_id = $1 AND revoked_at IS NULL), \
+                   codes AS (UPDATE session_codes SET used_at = now() \
+                     WHERE idp_user_id = $1 AND used_at IS NULL) \
                    INSERT INTO sign_outs (idp_user_id, generation) VALUES ($1, nextval('sign_out_generations')) \
                    ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') \
                    RETURNING generation";

@@ -4,6 +4,8 @@
 //! The code works only together with a nonce that the asking browser holds in a cookie of `CODE_HOST`, so that nobody
 //! can be signed in as somebody else by a link.
 
+use std::time::Duration;
+
 use axum::response::{IntoResponse, Response};
 use http::header::{HeaderMap, SET_COOKIE};
 use http::{StatusCode, Uri};
@@ -99,7 +101,7 @@ pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) ->
     if let Some(identity) = site.identify(visit, headers).await? {
         let user = identity.user();
         let generation = site.sessions.revoke_all(user).await.map_err(|error| failed(&error))?;
-        site.sign_outs.take(user, generation);
+        site.sign_outs.take(user, generation, Duration::ZERO);
     }
     let mut answer = StatusCode::NO_CONTENT.into_response();
     answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
@@ -16,13 +16,20 @@ use crate::machine::name::IdpUserId;
 
 /// Longer than any app token is believed, whatever the clocks say.
 pub const SIGN_OUTS_KEPT: Duration = app_token::LONGEST_LIFE.saturating_mul(2);
-/// Users with streams, below which nobody looks for those whose streams have ended.
+/// Users, below which nobody looks for those of whom nothing is needed any more.
 const MIN_SWEEP: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct SignOuts {
-    generations: RwLock<HashMap<IdpUserId, i64>>,
+    last: RwLock<HashMap<IdpUserId, SignOut>>,
     streams: Mutex<Streams>,
+}
+
+/// A user's last one.
+#[derive(Debug, Clone, Copy)]
+struct SignOut {
+    generation: i64,
+    at: Instant,
 }
 
 #[derive(Default)]
@@ -33,20 +40,35 @@ struct Streams {
 }
 
 impl SignOuts {
-    /// The number of the user's last sign-out; 0 where it was too long ago to matter.
+    /// The number of the user's last sign-out, for a new token; 0 where there was none for long.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
-        let generations = self.generations.read().unwrap_or_else(PoisonError::into_inner);
-        generations.get(user).copied().unwrap_or_default()
+        self.within(user, SIGN_OUTS_KEPT)
     }
 
-    /// A sign-out; the same one again changes nothing.
-    pub(super) fn take(&self, user: &IdpUserId, generation: i64) {
-        if self.generation(user) >= generation {
+    /// The least number that a token of this user must have. All tokens from before an older sign-out have ended by
+    /// themselves, and a process that started since may not know of it: it counts for nobody.
+    pub(super) fn required(&self, user: &IdpUserId) -> i64 {
+        self.within(user, app_token::LONGEST_LIFE)
+    }
+
+    fn within(&self, user: &IdpUserId, longest: Duration) -> i64 {
+        let last = self.last.read().unwrap_or_else(PoisonError::into_inner);
+        last.get(user).filter(|last| last.at.elapsed() < longest).map_or(0, |last| last.generation)
+    }
+
+    /// A sign-out of so long ago; the same one again changes nothing.
+    pub(super) fn take(&self, user: &IdpUserId, generation: i64, age: Duration) {
+        let now = Instant::now();
+        let at = now.checked_sub(age).unwrap_or(now);
+        let mut last = self.last.write().unwrap_or_else(PoisonError::into_inner);
+        if last.get(user).is_some_and(|known| known.generation >= generation) {
             return;
         }
-        let mut generations = self.generations.write().unwrap_or_else(PoisonError::into_inner);
-        generations.insert(user.clone(), generation);
-        drop(generations);
+        if last.len() >= MIN_SWEEP {
+            last.retain(|_, known| known.at.elapsed() < SIGN_OUTS_KEPT);
+        }
+        last.insert(user.clone(), SignOut { generation, at });
+        drop(last);
         self.close(user);
     }
 
@@ -91,16 +113,28 @@ mod tests {
         let all = SignOuts::default();
         let (ada, bob) = (all.register(&user("ada")), all.register(&user("bob")));
         let again = all.register(&user("ada"));
-        all.take(&user("ada"), 7);
+        all.take(&user("ada"), 7, Duration::ZERO);
         assert!(ada.is_cancelled() && again.is_cancelled() && !bob.is_cancelled());
         assert_eq!((all.generation(&user("ada")), all.generation(&user("bob"))), (7, 0));
         // The watcher tells of it several times.
         let later = all.register(&user("ada"));
-        all.take(&user("ada"), 7);
-        all.take(&user("ada"), 3);
+        all.take(&user("ada"), 7, Duration::ZERO);
+        all.take(&user("ada"), 3, Duration::ZERO);
         assert!(!later.is_cancelled());
-        all.take(&user("ada"), 8);
+        all.take(&user("ada"), 8, Duration::ZERO);
         assert!(later.is_cancelled());
+    }
+
+    /// Two processes of which one has started since, and another has not.
+    #[test]
+    fn a_sign_out_of_long_ago_asks_nothing_of_a_token() {
+        let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
+        old.take(&ada, 7, app_token::LONGEST_LIFE + Duration::from_secs(1));
+        assert!(old.required(&ada) <= new.generation(&ada), "a token of the new one holds at the old one");
+        assert!(new.required(&ada) <= old.generation(&ada));
+        let (recent, late) = (SignOuts::default(), Duration::from_secs(60));
+        recent.take(&ada, 7, app_token::LONGEST_LIFE.saturating_sub(late));
+        assert_eq!((recent.required(&ada), recent.generation(&ada)), (7, 7));
     }
 
     #[test]
@@ -111,7 +145,7 @@ mod tests {
             drop(all.register(&user(&format!("user_{n}"))));
         }
         assert!(all.streams().of_users.len() <= 2 * MIN_SWEEP);
-        all.take(&user("open"), 1);
+        all.take(&user("open"), 1, Duration::ZERO);
         assert!(open.is_cancelled());
     }
 }

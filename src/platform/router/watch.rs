@@ -35,7 +35,8 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
 /// Those that an app token may be from before, or the newest.
-const SIGN_OUTS: &str = "SELECT idp_user_id, generation FROM sign_outs \
+const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
+     greatest(extract(epoch FROM now() - signed_out_at), 0)::float8 FROM sign_outs \
      WHERE signed_out_at > now() - make_interval(secs => $1)";
 const NEW_SIGN_OUTS_SECONDS: f64 = 15.0;
 const CHANGED_KIDS: &str = "SELECT machine_id, proof_kids FROM user_machines \
@@ -128,7 +129,10 @@ impl Watcher {
         // After the sessions: a stream's opener looks at its session once more when it has registered the stream.
         for row in signed_out {
             match row.try_get::<_, &str>(0)?.parse() {
-                Ok(user) => self.sign_outs.take(&user, row.try_get(1)?),
+                Ok(user) => {
+                    let age = Duration::try_from_secs_f64(row.try_get(2)?).unwrap_or_default();
+                    self.sign_outs.take(&user, row.try_get(1)?, age);
+                }
                 Err(error) => tracing::error!(%error, "a sign-out cannot be read"),
             }
         }

@@ -361,6 +361,8 @@ impl<'a> Run<'a> {
                 }
             }
             FromRunner::LongLine => {
+                // It may have been a call with a whole file in it.
+                self.dispatch.saw("", self.is_by_id);
                 tracing::warn!(id = self.dispatch.id(), "a line of an agent was too long and is left out");
             }
             FromRunner::Ready { .. } | FromRunner::Ended(_) | FromRunner::Refused(_) => {}

@@ -178,7 +178,7 @@ impl Listener {
             if let Some(chunk) = self.ready.pop_front() {
                 return Some(chunk);
             }
-            if Instant::now() >= self.end {
+            if Instant::now() >= self.end || self.is_of_ended_agent() {
                 return None;
             }
             let head = *self.stream.head.borrow_and_update();
