@@ -152,8 +152,8 @@ async fn a_sign_out_of_long_ago_keeps_no_process_from_another_ones_tokens() -> R
         .sql
         .batch_execute(
             "INSERT INTO sign_outs (idp_user_id, generation) VALUES ('user_1', 7); \
-             ALTER TABLE sign_outs DISABLE TRIGGER signed_out; \
-             UPDATE sign_outs SET signed_out_at = now() - interval '90 minutes'",
+             ALTER TABLE sign_outs DISABLE TRIGGER sign_outs_changed; \
+             UPDATE sign_outs SET changed_at = now() - interval '90 minutes'",
         )
         .await?;
     // One that knows of it still, and one for which the row was never there.

@@ -57,7 +57,7 @@ impl ExpiringTable {
             Self::SignOuts => (
                 "sign_outs",
                 "DELETE FROM sign_outs WHERE idp_user_id IN (SELECT idp_user_id FROM sign_outs \
-                 WHERE signed_out_at < now() - make_interval(secs => $1) ORDER BY signed_out_at LIMIT $2 \
+                 WHERE changed_at < now() - make_interval(secs => $1) ORDER BY changed_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
             Self::IdempotencyKeys => (

@@ -6,7 +6,7 @@ use crate::metrics::RETENTION_DELETED;
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::retention::{Expiring, ExpiringTable};
-use crate::platform::router::SIGN_OUTS_KEPT;
+use crate::platform::router::SIGN_OUT_TTL;
 
 /// Between two passes of all processes together.
 const INTERVAL: Duration = Duration::from_secs(60);
@@ -30,7 +30,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     for expiring in [
         Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
         Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
-        Expiring::new(ExpiringTable::SignOuts, SIGN_OUTS_KEPT),
+        Expiring::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
         Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEYS),
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),

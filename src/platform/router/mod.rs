@@ -36,7 +36,7 @@ pub use config::RouterConfig;
 pub use freshness::{Freshness, Routes};
 pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};
-pub use sign_outs::SIGN_OUTS_KEPT;
+pub use sign_outs::SIGN_OUT_TTL;
 
 use crate::http::observe::{self, Listener};
 use crate::http::{client, jwt};

@@ -101,7 +101,7 @@ pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) ->
     if let Some(identity) = site.identify(visit, headers).await? {
         let user = identity.user();
         let generation = site.sessions.revoke_all(user).await.map_err(|error| failed(&error))?;
-        site.sign_outs.take(user, generation, Duration::ZERO);
+        site.sign_outs.record(user, generation, Duration::ZERO);
     }
     let mut answer = StatusCode::NO_CONTENT.into_response();
     answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));

@@ -1,8 +1,8 @@
-//! Users who have signed out lately, and the streams of those who have not: a sign-out ends app tokens from before it,
-//! and closes what the user's browsers have open.
+//! Recent sign-outs, and the open streams of each user: a sign-out invalidates older app tokens and closes what the user's
+//! browsers have open.
 //!
-//! The watcher tells of sign-outs in other processes. Invariant: a stream that was registered before a sign-out was
-//! taken is closed by it; one that is registered later is checked again by its opener.
+//! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before it;
+//! whoever registers one checks afterwards that no sign-out came first.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -11,91 +11,98 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::app_token;
-
 use crate::machine::name::IdpUserId;
 
-/// Longer than any app token is believed, whatever the clocks say.
-pub const SIGN_OUTS_KEPT: Duration = app_token::LONGEST_LIFE.saturating_mul(2);
-/// Users, below which nobody looks for those of whom nothing is needed any more.
+/// Longer than any app token is valid, with room for clocks that differ.
+pub const SIGN_OUT_TTL: Duration = app_token::LONGEST_LIFE.saturating_mul(2);
+/// Maps with fewer users are not swept.
 const MIN_SWEEP: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct SignOuts {
-    last: RwLock<HashMap<IdpUserId, SignOut>>,
-    streams: Mutex<Streams>,
+    last: RwLock<Users<SignOut>>,
+    streams: Mutex<Users<Weak<CancellationToken>>>,
 }
 
-/// A user's last one.
+/// A user's last sign-out.
 #[derive(Debug, Clone, Copy)]
 struct SignOut {
     generation: i64,
     at: Instant,
 }
 
-#[derive(Default)]
-struct Streams {
-    of_users: HashMap<IdpUserId, Weak<CancellationToken>>,
-    /// How many there may be until the next sweep.
+/// Users with something that expires. Sweeps cost constant time per insertion: each waits until the map has doubled.
+struct Users<T> {
+    by_id: HashMap<IdpUserId, T>,
     sweep_at: usize,
 }
 
+impl<T> Default for Users<T> {
+    fn default() -> Self {
+        Self { by_id: HashMap::new(), sweep_at: MIN_SWEEP }
+    }
+}
+
+impl<T> Users<T> {
+    fn insert(&mut self, user: &IdpUserId, value: T, is_current: impl Fn(&T) -> bool) {
+        if self.by_id.len() >= self.sweep_at {
+            self.by_id.retain(|_, value| is_current(value));
+            self.sweep_at = MIN_SWEEP.max(self.by_id.len() * 2);
+        }
+        self.by_id.insert(user.clone(), value);
+    }
+}
+
 impl SignOuts {
-    /// The number of the user's last sign-out, for a new token; 0 where there was none for long.
+    /// The number of the user's last sign-out, for a new token; 0 without a recent one.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
-        self.within(user, SIGN_OUTS_KEPT)
+        self.newer_than(user, SIGN_OUT_TTL)
     }
 
-    /// The least number that a token of this user must have. All tokens from before an older sign-out have ended by
-    /// themselves, and a process that started since may not know of it: it counts for nobody.
+    /// The lowest number that a valid token of this user has. A sign-out that is older than any token is not enforced:
+    /// processes that started since may not have loaded it, and would issue lower numbers.
     pub(super) fn required(&self, user: &IdpUserId) -> i64 {
-        self.within(user, app_token::LONGEST_LIFE)
+        self.newer_than(user, app_token::LONGEST_LIFE)
     }
 
-    fn within(&self, user: &IdpUserId, longest: Duration) -> i64 {
+    fn newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
         let last = self.last.read().unwrap_or_else(PoisonError::into_inner);
-        last.get(user).filter(|last| last.at.elapsed() < longest).map_or(0, |last| last.generation)
+        last.by_id.get(user).filter(|last| last.at.elapsed() < age).map_or(0, |last| last.generation)
     }
 
-    /// A sign-out of so long ago; the same one again changes nothing.
-    pub(super) fn take(&self, user: &IdpUserId, generation: i64, age: Duration) {
+    /// Records a sign-out that happened `age` ago, and closes the user's streams. Repeated, it does nothing.
+    pub(super) fn record(&self, user: &IdpUserId, generation: i64, age: Duration) {
         let now = Instant::now();
         let at = now.checked_sub(age).unwrap_or(now);
         let mut last = self.last.write().unwrap_or_else(PoisonError::into_inner);
-        if last.get(user).is_some_and(|known| known.generation >= generation) {
+        if last.by_id.get(user).is_some_and(|known| known.generation >= generation) {
             return;
         }
-        if last.len() >= MIN_SWEEP {
-            last.retain(|_, known| known.at.elapsed() < SIGN_OUTS_KEPT);
-        }
-        last.insert(user.clone(), SignOut { generation, at });
+        last.insert(user, SignOut { generation, at }, |known| known.at.elapsed() < SIGN_OUT_TTL);
         drop(last);
         self.close(user);
     }
 
     /// Closes the user's streams.
     pub(super) fn close(&self, user: &IdpUserId) {
-        let streams = self.streams().of_users.remove(user);
+        let streams = self.streams().by_id.remove(user);
         if let Some(streams) = streams.and_then(|streams| streams.upgrade()) {
             streams.cancel();
         }
     }
 
-    /// Cancelled at the user's next sign-out. To be held for as long as the stream is open.
+    /// A token that the user's next sign-out cancels. The stream holds it while it is open.
     pub(super) fn register(&self, user: &IdpUserId) -> Arc<CancellationToken> {
         let mut streams = self.streams();
-        if let Some(token) = streams.of_users.get(user).and_then(Weak::upgrade) {
+        if let Some(token) = streams.by_id.get(user).and_then(Weak::upgrade) {
             return token;
         }
-        if streams.of_users.len() >= streams.sweep_at.max(MIN_SWEEP) {
-            streams.of_users.retain(|_, token| token.strong_count() > 0);
-            streams.sweep_at = streams.of_users.len() * 2;
-        }
         let token = Arc::new(CancellationToken::new());
-        streams.of_users.insert(user.clone(), Arc::downgrade(&token));
+        streams.insert(user, Arc::downgrade(&token), |token| token.strong_count() > 0);
         token
     }
 
-    fn streams(&self) -> MutexGuard<'_, Streams> {
+    fn streams(&self) -> MutexGuard<'_, Users<Weak<CancellationToken>>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -109,43 +116,55 @@ mod tests {
     }
 
     #[test]
-    fn a_sign_out_closes_the_users_streams_and_nobody_elses() {
+    fn sign_out_closes_streams_of_its_user_only() {
         let all = SignOuts::default();
         let (ada, bob) = (all.register(&user("ada")), all.register(&user("bob")));
         let again = all.register(&user("ada"));
-        all.take(&user("ada"), 7, Duration::ZERO);
+        all.record(&user("ada"), 7, Duration::ZERO);
         assert!(ada.is_cancelled() && again.is_cancelled() && !bob.is_cancelled());
         assert_eq!((all.generation(&user("ada")), all.generation(&user("bob"))), (7, 0));
-        // The watcher tells of it several times.
+        // The watcher reports each sign-out several times.
         let later = all.register(&user("ada"));
-        all.take(&user("ada"), 7, Duration::ZERO);
-        all.take(&user("ada"), 3, Duration::ZERO);
+        all.record(&user("ada"), 7, Duration::ZERO);
+        all.record(&user("ada"), 3, Duration::ZERO);
         assert!(!later.is_cancelled());
-        all.take(&user("ada"), 8, Duration::ZERO);
+        all.record(&user("ada"), 8, Duration::ZERO);
         assert!(later.is_cancelled());
     }
 
-    /// Two processes of which one has started since, and another has not.
+    /// One process knows the sign-out, another started after its row was deleted.
     #[test]
-    fn a_sign_out_of_long_ago_asks_nothing_of_a_token() {
+    fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
-        old.take(&ada, 7, app_token::LONGEST_LIFE + Duration::from_secs(1));
-        assert!(old.required(&ada) <= new.generation(&ada), "a token of the new one holds at the old one");
+        old.record(&ada, 7, app_token::LONGEST_LIFE + Duration::from_secs(1));
+        assert!(
+            old.required(&ada) <= new.generation(&ada),
+            "tokens of the new process are valid at the old one"
+        );
         assert!(new.required(&ada) <= old.generation(&ada));
         let (recent, late) = (SignOuts::default(), Duration::from_secs(60));
-        recent.take(&ada, 7, app_token::LONGEST_LIFE.saturating_sub(late));
+        recent.record(&ada, 7, app_token::LONGEST_LIFE.saturating_sub(late));
         assert_eq!((recent.required(&ada), recent.generation(&ada)), (7, 7));
     }
 
     #[test]
-    fn users_whose_streams_have_ended_are_forgotten() {
+    fn users_without_open_streams_are_swept() {
         let all = SignOuts::default();
         let open = all.register(&user("open"));
         for n in 0..10 * MIN_SWEEP {
             drop(all.register(&user(&format!("user_{n}"))));
         }
-        assert!(all.streams().of_users.len() <= 2 * MIN_SWEEP);
-        all.take(&user("open"), 1, Duration::ZERO);
+        assert!(all.streams().by_id.len() <= 2 * MIN_SWEEP);
+        all.record(&user("open"), 1, Duration::ZERO);
         assert!(open.is_cancelled());
+    }
+
+    #[test]
+    fn many_sign_outs_are_recorded_in_linear_time() {
+        let all = SignOuts::default();
+        for n in 0..200_000 {
+            all.record(&user(&format!("user_{n}")), n, Duration::ZERO);
+        }
+        assert_eq!(all.generation(&user("user_7")), 7);
     }
 }

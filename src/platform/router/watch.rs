@@ -19,7 +19,7 @@ use super::directory::Directory;
 use super::freshness::{Freshness, Routes};
 use super::machine::{Endpoint, Row};
 use super::session::Sessions;
-use super::sign_outs::{SIGN_OUTS_KEPT, SignOuts};
+use super::sign_outs::{SIGN_OUT_TTL, SignOuts};
 use crate::http::resolve;
 use crate::machine::id::MachineId;
 use crate::metrics::ROUTES_AGE;
@@ -34,10 +34,10 @@ const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at
 /// `now()` is stable within a statement, so that the index serves it; `clock_timestamp()` would be compared row by row.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
-/// Those that an app token may be from before, or the newest.
+/// Those that invalidate app tokens which are still in use, or only the newest.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
-     greatest(extract(epoch FROM now() - signed_out_at), 0)::float8 FROM sign_outs \
-     WHERE signed_out_at > now() - make_interval(secs => $1)";
+     greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
+     WHERE changed_at > now() - make_interval(secs => $1)";
 const NEW_SIGN_OUTS_SECONDS: f64 = 15.0;
 const CHANGED_KIDS: &str = "SELECT machine_id, proof_kids FROM user_machines \
      WHERE proof_kids_at > now() - interval '15 seconds' AND deleted_at IS NULL AND retired_at IS NULL";
@@ -102,7 +102,7 @@ impl Watcher {
 
     async fn poll(&self, connection: &mut Connection, began: Instant) -> anyhow::Result<()> {
         let Connection { client, digest, machines, sessions, sign_outs, kids, known } = connection;
-        let since = if known.is_none() { SIGN_OUTS_KEPT.as_secs_f64() } else { NEW_SIGN_OUTS_SECONDS };
+        let since = if known.is_none() { SIGN_OUT_TTL.as_secs_f64() } else { NEW_SIGN_OUTS_SECONDS };
         let since: [&(dyn ToSql + Sync); 1] = [&since];
         let (now, changed, signed_out, acknowledged) = tokio::try_join!(
             client.query_one(&*digest, &[]),
@@ -126,12 +126,12 @@ impl Watcher {
         for user in self.sessions.take_changes(&changed) {
             self.sign_outs.close(&user);
         }
-        // After the sessions: a stream's opener looks at its session once more when it has registered the stream.
+        // After the sessions: a request that registers a stream checks its session again afterwards.
         for row in signed_out {
             match row.try_get::<_, &str>(0)?.parse() {
                 Ok(user) => {
                     let age = Duration::try_from_secs_f64(row.try_get(2)?).unwrap_or_default();
-                    self.sign_outs.take(&user, row.try_get(1)?, age);
+                    self.sign_outs.record(&user, row.try_get(1)?, age);
                 }
                 Err(error) => tracing::error!(%error, "a sign-out cannot be read"),
             }
