@@ -98,8 +98,9 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
     let page = stack.web.request(Method::GET, "/apps/notes/").header("accept", "text/html");
     let page = page.header("cookie", format!("__session={owner}")).send().await?;
     let cookies = page.headers().get_all("set-cookie").iter().filter_map(|value| value.to_str().ok());
-    let session = cookies.filter_map(|cookie| cookie.strip_prefix("svc_session=")).next();
-    let session = session.and_then(|rest| rest.split(';').next()).context("no session cookie")?.to_owned();
+    let mut pairs = cookies.filter_map(|cookie| cookie.split(';').next()?.split_once('='));
+    let session =
+        pairs.find(|(name, _)| name.ends_with("svc_session")).context("no session cookie")?.1.to_owned();
     detector.plant("session cookie", &session);
     let minted = stack.web.request(Method::POST, "/_svc/app-token").bearer_auth(&owner);
     let minted: Value = minted.json(&json!({"app": "notes"})).send().await?.json().await?;

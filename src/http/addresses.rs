@@ -52,8 +52,8 @@ impl Drop for AddressPlace {
     }
 }
 
-/// Of IPv6 the first 64 bits, which is what one customer gets.
-fn network(address: IpAddr) -> IpAddr {
+/// What one customer has of addresses: one of IPv4, a network of 64 bits of IPv6.
+pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
         address @ IpAddr::V4(_) => address,

@@ -1,6 +1,6 @@
 //! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
 
-mod addresses;
+pub mod addresses;
 pub mod client;
 pub mod fields;
 pub mod files;
@@ -11,6 +11,7 @@ pub mod openapi;
 pub mod problem;
 pub mod proof;
 pub mod proxy;
+pub mod rate;
 pub mod request_id;
 pub mod resolve;
 pub mod segments;

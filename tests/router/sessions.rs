@@ -2,20 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use http::StatusCode;
+use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
 use super::world::{APP, Answer, CODE, OBEYED_WITHIN, World, read};
-
-/// A browser opens a page with the provider's cookie and keeps the session that it gets.
-async fn session(world: &World, host: &str, user: &str) -> String {
-    let cookie = format!("__session={}", world.token(user));
-    let answer = read(world.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
-    let name = if host == APP { "svc_session" } else { "svc_code_session" };
-    let value = answer.cookie(name).unwrap_or_else(|| panic!("no session in {answer:?}"));
-    format!("{name}={value}")
-}
 
 async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> Answer {
     read(world.get(host, path).header("cookie", cookie)).await
@@ -51,7 +43,7 @@ async fn a_page_opens_a_session_that_outlives_the_token() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_revocation_elsewhere_is_obeyed() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = session(&world, APP, "user_1").await;
+    let cookie = world.session(APP, "user_1").await;
     assert_eq!(with_cookie(&world, APP, "/", &cookie).await.status, StatusCode::OK);
     world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
     let began = Instant::now();
@@ -65,8 +57,8 @@ async fn a_revocation_elsewhere_is_obeyed() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn signing_out_ends_all_of_the_users_sessions() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let (one, two) = (session(&world, APP, "user_1").await, session(&world, CODE, "user_1").await);
-    let other = session(&world, APP, "user_2").await;
+    let (one, two) = (world.session(APP, "user_1").await, world.session(CODE, "user_1").await);
+    let other = world.session(APP, "user_2").await;
     let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
     assert_eq!((answer.status, answer.cookie("svc_session").as_deref()), (StatusCode::NO_CONTENT, Some("")));
     assert_eq!(with_cookie(&world, APP, "/", &one).await.status, StatusCode::UNAUTHORIZED);
@@ -82,7 +74,7 @@ async fn signing_out_ends_all_of_the_users_sessions() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expired_session_is_none() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let cookie = session(&world, APP, "user_1").await;
+    let cookie = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
     let began = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
@@ -92,14 +84,157 @@ async fn an_expired_session_is_none() -> Result<()> {
     Ok(())
 }
 
+/// A browser with a session of `user_1`, in which the provider has signed in `user_2`.
+async fn disputed(world: &World) -> (String, String) {
+    let session = world.session(APP, "user_1").await;
+    (format!("{session}; __session={}", world.token("user_2")), session)
+}
+
+fn choose(world: &World, cookie: &str, form: &'static str) -> RequestBuilder {
+    let request = world.post(APP, "/_svc/account").header("cookie", cookie);
+    request.header("content-type", "application/x-www-form-urlencoded").body(form)
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn another_user_who_signs_in_takes_over_the_browser() -> Result<()> {
+async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let cookie = session(&world, APP, "user_1").await;
-    let both = format!("{cookie}; __session={}", world.token("user_2"));
+    let (both, _) = disputed(&world).await;
+    assert_eq!(with_cookie(&world, APP, "/", &both).await.status, StatusCode::OK);
+    assert_eq!(world.proven(&machine, &machine.last().headers).sub.as_str(), "user_1");
+
+    let page = |cookie: &str| world.get(APP, "/x?a=1").header("accept", "text/html").header("cookie", cookie);
     let seen = machine.arrivals().len();
-    assert_eq!(with_cookie(&world, APP, "/", &both).await.status, StatusCode::SERVICE_UNAVAILABLE);
+    let question = read(page(&both)).await;
+    assert_eq!(question.status, StatusCode::CONFLICT);
+    assert!(question.body.contains(r#"value="/x?a=1""#), "{}", question.body);
+    assert_eq!(machine.arrivals().len(), seen, "nothing was forwarded before the answer");
+
+    let kept = read(choose(&world, &both, "account=session&returnTo=%2Fx")).await;
+    assert_eq!((kept.status, kept.location()), (StatusCode::SEE_OTHER, "/x"));
+    let kept = format!("{both}; svc_kept_account={}", kept.cookie("svc_kept_account").context("kept")?);
+    assert_eq!(read(page(&kept)).await.status, StatusCode::OK);
+    let third = kept.replace(&world.token("user_2"), &world.token("user_3"));
+    assert_eq!(read(page(&third)).await.status, StatusCode::CONFLICT, "decided for two users only");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_person_switches_to_the_providers_account() -> Result<()> {
+    let (world, machine) = World::with_machine("user_1").await?;
+    let (both, old) = disputed(&world).await;
+    let foreign = choose(&world, &both, "account=provider").header("origin", "https://evil.test");
+    assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
+    assert_eq!(read(choose(&world, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
+
+    let switched = read(choose(&world, &both, "account=provider&returnTo=https://evil.test")).await;
+    assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
+    let new = format!("svc_session={}", switched.cookie("svc_session").context("a session")?);
+    let seen = machine.arrivals().len();
+    assert_eq!(
+        with_cookie(&world, APP, "/", &new).await.status,
+        StatusCode::SERVICE_UNAVAILABLE,
+        "no machine"
+    );
+    assert_eq!(with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
     assert_eq!(machine.arrivals().len(), seen);
+    let again = read(choose(&world, &new, "account=provider")).await;
+    assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "settled");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cookies_over_https_are_bound_to_the_host() -> Result<()> {
+    let world = World::start_with(&[("ROUTER_PUBLIC_SCHEME", "https")], None).await?;
+    let machine = TestMachine::start().await?;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
+    let provider = format!("__session={}", world.token("user_1"));
+    let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", provider)).await;
+    assert_eq!(page.cookie("svc_session"), None);
+    let token = page.cookie("__Host-svc_session").context("a session")?;
+    let browser =
+        |cookie: String| world.get(APP, "/").header("sec-fetch-site", "same-origin").header("cookie", cookie);
+    assert_eq!(read(browser(format!("__Host-svc_session={token}"))).await.status, StatusCode::OK);
+    let planted = read(browser(format!("svc_session={token}"))).await;
+    assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this one");
+    let program = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
+    assert_eq!(program.status, StatusCode::OK);
+    let asked = read(world.get(CODE, "/").header("accept", "text/html")).await;
+    assert!(asked.cookie("__Host-svc_code_state").is_some(), "{asked:?}");
+    Ok(())
+}
+
+/// Lookups of sessions by their cookies; PostgreSQL reports them with a delay.
+async fn lookups(world: &World) -> Result<i64> {
+    let sql = "SELECT idx_scan FROM pg_stat_user_indexes WHERE indexrelname = 'sessions_pkey'";
+    Ok(world.sql.query_one(sql, &[]).await?.get(0))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn invented_session_cookies_cost_no_query() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let other = world.beside().await?;
+    for number in 0..200 {
+        for invented in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
+            let answer = with_cookie(&world, APP, "/", &format!("svc_session={invented}")).await;
+            assert_eq!(answer.status, StatusCode::UNAUTHORIZED);
+        }
+    }
+    // A session of another process is looked up once; its lookup shows that the statistics have arrived.
+    let began = Instant::now();
+    while lookups(&world).await? == 0 {
+        let genuine = other.session(APP, "user_1").await;
+        assert_eq!(with_cookie(&world, APP, "/", &genuine).await.status, StatusCode::OK);
+        assert!(began.elapsed() < Duration::from_secs(30), "no statistics");
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    assert!(lookups(&world).await? < 50);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
+    let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
+    let mut refused = Vec::new();
+    for number in 0..30 {
+        refused.push(read(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
+    }
+    let limited =
+        refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).context("no 429")?;
+    assert_eq!(limited.json()["code"], "rate_limited");
+    assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
+    assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
+    // Codes are guessed no faster.
+    let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
+    assert_eq!(read(code).await.status, StatusCode::TOO_MANY_REQUESTS);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_users_requests_leave_room_for_others() -> Result<()> {
+    let world = World::start_with(&[("ROUTER_USER_REQUESTS_PER_SECOND", "5")], None).await?;
+    let machine = TestMachine::start().await?;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    let token = world.token("user_1");
+    let mut statuses = Vec::new();
+    for _ in 0..40 {
+        statuses.push(read(world.get(APP, "/").bearer_auth(&token)).await.status);
+    }
+    assert!(statuses.contains(&StatusCode::TOO_MANY_REQUESTS), "{statuses:?}");
+    assert_eq!(world.fetch("user_2", "/").await.status, StatusCode::SERVICE_UNAVAILABLE, "no machine");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_opens_sessions_at_a_bounded_rate() -> Result<()> {
+    let (world, _machine) = World::with_machine("user_1").await?;
+    let cookie = format!("__session={}", world.token("user_1"));
+    let page = || world.get(APP, "/").header("accept", "text/html").header("cookie", cookie.clone());
+    for _ in 0..100 {
+        assert_eq!(read(page()).await.status, StatusCode::OK, "the provider's cookie is enough");
+    }
+    let opened: i64 = world.sql.query_one("SELECT count(*) FROM sessions", &[]).await?.get(0);
+    assert!((1..100).contains(&opened), "{opened}");
     Ok(())
 }
 
@@ -112,7 +247,7 @@ fn to_host<'a>(answer: &'a Answer, host: &str) -> &'a str {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_code_host_gets_its_session_by_a_code_that_works_once_and_there_alone() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let app = session(&world, APP, "user_1").await;
+    let app = world.session(APP, "user_1").await;
     let page = |host, path: &str, cookie: &str| {
         world.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
     };
@@ -141,7 +276,7 @@ async fn a_handover_leads_to_our_own_host_only_and_not_without_a_session() -> Re
     let path = "/_svc/code-session?state=s&return_to=";
     let nobody = read(world.get(APP, path).header("accept", "text/html")).await;
     assert!(nobody.location().starts_with("https://idp.test/in"), "{nobody:?}");
-    let app = session(&world, APP, "user_1").await;
+    let app = world.session(APP, "user_1").await;
     for evil in ["https://evil.test", "//evil.test", "/%5cevil.test", ""] {
         let handed = read(world.get(APP, &format!("{path}{evil}")).header("cookie", &app)).await;
         let take = to_host(&handed, CODE);
@@ -158,7 +293,7 @@ async fn a_browser_chooses_among_the_users_slots() -> Result<()> {
     let (world, primary) = World::with_machine("user_1").await?;
     let studio = TestMachine::start().await?;
     world.add(&studio, "user_1", "studio", "running").await?;
-    let cookie = session(&world, APP, "user_1").await;
+    let cookie = world.session(APP, "user_1").await;
     let began = Instant::now();
     loop {
         let slots = with_cookie(&world, APP, "/_svc/slots", &cookie).await.json();

@@ -28,12 +28,6 @@ async fn begun(mut stream: Response) -> Result<Response> {
     Ok(stream)
 }
 
-async fn session(world: &World, user: &str) -> Result<String> {
-    let cookie = format!("__session={}", world.token(user));
-    let page = read(world.get(APP, "/").header("accept", "text/html").header("cookie", cookie)).await;
-    Ok(format!("svc_session={}", page.cookie("svc_session").context("a session")?))
-}
-
 impl Opened {
     async fn by(world: &World, session: &str) -> Result<Self> {
         let stream = TcpStream::connect(world.addr).await?;
@@ -69,7 +63,7 @@ impl Opened {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_session_has_opened_closes_with_it() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = session(&world, "user_1").await?;
+    let session = world.session(APP, "user_1").await;
     let mut opened = Opened::by(&world, &session).await?;
     let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     assert_eq!(answer.status, StatusCode::NO_CONTENT);
@@ -81,8 +75,8 @@ async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none
     let (world, _machine) = World::with_machine("user_1").await?;
     // Another process of the platform, with the same database.
     let other = world.beside().await?;
-    for n in 0..3 {
-        let session = session(&world, "user_1").await.with_context(|| format!("session {n}"))?;
+    for _ in 0..3 {
+        let session = world.session(APP, "user_1").await;
         let mut opened = Opened::by(&world, &session).await?;
         let answer = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
         assert_eq!(answer.status, StatusCode::NO_CONTENT);
@@ -91,7 +85,7 @@ async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
     // A process that starts later knows of it.
-    let session = session(&world, "user_1").await?;
+    let session = world.session(APP, "user_1").await;
     let opened = Opened::by(&world, &session).await?;
     read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     let late = world.beside().await?;
@@ -106,7 +100,7 @@ async fn nobody_elses_streams_end() -> Result<()> {
     let another = TestMachine::start().await?;
     world.add(&another, "user_2", "primary", "running").await?;
     world.until_status("user_2", StatusCode::OK).await;
-    let (one, two) = (session(&world, "user_1").await?, session(&world, "user_2").await?);
+    let (one, two) = (world.session(APP, "user_1").await, world.session(APP, "user_2").await);
     let mut opened = Opened::by(&world, &two).await?;
     read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
@@ -120,7 +114,7 @@ async fn nobody_elses_streams_end() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_ends_when_its_session_expires() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = session(&world, "user_1").await?;
+    let session = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
     let mut stream = begun(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
@@ -133,7 +127,7 @@ async fn a_stream_ends_when_its_session_expires() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_code_from_before_a_sign_out_opens_nothing() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let session = session(&world, "user_1").await?;
+    let session = world.session(APP, "user_1").await;
     let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &session);
     let handed = read(handed).await;
     let (_, code) = handed.location().split_once("code=").context("a code")?;
@@ -163,7 +157,7 @@ async fn a_sign_out_of_long_ago_keeps_no_process_from_another_ones_tokens() -> R
     let never = world.beside().await?;
     never.until_status("user_1", StatusCode::OK).await;
     for (minted_by, asked) in [(&never, &knows), (&knows, &never)] {
-        let session = session(minted_by, "user_1").await?;
+        let session = minted_by.session(APP, "user_1").await;
         let minted = minted_by.post(APP, "/_svc/app-token").header("cookie", &session);
         let minted = read(minted.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();

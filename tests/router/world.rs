@@ -180,6 +180,15 @@ impl World {
         read(self.get(APP, path).bearer_auth(self.token(user))).await
     }
 
+    /// The session, as `name=value`, of a browser that opens a page with the provider's cookie.
+    pub async fn session(&self, host: &str, user: &str) -> String {
+        let cookie = format!("__session={}", self.token(user));
+        let answer = read(self.get(host, "/").header("accept", "text/html").header("cookie", cookie)).await;
+        let name = if host == APP { "svc_session" } else { "svc_code_session" };
+        let value = answer.cookie(name).unwrap_or_else(|| panic!("no session in {answer:?}"));
+        format!("{name}={value}")
+    }
+
     /// Waits until a user's requests are answered so, for as long as is promised.
     pub async fn until_status(&self, user: &str, status: StatusCode) {
         let (began, token) = (Instant::now(), self.token(user));

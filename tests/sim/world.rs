@@ -69,10 +69,9 @@ impl<'a> World<'a> {
         let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
         publish(&store).await?;
         for (user, _) in SLOTS {
-            // 43 characters of base64url, as cookies of sessions are.
             let sql = "INSERT INTO sessions (token_hash, host, idp_user_id, expires_at) \
                        VALUES ($1, 'app', $2, now() + interval '1 day') ON CONFLICT DO NOTHING";
-            seat.client.execute(sql, &[&Sha256::digest(cookie(user)).to_vec(), &user]).await?;
+            seat.client.execute(sql, &[&Sha256::digest(cookie(seat, user)).to_vec(), &user]).await?;
         }
         let processes =
             (0..PROCESSES).map(|_| Arc::new(Process::start(seat, sky.provider(), &store))).collect();
@@ -161,7 +160,7 @@ impl<'a> World<'a> {
             .uri("/")
             .header("host", "app.test")
             .header("accept", "application/json")
-            .header("cookie", format!("svc_session={}", cookie(user)))
+            .header("cookie", format!("svc_session={}", cookie(self.seat, user)))
             .body(Body::empty())
             .expect("a request");
         process.public(request).await.is_some_and(|answer| matches!(answer.status, 502 | 504))
@@ -242,8 +241,10 @@ fn users() -> BTreeSet<&'static str> {
     SLOTS.iter().map(|(user, _)| *user).collect()
 }
 
-fn cookie(user: &str) -> String {
-    format!("{user:A<43}")
+/// A session's cookie, as a router makes it.
+fn cookie(seat: &Seat, user: &str) -> String {
+    let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
+    format!("svcs_{}", seat.keys.borrow().app.current.sign_json(&claims))
 }
 
 async fn publish(store: &Arc<Store>) -> Result<()> {

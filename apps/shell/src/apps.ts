@@ -11,6 +11,8 @@ export interface App {
   url: string | null;
   status: "ready" | "waiting" | "error";
   error: string | null;
+  /** Sites beside its own that the app may send data to. */
+  connect?: string[];
   icon?: string;
 }
 
@@ -77,7 +79,7 @@ export class Icons {
       image.remove();
     };
     image.src = `/icons/${encodeURIComponent(app.slug)}`;
-    const link = el("a", { href: app.url ?? "", draggable: false }, image, tile, el("span", { className: "label" }));
+    const link = el("a", { href: app.url ?? "", draggable: false }, image, tile, el("span", { className: "label" }), el("span", { className: "reach" }));
     link.onclick = (event) => {
       // A new tab or window is the browser's.
       if (event.ctrlKey || event.metaKey || event.shiftKey || event.button !== 0) return;
@@ -91,13 +93,17 @@ export class Icons {
 
   private paint(item: HTMLLIElement, app: App): void {
     const link = item.firstElementChild as HTMLAnchorElement;
-    const label = link.lastElementChild as HTMLElement;
+    const label = link.querySelector(".label") as HTMLElement;
     const name = app.name ?? app.slug;
     if (label.textContent !== name) label.textContent = name;
     link.dataset.status = app.status;
     const words = { ready: "", waiting: "is being set up", error: `cannot be used: ${app.error ?? "unknown"}` }[app.status];
-    link.title = words ? `${name} ${words}` : name;
-    if (words) link.setAttribute("aria-description", words);
+    const sites = app.connect?.map((origin) => origin.replace("https://", "")).join(", ") ?? "";
+    const reach = link.querySelector(".reach") as HTMLElement;
+    reach.textContent = sites && `connects to ${sites}`;
+    const hints = [words, sites && `may send data to ${sites}`].filter(Boolean).join("; ");
+    link.title = hints ? `${name} ${hints}` : name;
+    if (hints) link.setAttribute("aria-description", hints);
     else link.removeAttribute("aria-description");
   }
 

@@ -54,7 +54,8 @@ impl Site {
     /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
     pub fn by_router(base: Url, token: &SecretString) -> anyhow::Result<Self> {
         let token = token.expose_secret();
-        let (name, text) = if token.split('.').count() == 3 {
+        let is_session = token.starts_with("svcs_");
+        let (name, text) = if !is_session && token.split('.').count() == 3 {
             (header::AUTHORIZATION, format!("Bearer {token}"))
         } else {
             (header::COOKIE, format!("svc_session={token}"))

@@ -20,7 +20,7 @@ use super::directory::Found;
 use super::door::Door;
 use super::identity::bearer;
 use super::page::Absence;
-use super::serve::{Caller, Visit};
+use super::serve::{Caller, Visit, too_many};
 use super::{Site, frame, origin, own};
 use crate::http::problem::{Code, Problem};
 
@@ -71,6 +71,9 @@ async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -
         Ok(claims) => claims,
         Err(refusal) => return refusal.answer(visit.page),
     };
+    if let Err(wait) = site.users.check(&claims.sub) {
+        return too_many(wait).into_response();
+    }
     if own::is_ours(request.uri().path()) {
         return Problem::new(Code::Forbidden, "This is for the owner, not for an app.").into_response();
     }

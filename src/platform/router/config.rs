@@ -14,6 +14,10 @@ use super::door::Door;
 const SLOWEST_POLL_MS: u64 = 500;
 /// Safe for as long, because a machine answers only by the key that it registered.
 const MAX_STALE_SECONDS: u64 = 1800;
+/// A quarter of what one core forwards.
+const USER_REQUESTS_PER_SECOND: u32 = 5000;
+/// A browser needs one a minute, so that thousands can share an address.
+const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
@@ -29,11 +33,16 @@ pub struct RouterConfig {
     pub poll: Duration,
     /// How long routes are served while the database is unreachable.
     pub max_staleness: Duration,
+    /// Of each user, each second; 0 for no limit.
+    pub user_rate: u32,
+    /// Credentials that this process has not verified before, of each address, each second; 0 for no limit.
+    pub check_rate: u32,
 }
 
 impl RouterConfig {
     /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_PUBLIC_SCHEME`, `IDP_*`, `LEGACY_FALLBACK_URL`,
-    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS` and `ROUTER_MAX_STALE_SECONDS`; `None` after a mistake was said.
+    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS`, `ROUTER_MAX_STALE_SECONDS`, `ROUTER_USER_REQUESTS_PER_SECOND`
+    /// and `ROUTER_ADDRESS_CHECKS_PER_SECOND`; `None` after a mistake was recorded.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<PublicHost> = env.required("APP_HOST");
         let code_host: Option<PublicHost> = env.required("CODE_HOST");
@@ -60,6 +69,8 @@ impl RouterConfig {
         let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", crate::config::Flag::Off);
         let poll = env.or("PLATFORM_ROUTES_POLL_MS", SLOWEST_POLL_MS).clamp(10, SLOWEST_POLL_MS);
         let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
+        let user_rate = env.or("ROUTER_USER_REQUESTS_PER_SECOND", USER_REQUESTS_PER_SECOND);
+        let check_rate = env.or("ROUTER_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND);
         Some(Self {
             app_host: app_host?,
             code_host: code_host?,
@@ -70,6 +81,8 @@ impl RouterConfig {
             chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },
             poll: Duration::from_millis(poll),
             max_staleness: Duration::from_secs(max_stale),
+            user_rate,
+            check_rate,
         })
     }
 

@@ -1,30 +1,91 @@
 //! Cookies (RFC 6265): ours as they are set and read, and which of an upstream's are dropped.
+//!
+//! Over HTTPS our cookies carry the prefix `__Host-`: a browser accepts such a cookie only from this very host, so no
+//! sibling host of the same domain can plant one.
 
-use http::HeaderValue;
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
+use http::{HeaderName, HeaderValue};
+
+use super::door::Door;
 
 /// The identity provider's session cookie.
-pub(super) const IDP: &str = "__session";
-/// Binds a one-time code to the browser that asked for it.
-pub(super) const STATE: &str = "svc_code_state";
+const IDP: &str = "__session";
+const HOST_PREFIX: &str = "__Host-";
+/// Browsers say with it how a request came about; programs leave it out.
+static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// None of these may be set by a machine.
-const OURS: [&str; 4] = ["svc_session", "svc_code_session", STATE, IDP];
-
-/// The first cookie of this name.
-pub(super) fn get<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
-    let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
-    let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
-    pairs.find(|(found, _)| *found == name).map(|(_, value)| value.trim_matches('"'))
+/// A cookie that the router sets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RouterCookie {
+    Session(Door),
+    /// Binds a one-time code to the browser that requested it.
+    State,
+    /// Remembers which account the person kept when session and provider disagreed.
+    KeptAccount,
 }
 
-/// A cookie that scripts cannot read and that goes over HTTPS alone.
-pub(super) fn set(name: &str, value: &str, path: &str, max_age_seconds: u64) -> HeaderValue {
-    let line =
-        format!("{name}={value}; Path={path}; Max-Age={max_age_seconds}; HttpOnly; Secure; SameSite=Lax");
-    let mut line = HeaderValue::from_str(&line).expect("our cookies are base64url");
-    line.set_sensitive(true);
-    line
+impl RouterCookie {
+    const ALL: [Self; 4] =
+        [Self::Session(Door::App), Self::Session(Door::Code), Self::State, Self::KeptAccount];
+
+    /// The name over plain HTTP, and for programs.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Session(door) => door.session_cookie(),
+            Self::State => "svc_code_state",
+            Self::KeptAccount => "svc_kept_account",
+        }
+    }
+
+    /// Its value in a request that came by `scheme`. A browser's cookie without the prefix does not count over HTTPS.
+    pub(super) fn get<'a>(self, headers: &'a HeaderMap, scheme: &str) -> Option<&'a str> {
+        if scheme != "https" {
+            return find(headers, |name| name == self.name());
+        }
+        find(headers, |name| name.strip_prefix(HOST_PREFIX) == Some(self.name())).or_else(|| {
+            let is_browser = headers.contains_key(&FETCH_SITE);
+            if is_browser { None } else { find(headers, |name| name == self.name()) }
+        })
+    }
+
+    /// Sets it for this host. Scripts cannot read it, and it travels over HTTPS alone.
+    pub(super) fn set(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
+        let prefix = if scheme == "https" { HOST_PREFIX } else { "" };
+        let name = self.name();
+        let line = format!(
+            "{prefix}{name}={value}; Path=/; Max-Age={max_age_seconds}; HttpOnly; Secure; SameSite=Lax"
+        );
+        let mut line = HeaderValue::from_str(&line).expect("our cookies are base64url");
+        line.set_sensitive(true);
+        line
+    }
+
+    pub(super) fn clear(self, scheme: &str) -> HeaderValue {
+        self.set("", scheme, 0)
+    }
+}
+
+/// The identity provider's session token.
+pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
+    find(headers, |name| name == IDP)
+}
+
+/// The first cookie whose name fits.
+fn find(headers: &HeaderMap, fits: impl Fn(&str) -> bool) -> Option<&str> {
+    let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
+    let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    pairs.find(|(name, _)| fits(name)).map(|(_, value)| value.trim_matches('"'))
+}
+
+/// Whether a machine may not set a cookie of this name. Browsers ignore the case of a prefix.
+fn is_reserved(name: &[u8]) -> bool {
+    let bare = match name.split_at_checked(HOST_PREFIX.len()) {
+        Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,
+        _ => name,
+    };
+    bare.is_empty()
+        || bare == IDP.as_bytes()
+        || RouterCookie::ALL.iter().any(|cookie| bare == cookie.name().as_bytes())
 }
 
 /// Drops what an upstream would set under our names. A line without a name is dropped too: browsers send it back as
@@ -34,10 +95,7 @@ pub(super) fn drop_ours(headers: &mut HeaderMap) {
         let pair = line.as_bytes().split(|b| *b == b';').next().unwrap_or_default();
         match pair.iter().position(|b| *b == b'=') {
             None | Some(0) => true,
-            Some(end) => {
-                let name = pair[..end].trim_ascii();
-                name.is_empty() || OURS.iter().any(|own| name == own.as_bytes())
-            }
+            Some(end) => is_reserved(pair[..end].trim_ascii()),
         }
     };
     if !headers.get_all(SET_COOKIE).iter().any(ours) {
@@ -66,6 +124,9 @@ mod tests {
             "svc_session",
             "__session=x",
             "svc_code_state=1",
+            "__Host-svc_session=x",
+            "__HOST-svc_session=x",
+            "__Host-=x",
             "svc_sessions=2",
         ] {
             headers.append(SET_COOKIE, HeaderValue::from_static(line));
@@ -78,9 +139,25 @@ mod tests {
     fn the_first_of_a_name_is_read() {
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, HeaderValue::from_static("a=1; svc_session=x=y; svc_session=z"));
-        headers.append(COOKIE, HeaderValue::from_static("b=\"2\""));
-        assert_eq!(get(&headers, "svc_session"), Some("x=y"));
-        assert_eq!(get(&headers, "b"), Some("2"));
-        assert_eq!(get(&headers, "session"), None);
+        headers.append(COOKIE, HeaderValue::from_static("__session=\"2\""));
+        assert_eq!(RouterCookie::Session(Door::App).get(&headers, "http"), Some("x=y"));
+        assert_eq!(provider_token(&headers), Some("2"));
+        assert_eq!(RouterCookie::State.get(&headers, "http"), None);
+    }
+
+    #[test]
+    fn a_planted_cookie_does_not_count_over_https() {
+        let session = RouterCookie::Session(Door::App);
+        let mut headers = HeaderMap::new();
+        headers.append(COOKIE, HeaderValue::from_static("svc_session=planted"));
+        assert_eq!(session.get(&headers, "https"), Some("planted"), "a program's");
+        headers.append(&FETCH_SITE, HeaderValue::from_static("same-origin"));
+        assert_eq!(session.get(&headers, "https"), None);
+        headers.append(COOKIE, HeaderValue::from_static("__Host-svc_session=own"));
+        assert_eq!(session.get(&headers, "https"), Some("own"));
+        let line = session.set("x", "https", 60);
+        let line = line.to_str().unwrap();
+        assert!(line.starts_with("__Host-svc_session=x; Path=/; ") && line.contains("; Secure"), "{line}");
+        assert!(!line.to_ascii_lowercase().contains("domain"), "{line}");
     }
 }

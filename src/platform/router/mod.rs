@@ -3,6 +3,7 @@
 //! Who asks comes from a token or a session, the machine from the database's rows alone. It changes no machine.
 //! Invariant: a request costs no query and no signature check, as long as its session or token is in memory.
 
+mod account;
 mod app_door;
 pub(super) mod app_token;
 pub mod config;
@@ -20,11 +21,13 @@ mod own_routes;
 mod page;
 mod serve;
 mod session;
+mod session_token;
 mod sign_in;
 mod sign_outs;
 mod watch;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use axum::Router;
@@ -38,8 +41,15 @@ pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};
 pub use sign_outs::SIGN_OUT_TTL;
 
+const USER_BURST_SECONDS: u32 = 2;
+
+/// The longest life of what a key for app tokens signs: an app token, or a session's cookie.
+pub const MAX_SIGNED_LIFE: Duration = Duration::from_secs(session::LIFE_SECONDS);
+
 use crate::http::observe::{self, Listener};
+use crate::http::rate::RateLimit;
 use crate::http::{client, jwt};
+use crate::machine::name::IdpUserId;
 use crate::platform::keys::SigningSet;
 use directory::Directory;
 use identity::Gate;
@@ -66,6 +76,7 @@ struct Site {
     sessions: Arc<Sessions>,
     sign_outs: Arc<SignOuts>,
     gate: Gate,
+    users: RateLimit<IdpUserId>,
     proof: channel::Receiver<Arc<SigningSet>>,
 }
 
@@ -76,7 +87,8 @@ struct Site {
 pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
     let client = client::build(client::Deadlines::CALL).context("the identity provider's client")?;
     let directory = Arc::new(Directory::new(ctx.config.chain_check, Arc::clone(&ctx.freshness)));
-    let sessions = Arc::new(Sessions::new(ctx.pool, Arc::clone(&ctx.freshness)));
+    let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.proof.clone());
+    let sessions = Arc::new(sessions);
     let sign_outs = Arc::<SignOuts>::default();
     let watcher = Watcher {
         database: ctx.database,
@@ -87,8 +99,11 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
         every: ctx.config.poll,
     };
     tokio::spawn(watcher.run(ctx.stop));
-    let gate = Gate::new(jwt::Verifier::new(ctx.config.idp.clone(), client), Arc::clone(&sessions));
-    let site = Arc::new(Site { config: ctx.config, directory, sessions, sign_outs, gate, proof: ctx.proof });
+    let verifier = jwt::Verifier::new(ctx.config.idp.clone(), client);
+    let gate = Gate::new(verifier, Arc::clone(&sessions), ctx.config.check_rate);
+    let users = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
+    let (config, proof) = (ctx.config, ctx.proof);
+    let site = Arc::new(Site { config, directory, sessions, sign_outs, gate, users, proof });
     Ok(Router::new()
         .fallback(serve::serve)
         .with_state(site)

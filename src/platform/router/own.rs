@@ -7,14 +7,17 @@ use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SET_COOKIE};
 use http::{HeaderValue, Method, StatusCode};
 use serde_json::json;
 
+use super::cookie::RouterCookie;
 use super::directory::Found;
 use super::door::Door;
 use super::identity::Identity;
-use super::own_routes::{CHOOSE_SLOT, HAND_OVER, LIST_SLOTS, MINT_APP_TOKEN, SIGN_OUT, TAKE_SESSION};
+use super::own_routes::{
+    CHOOSE_ACCOUNT, CHOOSE_SLOT, HAND_OVER, LIST_SLOTS, MINT_APP_TOKEN, SIGN_OUT, TAKE_SESSION,
+};
 use super::page::{self, Absence};
-use super::serve::{Visit, database_unavailable, redirect};
+use super::serve::{Visit, redirect, session_failure};
 use super::session::LIFE_SECONDS;
-use super::{Site, app_token, cookie, sign_in};
+use super::{Site, account, app_token, sign_in};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
@@ -35,6 +38,7 @@ pub struct Own {
 pub(super) enum Act {
     ListSlots,
     ChooseSlot,
+    ChooseAccount,
     SignOut,
     HandOver,
     TakeSession,
@@ -49,8 +53,8 @@ impl Own {
     }
 }
 
-pub static ROUTES: [&Own; 6] =
-    [&LIST_SLOTS, &CHOOSE_SLOT, &MINT_APP_TOKEN, &SIGN_OUT, &HAND_OVER, &TAKE_SESSION];
+pub static ROUTES: [&Own; 7] =
+    [&LIST_SLOTS, &CHOOSE_SLOT, &CHOOSE_ACCOUNT, &MINT_APP_TOKEN, &SIGN_OUT, &HAND_OVER, &TAKE_SESSION];
 
 pub(super) fn is_ours(path: &str) -> bool {
     path.strip_prefix(PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -69,9 +73,10 @@ pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Resu
     match own.act {
         Act::ListSlots => list(site, visit, &call).await,
         Act::ChooseSlot => choose(site, visit, &call).await,
+        Act::ChooseAccount => account::choose(site, visit, &call).await,
         Act::SignOut => sign_in::sign_out(site, visit, &call.headers).await,
         Act::HandOver => sign_in::hand_over(site, visit, &call).await,
-        Act::TakeSession => sign_in::take(site, &call).await,
+        Act::TakeSession => sign_in::take(site, visit, &call).await,
         Act::MintAppToken => app_token_for(site, visit, &call).await,
     }
 }
@@ -97,6 +102,9 @@ async fn list(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Probl
     let Some(identity) = site.identify(visit, &call.headers).await? else {
         return sign_in::ask(site, visit, &call.uri);
     };
+    if let Some(page) = account::unsettled(site, visit, &identity, &call.headers, &call.uri) {
+        return Ok(page);
+    }
     let Some(machines) = site.directory.machines(identity.user()) else {
         return Ok(Absence::Unknown.answer(visit.page));
     };
@@ -146,10 +154,12 @@ async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Pro
     }
     let mut set = None;
     let remembered = match &identity {
-        Identity::Session(session) => site.sessions.choose(session, &slot).await,
+        Identity::Session(session) | Identity::Disputed(session, _) => {
+            site.sessions.choose(session, &slot).await
+        }
         Identity::Cookie(subject) => {
             site.sessions.open(visit.door, &subject.user, Some(&slot)).await.map(|(token, _)| {
-                set = Some(cookie::set(visit.door.session_cookie(), &token, "/", LIFE_SECONDS));
+                set = Some(RouterCookie::Session(visit.door).set(&token, visit.scheme, LIFE_SECONDS));
                 true
             })
         }
@@ -159,7 +169,7 @@ async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Pro
             return Err(Problem::new(Code::InvalidRequest, detail));
         }
     };
-    if !remembered.map_err(|error| database_unavailable(&error))? {
+    if !remembered.map_err(|error| session_failure(&error))? {
         return Err(Problem::new(Code::Unauthorized, "The session has ended; sign in again."));
     }
     let mut answer =

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::door::Door;
 use super::own::{Act, Own};
-use super::sign_in;
+use super::{account, sign_in};
 use crate::http::openapi::{
     Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
     fields, matching, named, object, one_of, text, uuid,
@@ -17,7 +17,8 @@ use crate::machine::state::Status;
 const SESSION: Credential = Credential {
     name: "session",
     scheme: Scheme::Cookie("svc_session"),
-    about: "A browser's session (svc_code_session on CODE_HOST), or the identity provider's cookie __session.",
+    about: "A browser's session (svc_code_session on CODE_HOST; with the prefix __Host- over HTTPS), or the identity \
+            provider's cookie __session.",
 };
 const USER: Credential =
     Credential { name: "user", scheme: Scheme::Bearer, about: "The identity provider's session JWT" };
@@ -33,7 +34,7 @@ pub static LIST_SLOTS: Own = Own {
         parameters: &[],
         body: None,
         answers: &[told(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])), SIGN_IN],
-        problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
     door: None,
     act: Act::ListSlots,
@@ -52,10 +53,36 @@ pub static CHOOSE_SLOT: Own = Own {
             told(200, "It does.", || object(&[("slot", slot())], &[])),
             Answer { status: 303, about: "To the slot, after a form.", content: Content::Nothing },
         ],
-        problems: &[Code::Forbidden, Code::NotFound, Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[
+            Code::Forbidden,
+            Code::NotFound,
+            Code::RateLimited,
+            Code::Unavailable,
+            Code::DatabaseUnavailable,
+        ],
     },
     door: None,
     act: Act::ChooseSlot,
+};
+
+pub static CHOOSE_ACCOUNT: Own = Own {
+    operation: Operation {
+        id: "chooseAccount",
+        method: Method::POST,
+        path: account::PATH,
+        summary: "Settles which account this browser uses, where its session and the identity provider disagree.",
+        credentials: VISITORS,
+        parameters: &[],
+        body: Some(|| fields(&[("account", one_of(&account::Choice::NAMES))], &[("returnTo", text())])),
+        answers: &[Answer {
+            status: 303,
+            about: "To `returnTo`, a path of this host; with the chosen account.",
+            content: Content::Nothing,
+        }],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
+    },
+    door: None,
+    act: Act::ChooseAccount,
 };
 
 pub static MINT_APP_TOKEN: Own = Own {
@@ -68,7 +95,7 @@ pub static MINT_APP_TOKEN: Own = Own {
         parameters: &[],
         body: Some(|| fields(&[("app", matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
         answers: &[told(200, "The token.", || object(&[("token", text()), ("expiresAt", count())], &[]))],
-        problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
     door: Some(Door::App),
     act: Act::MintAppToken,
@@ -88,6 +115,7 @@ pub static SIGN_OUT: Own = Own {
             Code::Unauthorized,
             Code::Forbidden,
             Code::RequestTooLarge,
+            Code::RateLimited,
             Code::Unavailable,
             Code::DatabaseUnavailable,
         ],
@@ -119,7 +147,7 @@ pub static HAND_OVER: Own = Own {
         ],
         body: None,
         answers: &[SIGN_IN],
-        problems: &[Code::Forbidden, Code::Unavailable, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
     door: Some(Door::App),
     act: Act::HandOver,
@@ -140,7 +168,7 @@ pub static TAKE_SESSION: Own = Own {
         }],
         body: None,
         answers: &[SIGN_IN],
-        problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::DatabaseUnavailable],
+        problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::RateLimited, Code::DatabaseUnavailable],
     },
     door: Some(Door::Code),
     act: Act::TakeSession,

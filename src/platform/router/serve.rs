@@ -1,6 +1,6 @@
 //! One request: which host, who asks, which machine, and on.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,14 +13,15 @@ use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
 use super::app_token::{AppClaims, Minted};
+use super::cookie::RouterCookie;
 use super::directory::Found;
 use super::door::Door;
 use super::headers::{Onward, make_onward};
 use super::identity::{Identity, Refusal};
 use super::machine::{Machine, Way};
 use super::page::{self, Absence};
-use super::session::LIFE_SECONDS;
-use super::{Site, app_door, app_token, cookie, frame, origin, own, sign_in};
+use super::session::{LIFE_SECONDS, SessionError};
+use super::{Site, account, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof::{LEEWAY_SECONDS, Route};
 use crate::http::proxy::{ProxyError, Until};
@@ -37,6 +38,8 @@ pub(super) struct Visit {
     /// The name and port that it was sent to.
     pub(super) authority: String,
     pub(super) scheme: &'static str,
+    /// Who is connected; `None` behind a proxy, whose address stands for all of its clients.
+    pub(super) client: Option<IpAddr>,
     /// A person looks at the answer.
     pub(super) page: bool,
     pub(super) now: Timestamp,
@@ -66,6 +69,12 @@ impl Site {
         self.config.public_scheme.unwrap_or(listener.as_str())
     }
 
+    fn client(&self, request: &Request) -> Option<IpAddr> {
+        let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
+        let is_behind_proxy = self.config.public_scheme.is_some();
+        (!is_behind_proxy).then(|| peer.ip())
+    }
+
     async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
         let visit = self.visit(&mut request)?;
         if request.method() == Method::CONNECT {
@@ -87,6 +96,10 @@ impl Site {
         let Some(identity) = self.identify(&visit, request.headers()).await? else {
             return sign_in::ask(self, &visit, request.uri());
         };
+        if let Some(page) = account::unsettled(self, &visit, &identity, request.headers(), request.uri()) {
+            return Ok(page);
+        }
+        self.users.check(identity.user()).map_err(too_many)?;
         let generation = self.sign_outs.generation(identity.user());
         let opened = match &identity {
             Identity::Cookie(_) if visit.page => Box::pin(self.open_session(&visit, &identity)).await,
@@ -126,9 +139,15 @@ impl Site {
             door,
             authority,
             scheme: self.scheme(request),
+            client: self.client(request),
             page: page::is_wanted(request.method(), request.headers()),
             now: Timestamp::now(),
         })
+    }
+
+    /// Counts a credential that costs work to verify.
+    pub(super) fn admit_check(&self, visit: &Visit) -> Result<(), Problem> {
+        self.gate.admit_check(visit).map_err(refused)
     }
 
     pub(super) async fn identify(
@@ -136,24 +155,14 @@ impl Site {
         visit: &Visit,
         headers: &HeaderMap,
     ) -> Result<Option<Identity>, Problem> {
-        self.gate.identify(visit.door, headers, visit.now).await.map_err(|refusal| match refusal {
-            Refusal::Bearer(error) => {
-                tracing::debug!(%error, "bearer token refused");
-                Problem::new(Code::Unauthorized, "The bearer token is not accepted.")
-            }
-            Refusal::NoKeys => {
-                let detail = "The identity provider cannot be asked right now.";
-                Problem::new(Code::Unavailable, detail).retry_after(page::REFRESH_SECONDS)
-            }
-            Refusal::Sessions(error) => database_unavailable(&error),
-        })
+        self.gate.identify(visit, headers).await.map_err(refused)
     }
 
     /// Opens a session after the provider's cookie, so that the browser is known when that one has expired. A failure
     /// costs only that.
     async fn open_session(&self, visit: &Visit, identity: &Identity) -> Option<HeaderValue> {
         match self.sessions.open(visit.door, identity.user(), None).await {
-            Ok((token, _)) => Some(cookie::set(visit.door.session_cookie(), &token, "/", LIFE_SECONDS)),
+            Ok((token, _)) => Some(RouterCookie::Session(visit.door).set(&token, visit.scheme, LIFE_SECONDS)),
             Err(error) => {
                 tracing::warn!(error = %chain(&error), "no session was opened");
                 None
@@ -193,7 +202,7 @@ impl Site {
         let row = &machine.row;
         let generation = self.sign_outs.generation(&row.user);
         // After the number: a sign-out ends sessions first.
-        if let Identity::Session(session) = identity
+        if let Some(session) = identity.session()
             && !self.sessions.is_open(session)
         {
             return None;
@@ -264,12 +273,16 @@ impl Site {
             Caller::Owner(Identity::Cookie(subject), _) => {
                 (&subject.user, now.as_second() + LIFE_SECONDS.cast_signed())
             }
-            Caller::Owner(Identity::Session(session), _) => (&session.user, session.expires_at.as_second()),
+            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
+                (&session.user, session.expires_at.as_second())
+            }
             Caller::App(claims) => (&claims.sub, claims.exp + LEEWAY_SECONDS),
         };
         let closed = self.sign_outs.register(user);
         let is_valid = match caller {
-            Caller::Owner(Identity::Session(session), _) => self.sessions.is_open(session),
+            Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
+                self.sessions.is_open(session)
+            }
             Caller::Owner(_, generation) => generation >= self.sign_outs.required(user),
             Caller::App(claims) => claims.generation >= self.sign_outs.required(user),
         };
@@ -299,10 +312,31 @@ fn ended() -> Arc<CancellationToken> {
     Arc::new(token)
 }
 
-pub(super) fn database_unavailable(error: &(dyn std::error::Error + 'static)) -> Problem {
+fn refused(refusal: Refusal) -> Problem {
+    match refusal {
+        Refusal::Bearer(error) => {
+            tracing::debug!(%error, "bearer token refused");
+            Problem::new(Code::Unauthorized, "The bearer token is not accepted.")
+        }
+        Refusal::NoKeys => Problem::new(Code::Unavailable, "The identity provider is unreachable right now.")
+            .retry_after(page::REFRESH_SECONDS),
+        Refusal::Sessions(error) => session_failure(&error),
+        Refusal::TooMany(wait) => too_many(wait),
+    }
+}
+
+pub(super) fn session_failure(error: &SessionError) -> Problem {
+    if let SessionError::TooMany(wait) = error {
+        return too_many(*wait);
+    }
     tracing::warn!(error = %chain(error), "sessions cannot be looked up");
     Problem::new(Code::DatabaseUnavailable, "Sessions cannot be looked up right now.")
         .retry_after(page::REFRESH_SECONDS)
+}
+
+pub(super) fn too_many(wait: Duration) -> Problem {
+    Problem::new(Code::RateLimited, "Too many requests. Try again after the time that Retry-After gives.")
+        .retry_after(wait.as_secs() + 1)
 }
 
 /// Never stored: where it leads depends on who asks.

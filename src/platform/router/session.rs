@@ -13,22 +13,27 @@ use deadpool_postgres::{Object, Pool};
 use jiff::Timestamp;
 use ring::digest::{SHA256, digest};
 use ring::rand::{SecureRandom, SystemRandom};
+use tokio::sync::watch;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::door::Door;
 use super::freshness::{Freshness, Routes};
+use super::session_token;
+use crate::http::rate::RateLimit;
 use crate::machine::name::{IdpUserId, Slot};
 use crate::metrics::SESSIONS_OPENED;
+use crate::platform::keys::SigningSet;
 
 pub(super) const LIFE_SECONDS: u64 = 12 * 3600;
 const CODE_LIFE_SECONDS: i32 = 60;
-/// 32 bytes in base64url.
-const TOKEN_CHARS: usize = 43;
 /// A cookie that is none of ours is not looked up again for a while.
 const UNKNOWN_FOR: Duration = Duration::from_secs(5);
 const MOST_KEPT: usize = 50_000;
 const DEADLINE: Duration = Duration::from_secs(3);
+/// Sessions and codes of one user: one each second, and at first as many as a minute's.
+const OPENED_PER_SECOND: u32 = 1;
+const OPENED_BURST_SECONDS: u32 = 60;
 
 const COLUMNS: &str = "token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL";
 
@@ -56,6 +61,8 @@ pub(super) enum SessionError {
     Deadline,
     #[error("the database is unreachable")]
     Unreachable,
+    #[error("too many sessions opened; the next one in {} s", .0.as_secs() + 1)]
+    TooMany(Duration),
     #[error("the system has no randomness")]
     Randomness,
     #[error("a stored session cannot be read")]
@@ -65,6 +72,8 @@ pub(super) enum SessionError {
 pub(super) struct Sessions {
     pool: Pool,
     freshness: Arc<Freshness>,
+    keys: watch::Receiver<Arc<SigningSet>>,
+    opened: RateLimit<IdpUserId>,
     kept: Mutex<HashMap<Hash, Kept>>,
 }
 
@@ -81,8 +90,9 @@ pub(super) struct Handed {
 }
 
 impl Sessions {
-    pub(super) fn new(pool: Pool, freshness: Arc<Freshness>) -> Self {
-        Self { pool, freshness, kept: Mutex::default() }
+    pub(super) fn new(pool: Pool, freshness: Arc<Freshness>, keys: watch::Receiver<Arc<SigningSet>>) -> Self {
+        let opened = RateLimit::new(OPENED_PER_SECOND, OPENED_BURST_SECONDS);
+        Self { pool, freshness, keys, opened, kept: Mutex::default() }
     }
 
     /// The live session of a cookie's value.
@@ -92,15 +102,15 @@ impl Sessions {
         token: &str,
         now: Timestamp,
     ) -> Result<Option<Arc<Session>>, SessionError> {
-        if token.len() != TOKEN_CHARS {
-            return Ok(None);
-        }
         let hash = hash(token.as_bytes());
         let live = |session: &Arc<Session>| session.door == door && session.expires_at > now;
         match self.kept().get(&hash) {
             Some(Kept::Live(session)) => return Ok(Some(session).filter(|it| live(it)).cloned()),
             Some(Kept::Unknown(since)) if since.elapsed() < UNKNOWN_FOR => return Ok(None),
             _ => {}
+        }
+        if !session_token::is_genuine(&self.keys.borrow().app.public, door, token) {
+            return Ok(None);
         }
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
         // In a box: it is once for a session, and every request's future would have room for it.
@@ -120,7 +130,8 @@ impl Sessions {
         user: &IdpUserId,
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
-        let token = random()?;
+        self.opened.check(user).map_err(SessionError::TooMany)?;
+        let token = session_token::mint(&self.keys.borrow().app.current, door)?;
         let hash = hash(token.as_bytes());
         let sql = format!(
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at) \
@@ -164,6 +175,14 @@ impl Sessions {
         Ok(row.try_get(0)?)
     }
 
+    /// Ends one session.
+    pub(super) async fn revoke(&self, session: &Session) -> Result<(), SessionError> {
+        let sql = "UPDATE sessions SET revoked_at = now() WHERE token_hash = $1 AND revoked_at IS NULL";
+        self.row(sql, &[&session.hash.as_slice()]).await?;
+        self.keep(session.hash, Kept::Unknown(Instant::now()));
+        Ok(())
+    }
+
     /// Whether nobody has ended it, as far as this process knows.
     pub(super) fn is_open(&self, session: &Session) -> bool {
         matches!(self.kept().get(&session.hash), Some(Kept::Live(_)))
@@ -171,6 +190,7 @@ impl Sessions {
 
     /// A code that opens a session on the code host once, in the browser that holds `state`.
     pub(super) async fn issue_code(&self, handed: &Handed, state: &str) -> Result<String, SessionError> {
+        self.opened.check(&handed.user).map_err(SessionError::TooMany)?;
         let code = random()?;
         let hash = code_hash(&code, state);
         let sql = "INSERT INTO session_codes (code_hash, idp_user_id, slot, return_to, expires_at) \

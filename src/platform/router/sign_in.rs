@@ -11,10 +11,12 @@ use http::header::{HeaderMap, SET_COOKIE};
 use http::{StatusCode, Uri};
 use url::form_urlencoded;
 
+use super::Site;
+use super::account;
+use super::cookie::RouterCookie;
 use super::door::Door;
-use super::serve::{Visit, database_unavailable, redirect};
+use super::serve::{Visit, redirect, session_failure};
 use super::session::{Handed, LIFE_SECONDS, SessionError, random};
-use super::{Site, cookie};
 use crate::http::problem::{Code, Problem};
 use crate::platform::api::call::Call;
 
@@ -50,7 +52,7 @@ pub(super) fn ask(site: &Site, visit: &Visit, uri: &Uri) -> Result<Response, Pro
                 StatusCode::FOUND,
                 &format!("{}{HAND_OVER}?{query}", url_of(site, visit, Door::App)),
             );
-            let set = cookie::set(cookie::STATE, &state, TAKE, STATE_SECONDS);
+            let set = RouterCookie::State.set(&state, visit.scheme, STATE_SECONDS);
             answer.headers_mut().append(SET_COOKIE, set);
             Ok(answer)
         }
@@ -62,6 +64,9 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
     let Some(identity) = site.identify(visit, &call.headers).await? else {
         return ask(site, visit, &call.uri);
     };
+    if let Some(page) = account::unsettled(site, visit, &identity, &call.headers, &call.uri) {
+        return Ok(page);
+    }
     let mut query = call.query();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
@@ -73,11 +78,12 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
 }
 
 /// On `CODE_HOST`: the code, together with the nonce, becomes a session.
-pub(super) async fn take(site: &Site, call: &Call) -> Result<Response, Problem> {
+pub(super) async fn take(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
     let mut query = call.query();
     let code: Option<String> = query.required("code");
     let code = query.with_others().finish(code)?;
-    let handed = match cookie::get(&call.headers, cookie::STATE) {
+    site.admit_check(visit)?;
+    let handed = match RouterCookie::State.get(&call.headers, visit.scheme) {
         Some(state) => site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?,
         None => None,
     };
@@ -91,8 +97,9 @@ pub(super) async fn take(site: &Site, call: &Call) -> Result<Response, Problem> 
     let (token, _) = opened.map_err(|error| failed(&error))?;
     let mut answer = redirect(StatusCode::FOUND, &handed.return_to);
     let headers = answer.headers_mut();
-    headers.append(SET_COOKIE, cookie::set(Door::Code.session_cookie(), &token, "/", LIFE_SECONDS));
-    headers.append(SET_COOKIE, cookie::set(cookie::STATE, "", TAKE, 0));
+    let session = RouterCookie::Session(Door::Code).set(&token, visit.scheme, LIFE_SECONDS);
+    headers.append(SET_COOKIE, session);
+    headers.append(SET_COOKIE, RouterCookie::State.clear(visit.scheme));
     Ok(answer)
 }
 
@@ -104,7 +111,7 @@ pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) ->
         site.sign_outs.record(user, generation, Duration::ZERO);
     }
     let mut answer = StatusCode::NO_CONTENT.into_response();
-    answer.headers_mut().append(SET_COOKIE, cookie::set(visit.door.session_cookie(), "", "/", 0));
+    answer.headers_mut().append(SET_COOKIE, RouterCookie::Session(visit.door).clear(visit.scheme));
     Ok(answer)
 }
 
@@ -114,7 +121,7 @@ pub(super) fn first() -> Problem {
 }
 
 fn failed(error: &SessionError) -> Problem {
-    database_unavailable(error)
+    session_failure(error)
 }
 
 fn url_of(site: &Site, visit: &Visit, door: Door) -> String {
@@ -122,7 +129,7 @@ fn url_of(site: &Site, visit: &Visit, door: Door) -> String {
 }
 
 /// A path of the host itself, which no browser reads as another host.
-fn is_local(path: &str) -> bool {
+pub(super) fn is_local(path: &str) -> bool {
     path.len() <= LONGEST_RETURN
         && path.starts_with('/')
         && !path.starts_with("//")

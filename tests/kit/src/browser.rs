@@ -77,8 +77,11 @@ async fn look(
     if let Some(only) = &options.only {
         node.arg(format!("--test-name-pattern={only}"));
     }
-    let files: &[&str] =
-        if options.code_server { &["code.test.mjs"] } else { &["shell.test.mjs", "apps.test.mjs"] };
+    let files: &[&str] = if options.code_server {
+        &["code.test.mjs"]
+    } else {
+        &["shell.test.mjs", "apps.test.mjs", "hostile.test.mjs"]
+    };
     node.args(files.iter().map(|file| tests.join(file)));
     node.env("SVC_HANDBILL", &handbill).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
     let ran = tokio::task::spawn_blocking(move || child::run(node, TESTS)).await?;

@@ -127,6 +127,7 @@ pub fn told_app() -> Value {
             ("runtime", nullable(one_of(&["vite", "static", "node"]))),
             ("folder", nullable(text())),
             ("url", nullable(text())),
+            ("connect", array(text())),
             ("icon", text()),
             ("tables", array(text())),
             ("error", nullable(text())),

@@ -7,6 +7,7 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
 
+use super::foreign_origin::ForeignOrigin;
 use super::manifest::Manifest;
 use super::registry::Known;
 use crate::host::gateway::state::Gateway;
@@ -46,6 +47,9 @@ fn app(known: &Known, slug: &str) -> Value {
         "version": manifest.map(|manifest| manifest.version.as_str()),
         "runtime": manifest.map(|manifest| manifest.runtime.name()),
         "folder": folder.and_then(|(path, _)| path.file_name()).map(|name| name.to_string_lossy()),
+        "connect": manifest.map_or_else(Vec::new, |manifest| {
+            manifest.connect.iter().map(ForeignOrigin::as_str).collect()
+        }),
         "url": folder.map(|_| format!("/apps/{slug}/")),
         "icon": format!("/icons/{slug}"),
         "tables": registered.map_or_else(Vec::new, |app| app.tables.keys().collect()),

@@ -5,10 +5,12 @@
 use serde_json::{Map, Value, json};
 
 use super::column::{Column, ColumnType, Origin};
+use super::foreign_origin::ForeignOrigin;
 use super::name::{Name, Slug};
 
 const MOST_TABLES: usize = 100;
 const MOST_COLUMNS: usize = 200;
+const MAX_ORIGINS: usize = 20;
 /// PostgreSQL's own limit of columns in an index.
 const MOST_INDEXED: usize = 32;
 
@@ -40,6 +42,8 @@ pub struct Manifest {
     pub output: String,
     /// The icon's path below the app's folder.
     pub icon: Option<String>,
+    /// Sites beside its own that the app's pages may load from and send data to.
+    pub connect: Vec<ForeignOrigin>,
     pub tables: Vec<Table>,
 }
 
@@ -96,6 +100,7 @@ impl Manifest {
             "runtime": self.runtime.name(),
             "build": { "output": self.output },
             "icon": self.icon,
+            "connect": self.connect.iter().map(ForeignOrigin::as_str).collect::<Vec<_>>(),
             "storage": { "tables": tables },
         })
     }
@@ -145,6 +150,7 @@ impl Reader {
             None | Some(Value::Null) => None,
             Some(icon) => self.path("icon", icon),
         };
+        let connect = self.origins(root.get("connect"));
         let tables = self.tables(root.get("storage"));
         Some(Manifest {
             name: name?,
@@ -153,6 +159,7 @@ impl Reader {
             runtime: runtime?,
             output: output?,
             icon,
+            connect,
             tables,
         })
     }
@@ -175,6 +182,22 @@ impl Reader {
             Some(path) if inside(path) => Some(path.to_owned()),
             _ => self.wrong(place, "must be a path below the app's folder"),
         }
+    }
+
+    fn origins(&mut self, value: Option<&Value>) -> Vec<ForeignOrigin> {
+        let origins = match value {
+            None | Some(Value::Null) => return Vec::new(),
+            Some(Value::Array(origins)) => origins,
+            Some(_) => return self.wrong("connect", "must be an array of origins").unwrap_or_default(),
+        };
+        if origins.len() > MAX_ORIGINS {
+            return self.wrong("connect", format!("more than {MAX_ORIGINS} origins")).unwrap_or_default();
+        }
+        let mut origin = |(at, value): (usize, &Value)| {
+            let parsed = value.as_str().unwrap_or_default().parse();
+            parsed.map_err(|why| self.wrong::<()>(&format!("connect[{at}]"), why)).ok()
+        };
+        origins.iter().enumerate().filter_map(&mut origin).collect()
     }
 
     fn tables(&mut self, storage: Option<&Value>) -> Vec<Table> {

@@ -5,6 +5,7 @@ mod column;
 mod ddl;
 mod describe;
 mod folder;
+mod foreign_origin;
 mod icon;
 mod list;
 mod manifest;

@@ -14,6 +14,7 @@ use flate2::Compression;
 use http::request::Parts;
 use http::{HeaderValue, Uri, header};
 
+use super::foreign_origin::ForeignOrigin;
 use super::manifest::Runtime;
 use crate::beneath::Folder;
 use crate::host::gateway::auth::{Caller, Principal};
@@ -22,8 +23,9 @@ use crate::http::files::{Caching, StaticFile, percent_decode, respond};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 
+/// An origin of its own, and no plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
-                       frame-ancestors 'self'; object-src 'none'; base-uri 'none'";
+                       frame-ancestors 'self'; object-src 'none'; base-uri 'none'; form-action 'self'";
 /// A larger file is served as it is: it would be compressed in memory.
 const MAX_GZIP_BYTES: u64 = 8 << 20;
 /// Of compressed files that are kept in memory.
@@ -63,7 +65,7 @@ pub async fn page(
     let (request, _) = request.into_parts();
     match find(&gateway, &caller.0, &request.uri).await {
         Ok(Found::Folder(to)) => Redirect::permanent(&to).into_response(),
-        Ok(Found::File(file)) => serve(&request, *file),
+        Ok(Found::File(file, policy)) => serve(&request, *file, policy),
         Err(problem) => problem.into_response(),
     }
 }
@@ -71,7 +73,7 @@ pub async fn page(
 enum Found {
     /// An app's folder without its last slash, by which relative links would miss it.
     Folder(String),
-    File(Box<AppFile>),
+    File(Box<AppFile>, HeaderValue),
 }
 
 /// A file of an app, and its compressed form where there is one.
@@ -97,13 +99,14 @@ async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Resul
     }
     let path = relative(path).ok_or_else(none)?;
     let output = folder.join(&manifest.output);
+    let policy = policy(&manifest.connect);
     let gateway = gateway.clone();
     let opened = tokio::task::spawn_blocking(move || {
         let folder = Folder::open(&gateway.config.layout.home())?.folder(&output)?;
         let (file, meta, name) = open(&folder, &path)?;
         let plain = StaticFile::open(file, &meta, &name);
         let gzip = gateway.gzip_cache.get(&plain);
-        Ok::<_, io::Error>(Found::File(Box::new(AppFile { plain, gzip })))
+        Ok::<_, io::Error>(Found::File(Box::new(AppFile { plain, gzip }), policy))
     });
     opened.await.ok().and_then(Result::ok).ok_or_else(none)
 }
@@ -140,23 +143,21 @@ fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     Err(last)
 }
 
-fn serve(request: &Parts, file: AppFile) -> Response {
-    let is_document = is_document(file.plain.media_type());
+/// What a page of an app may load and where it may send data: its own host, and the origins of its manifest.
+fn policy(connect: &[ForeignOrigin]) -> HeaderValue {
+    let origins: String = connect.iter().map(|origin| format!(" {origin}")).collect();
+    let policy = format!("{SANDBOX}; default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'{origins}");
+    HeaderValue::from_str(&policy).expect("origins are ASCII")
+}
+
+fn serve(request: &Parts, file: AppFile, policy: HeaderValue) -> Response {
     let mut response = respond(request, file.plain, file.gzip, Caching::Revalidate);
     let mut set = |name, value| response.headers_mut().insert(name, HeaderValue::from_static(value));
     set(header::ACCESS_CONTROL_ALLOW_ORIGIN, "null");
     set(header::REFERRER_POLICY, "no-referrer");
-    if is_document {
-        set(header::CONTENT_SECURITY_POLICY, SANDBOX);
-    }
+    // Of every file: which ones a browser runs as a document is the browser's decision.
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
-}
-
-/// What a browser would run in the page's origin when it is opened.
-fn is_document(kind: &str) -> bool {
-    ["text/html", "image/svg+xml", "application/xml", "application/xhtml", "application/pdf"]
-        .iter()
-        .any(|document| kind.starts_with(document))
 }
 
 #[cfg(test)]

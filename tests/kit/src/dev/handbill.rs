@@ -55,6 +55,8 @@ pub(crate) struct Owner {
     pub(crate) handle: String,
     pub(crate) machine_id: String,
     pub(crate) database_url: String,
+    /// The owner's files on the machine's disk.
+    pub(crate) home: String,
 }
 
 impl Handbill {
@@ -81,11 +83,16 @@ impl Handbill {
                 handle: HANDLE.to_owned(),
                 machine_id: machine.id.clone(),
                 database_url: database_url(&stack.provider, machine)?,
+                home: home(&stack.provider, machine)?,
             },
             dir: stack.dir.display().to_string(),
             pid: process::id(),
         })
     }
+}
+
+fn home(provider: &Simulator, machine: &Machine) -> Result<String> {
+    Ok(provider.disk(&machine.server)?.join("home/svc/home").display().to_string())
 }
 
 /// As the machine's own first boot wrote it down.

@@ -28,6 +28,20 @@ fn a_manifest_reads_back_as_it_is_kept() {
 }
 
 #[test]
+fn foreign_origins_are_named_or_there_are_none() {
+    assert_eq!(Manifest::from_value(&notes()).unwrap().connect, []);
+    let mut value = notes();
+    value["connect"] = json!(["https://api.example.com/", "wss://b.example"]);
+    let manifest = Manifest::from_value(&value).unwrap();
+    assert_eq!(manifest.to_value()["connect"], json!(["https://api.example.com", "wss://b.example"]));
+    assert_eq!(Manifest::from_value(&manifest.to_value()).unwrap(), manifest);
+    for bad in [json!("https://a.example"), json!(["*"]), json!([1]), json!(vec!["https://a.example"; 21])] {
+        let text = mistakes(|m| m["connect"] = bad.clone());
+        assert!(text.contains("connect"), "{text}");
+    }
+}
+
+#[test]
 fn an_unknown_type_is_named() {
     let text = mistakes(|m| m["storage"]["tables"]["notes"]["columns"]["title"] = json!("txt"));
     assert!(text.contains("columns.title") && text.contains("\"txt\""), "{text}");

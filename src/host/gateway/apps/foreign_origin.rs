@@ -1,0 +1,92 @@
+//! An origin that an app names in its manifest: one scheme, host and port, without a path or a pattern.
+
+use std::fmt;
+use std::str::FromStr;
+
+use url::{Host, Url};
+
+const MAX_CHARS: usize = 255;
+
+/// Safe inside a Content-Security-Policy: it holds no space, quote, comma, semicolon or wildcard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ForeignOrigin(String);
+
+impl ForeignOrigin {
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for ForeignOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for ForeignOrigin {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const EXPECTED: &str = "must be an origin such as https://api.example.com or wss://example.com:8443";
+        let url = Url::parse(text).map_err(|_| EXPECTED)?;
+        let is_bare = url.username().is_empty()
+            && url.password().is_none()
+            && url.path().trim_start_matches('/').is_empty()
+            && url.query().is_none()
+            && url.fragment().is_none();
+        let Some(host) = url.host() else { return Err(EXPECTED) };
+        if text.len() > MAX_CHARS || !is_bare || !matches!(url.scheme(), "https" | "wss") {
+            return Err(EXPECTED);
+        }
+        let is_name = match &host {
+            Host::Domain(name) => name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.')),
+            Host::Ipv4(_) | Host::Ipv6(_) => true,
+        };
+        if !is_name {
+            return Err(EXPECTED);
+        }
+        let port = url.port().map(|port| format!(":{port}")).unwrap_or_default();
+        Ok(Self(format!("{}://{host}{port}", url.scheme())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_origin_is_one_scheme_host_and_port() {
+        for (text, origin) in [
+            ("https://API.example.com/", "https://api.example.com"),
+            ("https://api.example.com:443", "https://api.example.com"),
+            ("wss://example.com:8443", "wss://example.com:8443"),
+            ("https://192.0.2.1", "https://192.0.2.1"),
+            ("https://b\u{fc}cher.example", "https://xn--bcher-kva.example"),
+        ] {
+            assert_eq!(text.parse::<ForeignOrigin>().unwrap().as_str(), origin);
+        }
+    }
+
+    #[test]
+    fn patterns_paths_and_other_schemes_are_refused() {
+        for text in [
+            "",
+            "*",
+            "https:",
+            "https://*",
+            "https://*.example.com",
+            "http://example.com",
+            "data:x",
+            "example.com",
+            "https://example.com/path",
+            "https://example.com?x",
+            "https://example.com#x",
+            "https://u:p@example.com",
+            "https://example.com; script-src *",
+            "https://a.example https://b.example",
+            "https://a'b.example",
+        ] {
+            assert!(text.parse::<ForeignOrigin>().is_err(), "{text}");
+        }
+    }
+}

