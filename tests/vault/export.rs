@@ -181,7 +181,7 @@ async fn an_import_that_was_killed_is_run_again() -> Result<()> {
             "import.done" => drop(ended.expect_killed()),
             _ => drop(ended.expect_step_killed()),
         }
-        if ["import.begin", "import.checked", "import.staged", "import.loaded"].contains(point) {
+        if ["import.begin", "import.checked", "import.staged", "import.inspected", "import.loaded"].contains(point) {
             other.client().await?.batch_execute("SELECT FROM before").await?;
             assert!(other.path("home/svc/home/projects/here").exists(), "after a kill at {point}");
         }
