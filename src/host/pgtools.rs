@@ -191,7 +191,13 @@ impl PgTools {
     /// Loads entries of a dump file, which a list names, into a database; all of it belongs to the server's user.
     pub fn load_chosen(&self, server: &Server, database: &str, dump: &Path, chosen: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
-        command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "--no-owner", "--no-privileges"]);
+        command.args([
+            "--exit-on-error",
+            "--no-password",
+            "--no-tablespaces",
+            "--no-owner",
+            "--no-privileges",
+        ]);
         command.args(["--no-security-labels", "--no-publications", "--no-subscriptions"]);
         command.args(["-d", database, &format!("-j{JOBS}"), "-L"]).arg(chosen).arg(dump);
         command.stdin(Stdio::null()).stdout(Stdio::null());

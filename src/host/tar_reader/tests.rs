@@ -81,7 +81,8 @@ fn next_entry_refuses_what_is_no_plain_tree() {
     ];
     let sum = [whole(b'0', "a", &[0; 9000]), whole(b'0', "b", &[0; 9000])].concat();
     cases.push(("too many bytes", sum));
-    let many = |count: usize| (0..count).flat_map(|n| whole(b'0', &format!("f{n}"), b"")).collect::<Vec<u8>>();
+    let many =
+        |count: usize| (0..count).flat_map(|n| whole(b'0', &format!("f{n}"), b"")).collect::<Vec<u8>>();
     cases.push(("too many entries", many(21)));
     let names = (0..5).flat_map(|n| {
         [whole(b'L', "l", format!("{n}{}", "n".repeat(900)).as_bytes()), whole(b'0', "f", b"")].concat()

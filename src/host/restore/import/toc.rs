@@ -115,7 +115,8 @@ fn judge(entry: &str) -> Result<Verdict, TocError> {
         return Ok(if is_loaded { Verdict::Load } else { Verdict::LeaveOut });
     }
     let is_public = after("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
-    let is_outbox = after("FUNCTION").is_some_and(|of| OUTBOX_FUNCTIONS.iter().any(|name| of.starts_with(name)))
+    let is_outbox = after("FUNCTION")
+        .is_some_and(|of| OUTBOX_FUNCTIONS.iter().any(|name| of.starts_with(name)))
         || after("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
     if is_public || is_outbox || LEFT_OUT.iter().any(|kind| after(kind).is_some()) {
         return Ok(Verdict::LeaveOut);

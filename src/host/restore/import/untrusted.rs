@@ -46,7 +46,9 @@ pub enum UntrustedError {
     Forbidden { what: String },
     #[error("the archive's dump cannot be read: {complaint}")]
     Unreadable { complaint: String },
-    #[error("PostgreSQL's client tools are in the database's container alone\n  next: install a release with its runtimes")]
+    #[error(
+        "PostgreSQL's client tools are in the database's container alone\n  next: install a release with its runtimes"
+    )]
     NoTools,
     #[error("run pg_restore")]
     Tool(#[source] std::io::Error),
@@ -100,7 +102,8 @@ pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scrat
     drop_roles(&admin).await?;
     let role = Loader::create(&admin).await?;
     let scratch = scratch::create_database(&admin, Some(&role.name)).await?;
-    let loaded = role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
+    let loaded =
+        role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
     let removed = fsx::remove_if_there(&chosen);
     if let Err(error) = loaded {
         scratch::drop_scratch(&admin, &scratch.name).await;
@@ -138,7 +141,8 @@ async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
         child.wait().await
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
-    let unreadable = |complaint: &str| UntrustedError::Unreadable { complaint: untrusted_text::bounded(complaint) };
+    let unreadable =
+        |complaint: &str| UntrustedError::Unreadable { complaint: untrusted_text::bounded(complaint) };
     let status = ended.map_err(|_| unreadable("it was not listed in time"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
