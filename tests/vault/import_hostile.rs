@@ -101,7 +101,7 @@ async fn traces(machine: &Machine) -> Result<Vec<String>> {
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'
          UNION ALL SELECT 'role ' || rolname || ' ' || rolsuper FROM pg_roles WHERE rolname !~ '^(pg_|postgres$)'
          UNION ALL SELECT 'member of ' || roleid::regrole FROM pg_auth_members WHERE member >= 16384
-         UNION ALL SELECT 'setting' FROM pg_db_role_setting
+         UNION ALL SELECT 'setting ' || c FROM pg_db_role_setting CROSS JOIN unnest(setconfig) c WHERE c NOT LIKE 'svc.%'
          UNION ALL SELECT 'changed ' || name FROM pg_file_settings WHERE sourcefile LIKE '%postgresql.auto.conf'";
     Ok(client.query(sql, &[]).await?.iter().map(|row| row.get(0)).collect())
 }
