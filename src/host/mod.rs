@@ -41,7 +41,7 @@ pub mod store;
 pub mod store_credentials;
 pub mod sync;
 pub mod systemd;
-pub mod tar_names;
+pub mod tar_reader;
 pub mod unix_socket;
 pub mod update;
 pub mod updated;

@@ -52,6 +52,13 @@ impl Server {
         &self.config
     }
 
+    /// The same server for another role.
+    pub fn as_role(&self, role: &str, password: &str) -> Self {
+        let mut config = self.config.clone();
+        config.user(role).password(password);
+        Self { config, database: self.database.clone() }
+    }
+
     /// # Errors
     /// [`ConnectError`], within 10 s.
     pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {

@@ -181,6 +181,29 @@ impl PgTools {
         Ok(command)
     }
 
+    /// Lists a dump file's entries on stdout, without a connection.
+    pub fn list(&self, dump: &Path) -> Command {
+        let mut command = self.command("pg_restore", None);
+        command.arg("-l").arg(dump).stdin(Stdio::null()).stdout(Stdio::piped());
+        command
+    }
+
+    /// Loads entries of a dump file, which a list names, into a database; all of it belongs to the server's user.
+    pub fn load_chosen(&self, server: &Server, database: &str, dump: &Path, chosen: &Path) -> Command {
+        let mut command = self.command("pg_restore", Some(server));
+        command.args([
+            "--exit-on-error",
+            "--no-password",
+            "--no-tablespaces",
+            "--no-owner",
+            "--no-privileges",
+        ]);
+        command.args(["--no-security-labels", "--no-publications", "--no-subscriptions"]);
+        command.args(["-d", database, &format!("-j{JOBS}"), "-L"]).arg(chosen).arg(dump);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    }
+
     /// Loads the dump that comes on stdin into a database without sessions, as it arrives and in one session.
     pub fn load_stream(&self, server: &Server, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);

@@ -68,7 +68,7 @@ fn gz(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// With the checksums of the headers right again, so that what was changed in them is looked at.
-fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
+pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut at = 0;
     while let Some(block) = bytes.get_mut(at..at + 512) {
         let mut header = tar::Header::new_old();
@@ -91,7 +91,7 @@ pub fn unpacked() -> Target {
 }
 
 /// Files and links as a release has them. Names are numbered, so that none comes twice or is another's directory.
-fn in_order() -> impl Strategy<Value = Vec<u8>> {
+pub(super) fn in_order() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
         let mut entries = Vec::new();
@@ -105,7 +105,7 @@ fn in_order() -> impl Strategy<Value = Vec<u8>> {
 }
 
 /// Entries that try to get out, in any order.
-fn hostile() -> impl Strategy<Value = Vec<u8>> {
+pub(super) fn hostile() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
             4 => "(\\./)?[ab](/[ab]){0,2}",

@@ -10,6 +10,7 @@ mod environment;
 mod mutation;
 mod objects;
 mod release;
+mod tar_entries;
 mod userdata;
 
 use std::path::PathBuf;
@@ -95,6 +96,7 @@ fn targets() -> Vec<Target> {
         release::manifest(),
         release::signature(),
         archive::unpacked(),
+        tar_entries::target(),
         environment::env_file(),
         environment::boot_env(),
         userdata::user_data(),
@@ -152,6 +154,7 @@ fuzzed! {
     a_changed_manifest_is_not_believed, long_a_changed_manifest_is_not_believed, "manifest";
     a_changed_signature_is_worth_nothing, long_a_changed_signature_is_worth_nothing, "signature";
     a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
+    tar_entries_of_changed_archives_keep_limits, long_tar_entries_of_changed_archives_keep_limits, "tar-entries";
     a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
     a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
     a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";

@@ -11,6 +11,7 @@ mod export_users;
 mod faults;
 mod gate;
 mod identity;
+mod import_hostile;
 mod large;
 pub mod machine;
 mod meta;

@@ -138,7 +138,7 @@ pub async fn into_scratch(
         tracing::warn!(what, "not kept by the restore");
     }
     failpoint::pass("restore.roles")?;
-    let scratch = create(&client).await?;
+    let scratch = create_database(&client, None).await?;
     let loaded = async {
         failpoint::pass("restore.created")?;
         tokio::select! {
@@ -165,13 +165,17 @@ pub async fn into_scratch(
     }
 }
 
-/// Without LOGIN: the gateway gives passwords to those that it uses.
-/// A number that no run used before: a `pg_restore` that outlived a killed run cannot write into ours.
-async fn create(client: &Client) -> Result<Scratch, LoadError> {
+/// A new database, of the user's own or of another role. Its number is one that no run used before: a `pg_restore` that
+/// outlived a killed run cannot write into it.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scratch, LoadError> {
     let number = crate::clock::now_ms().as_millisecond();
     let name = format!("svc_restore_{number}");
+    let owner = owner.map(|owner| format!(" OWNER {}", ident(owner))).unwrap_or_default();
     client
-        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0", ident(&name)))
+        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", ident(&name)))
         .await
         .map_err(query("create a database for the snapshot"))?;
     let oid = database::oid(client, &name).await.map_err(query("look for the new database"))?;
@@ -187,7 +191,14 @@ async fn load(means: &Means, dump: &Dump, database: &str) -> Result<(), LoadErro
 }
 
 async fn load_file(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
-    let mut command = means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?;
+    run_restore(means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?).await
+}
+
+/// Runs `pg_restore` to its end.
+///
+/// # Errors
+/// [`LoadError`], with what it complained of.
+pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Start)?;
     let mut said = Vec::new();
     let mut stderr = child.stderr.take();
@@ -270,7 +281,10 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
 }
 
 /// Every table with its rows, no more and no less.
-async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await

@@ -19,7 +19,9 @@ use crate::store::key::SlotPrefix;
 
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
-pub use load::{LoadError, Roles, connect_patiently, into_scratch, refuse_newer};
+pub use load::{
+    LoadError, Roles, compare, connect_patiently, create_database, into_scratch, refuse_newer, run_restore,
+};
 pub use roles::drop_drills_roles;
 
 /// Where snapshots come from and go to.

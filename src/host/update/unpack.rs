@@ -11,14 +11,14 @@ use std::path::{Component, Path, PathBuf};
 
 use bytes::{Buf, Bytes};
 use flate2::bufread::MultiGzDecoder;
-use tar::EntryType;
 use tokio::sync::mpsc;
 
-use crate::host::tar_names::{NameError, Names};
+use crate::host::archive::Kind;
+use crate::host::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
 /// Chunks between download and unpacker: each can be a few hundred KiB.
 const QUEUE: usize = 2;
-const LONGEST_PATH: usize = 1024;
+const MAX_PATH_BYTES: usize = 1024;
 
 /// What an archive may unpack to at most.
 #[derive(Debug, Clone, Copy)]
@@ -29,6 +29,16 @@ pub struct Limits {
 
 impl Limits {
     pub const BUNDLE: Self = Self { entries: 200_000, bytes: 8 << 30 };
+
+    fn of_tar(self) -> TarLimits {
+        TarLimits {
+            entries: self.entries,
+            name_bytes: MAX_PATH_BYTES,
+            all_name_bytes: 64 << 20,
+            file_bytes: self.bytes,
+            all_file_bytes: self.bytes,
+        }
+    }
 }
 
 /// Why an archive was not unpacked.
@@ -36,10 +46,10 @@ impl Limits {
 pub enum UnpackError {
     #[error("the archive is damaged")]
     Archive(#[source] io::Error),
+    #[error("the archive is refused")]
+    Tar(#[source] TarError),
     #[error("the archive is refused: {path}: {why}")]
     Refused { path: String, why: &'static str },
-    #[error("the archive is refused: it has more than {what}")]
-    TooMuch { what: &'static str },
     #[error("unpack {}", .path.display())]
     Write {
         path: PathBuf,
@@ -48,14 +58,11 @@ pub enum UnpackError {
     },
 }
 
-impl From<NameError> for UnpackError {
-    fn from(error: NameError) -> Self {
+impl From<TarError> for UnpackError {
+    fn from(error: TarError) -> Self {
         match error {
-            NameError::Archive(error) => Self::Archive(error),
-            NameError::TooLong => Self::TooMuch { what: "a name's length in a name" },
-            NameError::Attribute(path) => {
-                Self::Refused { path, why: "an attribute that changes the content" }
-            }
+            TarError::Damaged(error) => Self::Archive(error),
+            error => Self::Tar(error),
         }
     }
 }
@@ -101,17 +108,10 @@ impl Read for Chunks {
 pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), UnpackError> {
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);
-    let mut tree = Tree { root: into, limits, bytes: 0, directories: HashSet::new(), links: Vec::new() };
-    let mut names = Names::default();
-    let entries = archive.entries().map_err(UnpackError::Archive)?;
-    for (index, entry) in entries.raw(true).enumerate() {
-        if index >= limits.entries {
-            return Err(UnpackError::TooMuch { what: "entries than a bundle has" });
-        }
-        let mut entry = entry.map_err(UnpackError::Archive)?;
-        if !names.take_from(&mut entry)? {
-            tree.add(entry, std::mem::take(&mut names))?;
-        }
+    let mut tree = Tree { root: into, directories: HashSet::new(), links: Vec::new() };
+    let mut entries = TarReader::new(&mut archive, limits.of_tar())?;
+    while let Some(entry) = entries.next_entry()? {
+        tree.add(entry)?;
     }
     // What follows the end mark belongs to the digest, and may be no second gigabyte of it.
     let mut rest = archive.into_inner().take(limits.bytes);
@@ -121,45 +121,24 @@ pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), Unp
 
 struct Tree<'a> {
     root: &'a Path,
-    limits: Limits,
-    bytes: u64,
     /// Made by us, so no link can be among them.
     directories: HashSet<PathBuf>,
     links: Vec<PathBuf>,
 }
 
 impl Tree<'_> {
-    fn add(&mut self, mut entry: tar::Entry<'_, impl Read>, names: Names) -> Result<(), UnpackError> {
-        let kind = entry.header().entry_type();
-        let named = match names.path {
-            Some(path) => path,
-            None => entry.path().map_err(UnpackError::Archive)?.into_owned(),
+    fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
+        let refuse = |why| Err(UnpackError::Refused { path: quoted(&entry.path), why });
+        let Some(path) = inside(&entry.path) else {
+            return refuse("its path leaves the release");
         };
-        let refuse = |why| Err(UnpackError::Refused { path: named.display().to_string(), why });
-        let Some(path) = inside(&named) else {
-            return refuse("its path leaves the release, or is too long");
-        };
-        let mode = entry.header().mode().map_err(UnpackError::Archive)?;
-        if mode & 0o7000 != 0 {
+        if entry.mode & 0o7000 != 0 {
             return refuse("it has a setuid, setgid or sticky bit");
         }
-        match kind {
-            EntryType::Directory => self.make_directory(&path),
-            EntryType::Regular => self.make_file(&mut entry, &path, mode),
-            EntryType::Symlink => {
-                let here = || entry.link_name().map(|name| name.map(std::borrow::Cow::into_owned));
-                let target = match names.link {
-                    Some(target) => Some(target),
-                    None => here().map_err(UnpackError::Archive)?,
-                };
-                match target {
-                    Some(target) => self.make_link(&path, &target),
-                    None => refuse("it is a link to nowhere"),
-                }
-            }
-            EntryType::Link => refuse("it is a hard link"),
-            EntryType::Char | EntryType::Block | EntryType::Fifo => refuse("it is a device or a pipe"),
-            _ => refuse("it is of an unknown kind"),
+        match entry.kind {
+            Kind::Directory => self.make_directory(&path),
+            Kind::File => self.make_file(&mut entry, &path),
+            Kind::Link => self.make_link(&path, &entry.link),
         }
     }
 
@@ -183,36 +162,23 @@ impl Tree<'_> {
         path.parent().map_or(Ok(()), |parent| self.make_directory(parent))
     }
 
-    fn make_file(
-        &mut self,
-        entry: &mut tar::Entry<'_, impl Read>,
-        path: &Path,
-        mode: u32,
-    ) -> Result<(), UnpackError> {
-        self.bytes = self.bytes.saturating_add(entry.size());
-        if self.bytes > self.limits.bytes {
-            return Err(UnpackError::TooMuch { what: "bytes than a bundle has" });
-        }
+    fn make_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
         self.make_parent(path)?;
         let failed = |source| UnpackError::Write { path: path.to_owned(), source };
         // Readable by all and writable by root alone, whatever the builder's umask was.
-        let mode = 0o644 | (mode & 0o111);
+        let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(mode)
             .open(self.root.join(path))
             .map_err(failed)?;
-        let size = entry.size();
-        let copied = copy(entry, &mut file, path)?;
-        if copied != size {
-            return Err(UnpackError::Archive(io::ErrorKind::UnexpectedEof.into()));
-        }
+        copy(entry, &mut file, path)?;
         file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
     }
 
     fn make_link(&mut self, path: &Path, target: &Path) -> Result<(), UnpackError> {
-        let refuse = |why| Err(UnpackError::Refused { path: path.display().to_string(), why });
+        let refuse = |why| Err(UnpackError::Refused { path: quoted(path), why });
         if !stays_inside(path, target) {
             return refuse("it is a link that leaves the release");
         }
@@ -228,7 +194,7 @@ impl Tree<'_> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
         for link in &self.links {
-            let refuse = |why| UnpackError::Refused { path: link.display().to_string(), why };
+            let refuse = |why| UnpackError::Refused { path: quoted(link), why };
             let end =
                 fs::canonicalize(self.root.join(link)).map_err(|_| refuse("it is a link to nowhere"))?;
             if !end.starts_with(&root) {
@@ -240,21 +206,19 @@ impl Tree<'_> {
 }
 
 /// Errors of the archive and of the disk are told apart.
-fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<u64, UnpackError> {
+fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut piece = [0; 64 * 1024];
-    let mut copied = 0;
     loop {
         let read = from.read(&mut piece).map_err(UnpackError::Archive)?;
         if read == 0 {
-            return Ok(copied);
+            return Ok(());
         }
         io::Write::write_all(to, &piece[..read])
             .map_err(|source| UnpackError::Write { path: path.to_owned(), source })?;
-        copied += read as u64;
     }
 }
 
-/// The path without `./`; `None` where it is absolute, goes up, or is not a sensible name.
+/// The path without `./`; `None` where it is absolute or goes up.
 fn inside(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {
@@ -264,14 +228,13 @@ fn inside(path: &Path) -> Option<PathBuf> {
             Component::ParentDir | Component::RootDir | Component::Prefix(_) => return None,
         }
     }
-    let fits = path.as_os_str().len() <= LONGEST_PATH && !path.as_os_str().as_encoded_bytes().contains(&0);
-    fits.then_some(clean)
+    Some(clean)
 }
 
 /// Whether a link's text, read from where it lies, stays within the tree.
 fn stays_inside(link: &Path, target: &Path) -> bool {
     let mut depth = link.components().count().saturating_sub(1);
-    if target.as_os_str().is_empty() || target.as_os_str().len() > LONGEST_PATH {
+    if target.as_os_str().is_empty() {
         return false;
     }
     for part in target.components() {

@@ -1,6 +1,10 @@
 //! An archive as it is read: in one pass, in which every entry is compared with the manifest at the end, and which may write
 //! some of the entries where nobody looks for them yet.
+//!
+//! What a pass keeps in memory is a digest for each entry, and the names of the directories that it writes: the manifest,
+//! which can be as large as all names together, is compared while it is read (`manifest.rs`).
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -8,17 +12,29 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use serde::de::DeserializeOwned;
-use tar::{Archive, EntryType};
 
+use super::manifest::{self, EntryDigest, entry_digest};
 use crate::fsx::FileError;
-use crate::host::archive::{self, ABOUT, About, DUMP, HOME, Kind, Listed, MANIFEST, Manifest, SIDE, SYSTEM};
-use crate::host::tar_names::Names;
+use crate::host::archive::{self, ABOUT, About, DUMP, HOME, Kind, Listed, MANIFEST, SIDE, SYSTEM};
+use crate::host::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
 use crate::store::snapshot::SideRecord;
 
-/// Of a description of ours: a manifest of two million entries has less.
-const MAX_JSON_BYTES: u64 = 512 << 20;
-const MAX_ENTRIES: usize = 2_000_000;
+/// Of `export.json` and `database.json`: the latter has a line for each table.
+const MAX_JSON_BYTES: u64 = 8 << 20;
+/// A manifest of two million entries has less.
+const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 const BUFFER: usize = 1 << 18;
+
+/// What the archive in a file of this size may hold: no entry can be larger than the file.
+fn limits(archive_bytes: u64) -> TarLimits {
+    TarLimits {
+        entries: 4_000_000,
+        name_bytes: 16 * 1024,
+        all_name_bytes: 256 << 20,
+        file_bytes: archive_bytes,
+        all_file_bytes: archive_bytes,
+    }
+}
 
 /// Why an archive is not taken.
 #[derive(Debug, thiserror::Error)]
@@ -31,8 +47,14 @@ pub enum ArchiveError {
     },
     #[error("{} is no whole archive: {why}; nothing of it is taken", .path.display())]
     Damaged { path: PathBuf, why: String },
-    #[error("{} was written by a later version of svc ({made_by})", .path.display())]
+    #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
     Later { path: PathBuf, made_by: String },
+    #[error("{} is no whole archive; nothing of it is taken", .path.display())]
+    Refused {
+        path: PathBuf,
+        #[source]
+        source: TarError,
+    },
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -67,10 +89,12 @@ impl Part<'_> {
 }
 
 /// An archive that is whole.
+#[derive(Debug)]
 pub struct Archived {
     pub about: About,
     pub side: SideRecord,
-    entries: Vec<Listed>,
+    /// How many entries below the home there are.
+    pub home_entries: usize,
 }
 
 impl Archived {
@@ -83,21 +107,22 @@ impl Archived {
     }
 
     /// How large the dump of an archive that has not been compared yet says that it is.
-    pub fn dump_bytes(mut file: &File) -> io::Result<u64> {
-        file.rewind()?;
-        let mut tar = Archive::new(BufReader::new(file));
-        for entry in tar.entries()?.raw(true) {
-            let entry = entry?;
-            if entry.path()? == Path::new(DUMP) {
-                return Ok(entry.size());
+    ///
+    /// # Errors
+    /// [`ArchiveError`].
+    pub fn dump_bytes(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
+        let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let damaged = |error| ArchiveError::Refused { path: path.to_owned(), source: error };
+        file.rewind().map_err(read)?;
+        let limits = limits(file.metadata().map_err(read)?.len());
+        let mut tar = tar::Archive::new(BufReader::new(file));
+        let mut entries = TarReader::new(&mut tar, limits).map_err(damaged)?;
+        while let Some(entry) = entries.next_entry().map_err(damaged)? {
+            if entry.path == Path::new(DUMP) {
+                return Ok(entry.size);
             }
         }
         Ok(0)
-    }
-
-    /// How many entries below the home there are.
-    pub fn of_home(&self) -> usize {
-        self.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count()
     }
 }
 
@@ -107,11 +132,13 @@ struct Pass<'a> {
     part: &'a Part<'a>,
     about: Option<About>,
     side: Option<SideRecord>,
-    manifest: Option<Manifest>,
-    seen: Vec<Listed>,
-    /// What an entry may be below.
-    directories: std::collections::HashSet<PathBuf>,
-    names: std::collections::HashSet<PathBuf>,
+    /// Of the dump: its size and its SHA-256.
+    dump: Option<(u64, String)>,
+    is_complete: bool,
+    seen: Vec<EntryDigest>,
+    home_entries: usize,
+    /// What an entry may be below, by [`name_digest`].
+    directories: HashSet<u128>,
     /// Of directories that were written: their own mode might keep us out of them.
     modes: Vec<(PathBuf, u32)>,
 }
@@ -123,10 +150,11 @@ impl<'a> Pass<'a> {
             part,
             about: None,
             side: None,
-            manifest: None,
+            dump: None,
+            is_complete: false,
             seen: Vec::new(),
-            directories: [PathBuf::from(HOME)].into(),
-            names: std::collections::HashSet::new(),
+            home_entries: 0,
+            directories: [name_digest(Path::new(HOME))].into(),
             modes: Vec::new(),
         }
     }
@@ -138,204 +166,159 @@ impl<'a> Pass<'a> {
     fn run(mut self, mut file: &File) -> Result<Archived, ArchiveError> {
         let path = self.path;
         let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
         file.rewind().map_err(read)?;
-        let mut tar = Archive::new(BufReader::with_capacity(BUFFER, file));
-        let mut names = Names::default();
-        for entry in tar.entries().map_err(read)?.raw(true) {
-            let mut entry = entry.map_err(|error| self.damaged(error.to_string()))?;
-            let is_name = names.take_from(&mut entry).map_err(|error| self.damaged(error.to_string()))?;
-            if !is_name {
-                self.entry(entry, std::mem::take(&mut names))?;
-            }
+        let limits = limits(file.metadata().map_err(read)?.len());
+        let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER, file));
+        let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
+        while let Some(entry) = entries.next_entry().map_err(refused)? {
+            self.entry(entry)?;
         }
         for (path, mode) in self.modes.iter().rev() {
             let permissions = fs::Permissions::from_mode(*mode);
             fs::set_permissions(path, permissions).map_err(FileError::at("set the mode of", path))?;
         }
-        self.compare()
+        self.finish()
     }
 
-    fn entry(&mut self, mut entry: tar::Entry<'_, impl Read>, names: Names) -> Result<(), ArchiveError> {
-        let name = match names.path {
-            Some(name) => name,
-            None => entry.path().map_err(|error| self.damaged(error.to_string()))?.into_owned(),
-        };
-        let written = archive::written(&name);
-        let kind = self.check(&name, &written, &entry)?;
-        if self.manifest.is_some() {
-            return Err(self.damaged(format!("{written} comes after the manifest")));
+    fn entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        self.check(&entry)?;
+        if self.is_complete {
+            return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
         }
-        let link = match names.link {
-            Some(link) => link,
-            None => {
-                let link = entry.link_name().map_err(|error| self.damaged(error.to_string()))?;
-                link.unwrap_or_default().into_owned()
+        let listed = match entry.path.to_str() {
+            Some(ABOUT) => {
+                let (about, listed) = self.description(&mut entry)?;
+                self.about = Some(about);
+                listed
             }
-        };
-        let head = Head {
-            written,
-            kind,
-            link,
-            mode: entry.header().mode().unwrap_or(0o600),
-            modified: entry.header().mtime().unwrap_or(0),
-            size: entry.size(),
-        };
-        match head.written.as_str() {
-            ABOUT | SIDE | MANIFEST => self.description(&head, &mut entry),
-            _ => {
-                let listed = match self.part.place(&name) {
-                    Some(place) => self.write(&head, &mut entry, &place)?,
-                    None => {
-                        head.listed(&mut entry, io::sink()).map_err(|error| self.broken(&head, &error))?
-                    }
-                };
-                self.seen.push(listed);
-                Ok(())
+            Some(SIDE) => {
+                let (side, listed) = self.description(&mut entry)?;
+                self.side = Some(side);
+                listed
             }
-        }
-    }
-
-    /// Only what an archive of ours may hold passes: plain relative paths, nothing below what is no directory, no name twice.
-    fn check(
-        &mut self,
-        name: &Path,
-        written: &str,
-        entry: &tar::Entry<'_, impl Read>,
-    ) -> Result<Kind, ArchiveError> {
-        let is_plain = name.components().all(|part| matches!(part, Component::Normal(_)));
-        let ours = [ABOUT, DUMP, SIDE, MANIFEST].contains(&written);
-        let is_in_place = name.parent().is_some_and(|parent| self.directories.contains(parent));
-        if !is_plain || !(ours || is_in_place) {
-            return Err(self.damaged(format!("{written:?} is no path of an archive")));
-        }
-        let is_system = name.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
-        let kind = match entry.header().entry_type() {
-            EntryType::Directory if !ours => Kind::Directory,
-            EntryType::Symlink if !ours && !is_system => Kind::Link,
-            EntryType::Regular if !is_system => Kind::File,
-            other => return Err(self.damaged(format!("{written} is of the kind {other:?}"))),
+            Some(MANIFEST) => return self.compare(entry),
+            _ => match self.part.place(&entry.path) {
+                Some(place) => self.write(&mut entry, &place)?,
+                None => list(&mut entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))?,
+            },
         };
-        if kind == Kind::Directory {
-            self.directories.insert(name.to_owned());
+        if listed.path == DUMP {
+            self.dump = Some((listed.size_bytes, listed.sha256.clone().unwrap_or_default()));
         }
-        if self.names.len() == MAX_ENTRIES {
-            return Err(self.damaged(format!("it has more than {MAX_ENTRIES} entries")));
-        }
-        if !self.names.insert(name.to_owned()) {
-            return Err(self.damaged(format!("{written} is there twice")));
-        }
-        Ok(kind)
-    }
-
-    fn description(&mut self, head: &Head, entry: &mut impl Read) -> Result<(), ArchiveError> {
-        if head.size > MAX_JSON_BYTES {
-            return Err(self.damaged(format!("{} is too large", head.written)));
-        }
-        let mut text = Vec::new();
-        let listed = head.listed(entry, &mut text).map_err(|error| self.broken(head, &error))?;
-        match head.written.as_str() {
-            ABOUT => self.about = Some(self.parsed(head, &text)?),
-            SIDE => self.side = Some(self.parsed(head, &text)?),
-            _ => {
-                self.manifest = Some(self.parsed(head, &text)?);
-                return Ok(());
-            }
-        }
-        self.seen.push(listed);
+        self.home_entries += usize::from(entry.path.starts_with(HOME));
+        self.seen.push(entry_digest(&listed));
         Ok(())
     }
 
-    fn parsed<T: DeserializeOwned>(&self, head: &Head, text: &[u8]) -> Result<T, ArchiveError> {
-        serde_json::from_slice(text).map_err(|error| self.damaged(format!("{}: {error}", head.written)))
+    /// Only what an archive of ours may hold passes: plain relative paths, and nothing below what is no directory.
+    fn check(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        let path = entry.path.as_path();
+        let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
+        let is_ours = [ABOUT, DUMP, SIDE, MANIFEST].iter().any(|name| path == Path::new(name));
+        let is_in_place = path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
+        if !is_plain || !(is_ours || is_in_place) {
+            return Err(self.damaged(format!("{} is no path of an archive", quoted(path))));
+        }
+        let is_system = path.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
+        let is_allowed = match entry.kind {
+            Kind::Directory => !is_ours,
+            Kind::Link => !is_ours && !is_system,
+            Kind::File => !is_system,
+        };
+        if !is_allowed {
+            return Err(self.damaged(format!("{} is of the kind {:?}", quoted(path), entry.kind)));
+        }
+        if entry.kind == Kind::Directory {
+            self.directories.insert(name_digest(path));
+        }
+        Ok(())
     }
 
-    fn broken(&self, head: &Head, error: &io::Error) -> ArchiveError {
-        self.damaged(format!("{}: {error}", head.written))
+    fn description<T: DeserializeOwned>(
+        &self,
+        entry: &mut TarEntry<'_, impl Read>,
+    ) -> Result<(T, Listed), ArchiveError> {
+        if entry.size > MAX_JSON_BYTES {
+            return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
+        }
+        let mut text = Vec::new();
+        let listed = list(entry, &mut text).map_err(|error| self.broken(&entry.path, &error))?;
+        let parsed = serde_json::from_slice(&text);
+        let parsed =
+            parsed.map_err(|error| self.damaged(format!("{} is not valid: {error}", quoted(&entry.path))))?;
+        Ok((parsed, listed))
     }
 
-    fn write(&mut self, head: &Head, entry: &mut impl Read, to: &Path) -> Result<Listed, ArchiveError> {
+    fn compare(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        if entry.size > MAX_MANIFEST_BYTES {
+            return Err(self.damaged(format!("{MANIFEST} is too large")));
+        }
+        manifest::compare(entry, &self.seen).map_err(|why| self.damaged(why))?;
+        self.is_complete = true;
+        Ok(())
+    }
+
+    fn broken(&self, path: &Path, error: &io::Error) -> ArchiveError {
+        self.damaged(format!("{}: {error}", quoted(path)))
+    }
+
+    fn write(&mut self, entry: &mut TarEntry<'_, impl Read>, to: &Path) -> Result<Listed, ArchiveError> {
         let failed = |action| FileError::at(action, to);
-        let mode = head.mode & 0o2777;
-        match head.kind {
+        let mode = entry.mode & 0o2777;
+        match entry.kind {
             Kind::Directory => {
                 fs::DirBuilder::new().mode(0o700).create(to).map_err(failed("create directory"))?;
                 self.modes.push((to.to_owned(), mode));
             }
-            Kind::Link => std::os::unix::fs::symlink(&head.link, to).map_err(failed("link"))?,
+            Kind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
             Kind::File => {
                 // New, and never through a link that an earlier entry made.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;
-                let listed = head.listed(entry, &file).map_err(failed("write"))?;
-                let modified = std::time::UNIX_EPOCH + std::time::Duration::from_secs(head.modified);
+                let listed = list(entry, &file).map_err(failed("write"))?;
+                let modified = std::time::UNIX_EPOCH
+                    .checked_add(std::time::Duration::from_secs(entry.modified))
+                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quoted(&entry.path))))?;
                 file.set_modified(modified).map_err(failed("set the time of"))?;
                 let permissions = fs::Permissions::from_mode(mode);
                 file.set_permissions(permissions).map_err(failed("set the mode of"))?;
                 return Ok(listed);
             }
         }
-        head.listed(entry, io::sink()).map_err(|error| self.broken(head, &error))
+        list(entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))
     }
 
-    fn compare(self) -> Result<Archived, ArchiveError> {
+    fn finish(self) -> Result<Archived, ArchiveError> {
         let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
         let about = self.about.ok_or_else(|| damaged(format!("it has no {ABOUT}")))?;
         if about.version > archive::VERSION {
             return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: about.made_by });
         }
-        let manifest = self.manifest.ok_or_else(|| damaged("its end is missing".to_owned()))?;
-        if let Some((expected, found)) =
-            manifest.entries.iter().zip(&self.seen).find(|(expected, found)| expected != found)
-        {
-            let why = format!("{} is not what the manifest says of {}", found.path, expected.path);
-            return Err(damaged(why));
-        }
-        if manifest.entries.len() != self.seen.len() {
-            let why = format!("it has {} entries instead of {}", self.seen.len(), manifest.entries.len());
-            return Err(damaged(why));
+        if !self.is_complete {
+            return Err(damaged("its end is missing".to_owned()));
         }
         let side = self.side.ok_or_else(|| damaged(format!("it has no {SIDE}")))?;
-        let dump = self.seen.iter().find(|entry| entry.path == DUMP);
-        let fits = dump.is_some_and(|dump| {
-            dump.size_bytes == side.size_bytes && dump.sha256.as_ref() == Some(&side.sha256)
-        });
-        if !fits {
+        if self.dump != Some((side.size_bytes, side.sha256.clone())) {
             return Err(damaged(format!("{SIDE} is not of its {DUMP}")));
         }
-        Ok(Archived { about, side, entries: self.seen })
+        Ok(Archived { about, side, home_entries: self.home_entries })
     }
 }
 
-/// What an entry says of itself.
-struct Head {
-    /// Its path, as the manifest writes it.
-    written: String,
-    kind: Kind,
-    link: PathBuf,
-    mode: u32,
-    modified: u64,
-    size: u64,
-}
-
-impl Head {
-    /// Passes the entry's bytes on, and says what it is.
-    fn listed(&self, entry: &mut impl Read, to: impl Write) -> io::Result<Listed> {
-        let path = self.written.clone();
-        let kind = self.kind;
-        match kind {
-            Kind::Directory => Ok(Listed { path, kind, size_bytes: 0, sha256: None }),
-            Kind::Link => {
-                let sha256 = Some(archive::sha256(self.link.as_os_str().as_bytes()));
-                Ok(Listed { path, kind, size_bytes: 0, sha256 })
-            }
-            Kind::File => {
-                let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
-                if size_bytes != self.size {
-                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it is cut off"));
-                }
-                Ok(Listed { path, kind, size_bytes, sha256: Some(digest) })
-            }
+/// Passes an entry's bytes on, and says what the manifest has to say of it.
+fn list(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<Listed> {
+    let (path, kind) = (archive::written(&entry.path), entry.kind);
+    match kind {
+        Kind::Directory => Ok(Listed { path, kind, size_bytes: 0, sha256: None }),
+        Kind::Link => {
+            let sha256 = Some(archive::sha256(entry.link.as_os_str().as_bytes()));
+            Ok(Listed { path, kind, size_bytes: 0, sha256 })
+        }
+        Kind::File => {
+            let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
+            Ok(Listed { path, kind, size_bytes, sha256: Some(digest) })
         }
     }
 }

@@ -7,9 +7,13 @@
 //! named at the end. A run that was killed is run again.
 
 mod archived;
+mod catalog;
 mod home;
+mod manifest;
 mod snapshot_first;
 mod steps;
+mod toc;
+mod untrusted;
 
 use std::fs::File;
 use std::io;
@@ -37,6 +41,7 @@ pub const POINTS: &[&str] = &[
     "import.begin",
     "import.checked",
     "import.staged",
+    "import.inspected",
     "import.loaded",
     "import.swapped",
     "import.placed",

@@ -8,6 +8,7 @@ use super::Options;
 use super::archived::{ArchiveError, Archived, Part};
 use super::home::{self, Staging};
 use super::snapshot_first::{self, SnapshotFirstError};
+use super::untrusted::{self, UntrustedError};
 use crate::applet::{Exit, Failure};
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
@@ -19,7 +20,7 @@ use crate::host::pgconn::{self, ConnectError};
 use crate::host::restore::journal::{self, Journal};
 use crate::host::restore::swap::{self, SwapError};
 use crate::host::restore::{self, Settings};
-use crate::host::scratch::{self, DownloadError, Dump, LoadError, Roles};
+use crate::host::scratch::{self, DownloadError, LoadError};
 use crate::host::user;
 use crate::http::request_id;
 
@@ -91,6 +92,8 @@ enum StepError {
     #[error(transparent)]
     Load(#[from] LoadError),
     #[error(transparent)]
+    Untrusted(#[from] UntrustedError),
+    #[error(transparent)]
     SnapshotFirst(#[from] SnapshotFirstError),
     #[error("look for what an earlier run left")]
     Query(#[from] tokio_postgres::Error),
@@ -113,6 +116,7 @@ impl StepError {
                 Exit::Refused
             }
             Self::Download(error) => error.exit(),
+            Self::Untrusted(error) => error.exit(),
             Self::SnapshotFirst(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Load(error) => error.exit(),
@@ -155,7 +159,7 @@ fn check(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), Ste
         archived.about.idp_user_id,
         crate::clock::rfc3339_ms(archived.about.created_at),
         archived.side.tables.len(),
-        archived.of_home(),
+        archived.home_entries,
     );
     if args.options.check {
         return Ok(());
@@ -226,7 +230,7 @@ async fn load_and_swap(
     let staged = system.create()?;
     let state = layout.restore_state();
     std::fs::create_dir_all(&state).map_err(FileError::at("create directory", &state))?;
-    let dump_bytes = Archived::dump_bytes(archive).map_err(StepError::Input)?;
+    let dump_bytes = Archived::dump_bytes(archive, &args.archive)?;
     scratch::ensure_bytes(&state, dump_bytes)?;
     let archived = read(archive, &args.archive, &Part::Gateway { dump, system: staged })?;
     let snapshot = archived.side.named();
@@ -236,8 +240,7 @@ async fn load_and_swap(
     scratch::drop_scratches(&client).await?;
     drop(client);
     scratch::ensure_room(&layout.restore_state(), &snapshot, &archived.side, snapshot.size_bytes)?;
-    let dump = Dump::File(dump.to_owned());
-    let loaded = scratch::into_scratch(&settings.means, &dump, &archived.side, Roles::Stay).await?;
+    let loaded = untrusted::load(&settings.means, dump, &archived.side).await?;
     failpoint::pass("import.loaded")?;
     let client = scratch::connect_patiently(&settings.means, pgconn::MAINTENANCE).await?;
     database_identity::stamp(&client, &loaded.name).await?;

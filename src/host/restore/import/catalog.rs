@@ -1,0 +1,140 @@
+//! What the SQL of an archive has made, read from the catalog of the new database before anything else is done with it.
+//!
+//! Whatever a dump says of itself, a database with one of these is not taken: code of any kind, rights that were granted,
+//! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the gateway)
+//! evaluate checks, defaults and indexes of these tables.
+
+use std::fmt::Write as _;
+
+use tokio_postgres::{Client, Error};
+
+/// Functions that PostgreSQL calls volatile and that an expression may call.
+const VOLATILE: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', 'uuid_generate_v4', \
+                        'clock_timestamp', 'timeofday'";
+
+/// Kinds of objects that must not be there: what one is called, its catalog, its name there, and a condition.
+const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
+    ("function", "pg_proc", "proname", ""),
+    ("operator", "pg_operator", "oprname", ""),
+    ("operator class", "pg_opclass", "opcname", ""),
+    ("operator family", "pg_opfamily", "opfname", ""),
+    ("access method", "pg_am", "amname", ""),
+    ("cast", "pg_cast", "oid", ""),
+    ("conversion", "pg_conversion", "conname", ""),
+    ("language", "pg_language", "lanname", ""),
+    ("transform", "pg_transform", "oid", ""),
+    ("foreign-data wrapper", "pg_foreign_data_wrapper", "fdwname", ""),
+    ("foreign server", "pg_foreign_server", "srvname", ""),
+    ("event trigger", "pg_event_trigger", "evtname", ""),
+    ("publication", "pg_publication", "pubname", ""),
+    ("row security policy", "pg_policy", "polname", ""),
+    ("default privilege", "pg_default_acl", "oid", ""),
+    ("large object", "pg_largeobject_metadata", "oid", ""),
+    ("text search parser", "pg_ts_parser", "prsname", ""),
+    ("text search template", "pg_ts_template", "tmplname", ""),
+    ("text search dictionary", "pg_ts_dict", "dictname", ""),
+    ("text search configuration", "pg_ts_config", "cfgname", ""),
+    ("trigger", "pg_trigger", "tgname", "NOT o.tgisinternal"),
+    ("rule or view", "pg_rewrite", "rulename", ""),
+    // Composite types, enumerations, domains, and arrays of types.
+    (
+        "type",
+        "pg_type",
+        "typname",
+        "o.typtype NOT IN ('c', 'e', 'd') AND NOT (o.typtype = 'b' AND o.typcategory = 'A')",
+    ),
+    // Tables, sequences, indexes, composite types, and what belongs to them; the gateway's schema has tables alone.
+    (
+        "relation",
+        "pg_class",
+        "relname",
+        "(o.relkind NOT IN ('r', 'p', 'S', 'i', 'I', 'c', 't') \
+          OR o.relnamespace = to_regnamespace('svc') AND o.relkind NOT IN ('r', 'S', 'i'))",
+    ),
+];
+
+/// Columns with expressions: the catalog, the name of what has it, and the column.
+const EXPRESSIONS: [(&str, &str, &str); 7] = [
+    ("pg_attrdef", "adrelid::regclass", "adbin"),
+    ("pg_constraint", "conname", "conbin"),
+    ("pg_index", "indexrelid::regclass", "indexprs"),
+    ("pg_index", "indexrelid::regclass", "indpred"),
+    ("pg_partitioned_table", "partrelid::regclass", "partexprs"),
+    ("pg_statistic_ext", "stxname", "stxexprs"),
+    ("pg_type", "typname", "typdefaultbin"),
+];
+
+/// Lists of rights: the catalog, the owner, the list, the name, and a condition. Rights of others than the owner were
+/// granted by the archive's SQL, since its own are not loaded.
+const RIGHTS: [(&str, &str, &str, &str, &str); 4] = [
+    ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
+    ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
+    (
+        "pg_namespace",
+        "o.nspowner",
+        "o.nspacl",
+        "o.nspname",
+        "(o.oid >= 16384 OR o.nspname = 'public') \
+         AND NOT (o.nspname = 'public' AND a.grantee = 0 AND a.privilege_type = 'USAGE')",
+    ),
+    (
+        "pg_attribute",
+        "(SELECT relowner FROM pg_class WHERE oid = o.attrelid)",
+        "o.attacl",
+        "o.attname",
+        "o.attrelid >= 16384",
+    ),
+];
+
+/// The first thing that must not be there, as `kind name`.
+///
+/// # Errors
+/// The database's.
+pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
+    // Nothing that the archive has made is found by its name.
+    client.batch_execute("SET search_path = pg_catalog").await?;
+    let row = client.query_opt(&forbidden(), &[]).await?;
+    row.map(|row| row.try_get(0)).transpose()
+}
+
+fn forbidden() -> String {
+    let mut sql = "WITH member AS (SELECT classid, objid FROM pg_depend WHERE deptype = 'e')".to_owned();
+    let mut parts = Vec::new();
+    for (what, catalog, name, condition) in FORBIDDEN {
+        let condition = if condition.is_empty() { "true" } else { condition };
+        parts.push(format!(
+            "SELECT '{what} ' || quote_ident(o.{name}::text) FROM {catalog} o WHERE o.oid >= 16384 AND {condition} \
+                AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
+        ));
+    }
+    parts.push(
+        "SELECT 'extension ' || quote_ident(extname) FROM pg_extension \
+          WHERE extowner <> (SELECT oid FROM pg_roles WHERE rolname = current_user)"
+            .to_owned(),
+    );
+    for (catalog, owner, list, name, condition) in RIGHTS {
+        parts.push(format!(
+            "SELECT 'grant on ' || quote_ident({name}) FROM {catalog} o CROSS JOIN aclexplode({list}) a \
+              WHERE a.grantee <> {owner} AND {condition}{}",
+            if catalog == "pg_attribute" {
+                String::new()
+            } else {
+                format!(
+                    " AND NOT EXISTS (SELECT FROM member m WHERE m.classid = '{catalog}'::regclass AND m.objid = o.oid)"
+                )
+            }
+        ));
+    }
+    for (catalog, name, column) in EXPRESSIONS {
+        parts.push(format!(
+            "SELECT 'expression of ' || {name}::text || ' that calls ' || p.proname \
+               FROM {catalog} o \
+               CROSS JOIN regexp_matches(o.{column}::text, \
+                    ':(?:funcid|opfuncid|aggfnoid|winfnoid|hashfuncid|negfuncid) ([0-9]+)', 'g') f \
+               JOIN pg_proc p ON p.oid = f[1]::oid \
+              WHERE p.provolatile = 'v' AND p.proname NOT IN ({VOLATILE})"
+        ));
+    }
+    let _ = write!(sql, " SELECT * FROM ({}) found LIMIT 1", parts.join(" UNION ALL "));
+    sql
+}

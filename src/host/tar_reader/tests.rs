@@ -1,0 +1,124 @@
+//! Archives that claim more than they hold, and names that would be written where they do not belong.
+
+use super::*;
+
+const LIMITS: TarLimits = TarLimits {
+    entries: 20,
+    name_bytes: 1000,
+    all_name_bytes: 4000,
+    file_bytes: 10_000,
+    all_file_bytes: 15_000,
+};
+
+/// A header and a body, which need not fit together.
+fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
+    let mut header = tar::Header::new_gnu();
+    header.as_old_mut().name[..path.len()].copy_from_slice(path);
+    header.set_entry_type(EntryType::new(kind));
+    header.set_mode(0o644);
+    header.set_mtime(0);
+    header.set_size(size);
+    header.set_cksum();
+    let mut bytes = [header.as_bytes().as_slice(), body].concat();
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    bytes
+}
+
+fn whole(kind: u8, path: &str, body: &[u8]) -> Vec<u8> {
+    entry(kind, path.as_bytes(), body.len() as u64, body)
+}
+
+fn pax(key: &str, value: &str) -> Vec<u8> {
+    let rest = format!(" {key}={value}\n");
+    let len = (1..).map(|digits| rest.len() + digits).find(|len| len.to_string().len() + rest.len() == *len);
+    format!("{}{rest}", len.unwrap()).into_bytes()
+}
+
+fn read(archive: impl Read) -> Result<Vec<(PathBuf, Vec<u8>)>, TarError> {
+    let mut archive = tar::Archive::new(archive);
+    let mut entries = TarReader::new(&mut archive, LIMITS)?;
+    let mut found = Vec::new();
+    while let Some(mut entry) = entries.next_entry()? {
+        let mut body = Vec::new();
+        entry.read_to_end(&mut body).map_err(TarError::Damaged)?;
+        found.push((entry.path, body));
+    }
+    Ok(found)
+}
+
+#[test]
+fn next_entry_follows_long_names() {
+    let long = "d/".repeat(200) + "f";
+    for record in [whole(b'L', "././@LongLink", long.as_bytes()), whole(b'x', "pax", &pax("path", &long))] {
+        let found = read([record, whole(b'0', "short", b"body")].concat().as_slice()).unwrap();
+        assert_eq!(found, [(PathBuf::from(&long), b"body".to_vec())]);
+    }
+}
+
+#[test]
+fn next_entry_refuses_what_is_no_plain_tree() {
+    let file = || whole(b'0', "f", b"");
+    let long = "n".repeat(1001);
+    let mut cases = vec![
+        ("a sparse file", entry(b'S', b"f", 0, b"")),
+        ("a hard link", entry(b'1', b"f", 0, b"")),
+        ("a pipe", entry(b'6', b"f", 0, b"")),
+        ("an unknown kind", entry(b'Z', b"f", 0, b"")),
+        ("a directory with content", whole(b'5', "d", b"x")),
+        ("two of a name", [file(), file()].concat()),
+        ("two of a name, written otherwise", [file(), whole(b'0', "./f", b"")].concat()),
+        ("a name without an entry", whole(b'L', "l", b"name")),
+        ("an entry named twice", [whole(b'L', "l", b"a"), whole(b'L', "l", b"b"), file()].concat()),
+        ("a target of no link", [whole(b'K', "l", b"a"), file()].concat()),
+        ("a name that is too long", [whole(b'x', "l", &pax("path", &long)), file()].concat()),
+        ("a name with NUL", [whole(b'x', "l", &pax("path", "a\0b")), file()].concat()),
+        ("a size in an attribute", [whole(b'x', "l", &pax("size", "0")), file()].concat()),
+        ("a sparse map", [whole(b'x', "l", &pax("GNU.sparse.map", "0,1")), file()].concat()),
+        ("a name for all", [whole(b'g', "l", &pax("path", "a")), file()].concat()),
+        ("a file that is cut off", entry(b'0', b"f", 600, b"x")),
+        ("a file that is too large", entry(b'0', b"f", 10_001, b"")),
+        ("a size beyond all", entry(b'0', b"f", u64::MAX >> 1, b"")),
+    ];
+    let sum = [whole(b'0', "a", &[0; 9000]), whole(b'0', "b", &[0; 9000])].concat();
+    cases.push(("too many bytes", sum));
+    let many =
+        |count: usize| (0..count).flat_map(|n| whole(b'0', &format!("f{n}"), b"")).collect::<Vec<u8>>();
+    cases.push(("too many entries", many(21)));
+    let names = (0..5).flat_map(|n| {
+        [whole(b'L', "l", format!("{n}{}", "n".repeat(900)).as_bytes()), whole(b'0', "f", b"")].concat()
+    });
+    cases.push(("too many bytes in names", names.collect()));
+    for (what, bytes) in cases {
+        assert!(read(bytes.as_slice()).is_err(), "{what} was accepted");
+    }
+    assert_eq!(read(many(20).as_slice()).unwrap().len(), 20);
+}
+
+/// Nothing of a record is read whose header claims more than a name can have.
+#[test]
+fn next_entry_reads_no_record_that_claims_too_much() {
+    struct Counted<'a>(&'a [u8], &'a std::cell::Cell<u64>);
+    impl Read for Counted<'_> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let read = self.0.read(into)?;
+            let zeros = if read == 0 { into.len() } else { read };
+            self.1.set(self.1.get() + zeros as u64);
+            Ok(zeros)
+        }
+    }
+    for kind in *b"LKxg" {
+        let header = entry(kind, b"l", 2 << 30, b"");
+        let count = std::cell::Cell::new(0);
+        let refused = read(Counted(&header, &count)).unwrap_err();
+        assert!(matches!(refused, TarError::TooMuch { .. }), "{refused}");
+        assert!(count.get() <= 4096, "{} bytes were read", count.get());
+    }
+}
+
+#[test]
+fn quoted_is_safe_for_a_terminal() {
+    let name = OsStr::from_bytes(b"a\x1b[2J\xff\n\xe2\x80\xaeb");
+    let shown = quoted(Path::new(name));
+    assert!(!shown.chars().any(|c| c.is_control() || c == '\u{202e}'), "{shown}");
+    assert!(quoted(Path::new(&"x".repeat(5000))).len() < 300);
+}

@@ -1,0 +1,83 @@
+//! The reader of archives that come from outside: whatever is in one, what it hands out is within the limits.
+
+use std::collections::HashSet;
+use std::io::Read;
+
+use proptest::prelude::*;
+use svc::host::tar_reader::{TarLimits, TarReader};
+
+use super::Target;
+use super::archive::{hostile, in_order, sealed};
+
+const LIMITS: TarLimits =
+    TarLimits { entries: 16, name_bytes: 200, all_name_bytes: 600, file_bytes: 4_000, all_file_bytes: 8_000 };
+
+pub fn target() -> Target {
+    let valid = prop_oneof![1 => in_order().boxed(), 4 => hostile().boxed()].boxed();
+    Target { name: "tar-entries", valid, holds, accepts, cases: 2000 }
+}
+
+/// The paths with what each file holds; `None` where the archive was refused.
+fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
+    let mut archive = tar::Archive::new(bytes);
+    let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
+    let mut found = Vec::new();
+    loop {
+        let mut entry = match entries.next_entry() {
+            Ok(Some(entry)) => entry,
+            Ok(None) => return Ok(Some(found)),
+            Err(error) if error.to_string().chars().any(char::is_control) => {
+                return Err(format!("an error has control characters: {error:?}"));
+            }
+            Err(_) => return Ok(None),
+        };
+        let mut body = Vec::new();
+        let end = entry.read_to_end(&mut body);
+        let (size, length) = (entry.size, body.len() as u64);
+        if length > size || (end.is_ok() && length != size) {
+            return Err(format!("{length} bytes of {size}"));
+        }
+        if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.name_bytes {
+            return Err("a name is too long".to_owned());
+        }
+        if end.is_err() {
+            return Ok(None);
+        }
+        found.push((entry.path.to_string_lossy().into_owned(), size));
+    }
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
+        let Some(found) = read(&tar, LIMITS)? else { continue };
+        let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
+        let sum: u64 = found.iter().map(|(_, size)| size).sum();
+        if found.len() > LIMITS.entries || sum > LIMITS.all_file_bytes {
+            return Err(format!("{} entries of {sum} bytes are more than the limits", found.len()));
+        }
+        if paths.len() != found.len() {
+            return Err("two entries have one name".to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// What is in order, as the `tar` crate reads it, is handed out whole.
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let mut wanted = Vec::new();
+    for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
+        let Ok(entry) = entry else { return Ok(()) };
+        let path = entry.path().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = path.rsplit('/').next().unwrap_or_default();
+        // Of `in_order`, by its names.
+        if !name.starts_with('f') || path.len() != name.len() + 2 * path.matches("d/").count() {
+            return Ok(());
+        }
+        wanted.push((path, entry.size()));
+    }
+    let roomy = TarLimits { all_name_bytes: 10_000, file_bytes: 1 << 20, all_file_bytes: 1 << 20, ..LIMITS };
+    match read(bytes, roomy)? {
+        Some(found) if found == wanted => Ok(()),
+        found => Err(format!("{found:?} instead of {wanted:?}")),
+    }
+}
