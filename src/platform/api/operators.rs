@@ -350,7 +350,7 @@ pub static REVOKE: Endpoint = Endpoint {
         summary: "Ends an operator's tokens, for good and in every process at once.",
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[])),
+        body: None,
         answers: &[told(200, "The operator.", || named("Operator"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
