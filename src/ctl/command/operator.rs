@@ -37,7 +37,7 @@ pub async fn run(api: &Api, command: OperatorCommand, out: &Out) -> Result<(), F
                 confirm::ask(&what, name.as_str())?;
             }
             let path = ["operators", name.as_str(), "revoke"];
-            let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+            let answer = api.send(Method::POST, &path, None).await?;
             out.answer(&answer, |view| Ok(operator::list(view, &[answer.read::<Operator>()?])))
         }
         OperatorCommand::Whoami => {

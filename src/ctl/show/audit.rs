@@ -92,7 +92,7 @@ mod tests {
 
     const VIEW: View = View { now: Timestamp::UNIX_EPOCH, colours: false, width: None };
 
-    fn entry(before: Value, after: Value) -> Value {
+    fn entry(before: &Value, after: &Value) -> Value {
         json!({"auditId": "019a0000-0000-7000-8000-000000000001", "at": "2026-01-02T03:04:05.000Z", "actor": "ada",
             "action": "fail", "target": "m-1", "before": before, "after": after, "requestId": "r-1"})
     }
@@ -103,15 +103,15 @@ mod tests {
             json!({"status": "running", "updatedAt": "a", "epoch": 1}),
             json!({"status": "failed", "updatedAt": "b", "epoch": 1}),
         );
-        let entry: Entry = serde_json::from_value(entry(before, after)).unwrap();
+        let entry: Entry = serde_json::from_value(entry(&before, &after)).unwrap();
         assert_eq!(line(&VIEW, &entry), "2026-01-02 03:04:05 UTC  ada  fail  m-1  status=running→failed\n");
     }
 
     #[test]
     fn list_shows_the_newest_last_and_how_to_go_on() {
-        let mut older = entry(Value::Null, Value::Null);
+        let mut older = entry(&Value::Null, &Value::Null);
         older["at"] = json!("2026-01-01T00:00:00.000Z");
-        let page = json!({"entries": [entry(Value::Null, Value::Null), older], "nextCursor": "c-1"});
+        let page = json!({"entries": [entry(&Value::Null, &Value::Null), older], "nextCursor": "c-1"});
         let shown = list(&VIEW, &serde_json::from_value(page).unwrap());
         let lines: Vec<&str> = shown.lines().collect();
         assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
