@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::anyhow;
+use jiff::{SignedDuration, Timestamp};
 
 use super::api::{Api, CallError};
 use super::args::{Doctor, Global, Subject};
 use super::command::connect;
 use super::local::Local;
 use super::out::{Out, print};
+use super::show::operator::WhoAmI;
 use super::show::{self, View};
 use crate::applet::{Exit, Failure};
 use crate::config::platform_env_file;
@@ -18,6 +20,8 @@ use crate::diagnosis::{self, Check, Findings, Level, Report};
 /// Where the platform's package has its settings.
 const PLATFORM_ENV: &str = "/etc/svc/platform.env";
 const DEADLINE: Duration = Duration::from_secs(45);
+/// A token that expires sooner is worth a warning.
+const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Result<(), Failure> {
     let packaged = || Some(PathBuf::from(PLATFORM_ENV)).filter(|file| file.exists());
@@ -42,7 +46,7 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
                 }
                 None => {
                     let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
-                    for check in ["platform", "router", "fleet"] {
+                    for check in ["platform", "operator", "router", "fleet"] {
                         findings.extend(Findings::of(check).skipped(why).into_list());
                     }
                 }
@@ -76,6 +80,7 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
 async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
     diagnosis::make(vec![
         Check::new("platform", DEADLINE, ready(api)),
+        Check::new("operator", DEADLINE, operator(api)),
         Check::new("router", DEADLINE, routes(api)),
         Check::new("fleet", DEADLINE, fleet(api)),
     ])
@@ -105,6 +110,29 @@ async fn ready(api: &Api) -> Findings {
             ),
         },
         Err(error) => findings.problem(without_advice(&error), next),
+    }
+}
+
+/// As whom the platform knows this credential.
+async fn operator(api: &Api) -> Findings {
+    let findings = Findings::of("operator");
+    let read = api.get(&["operators", "whoami"], &[]).await.and_then(|answer| answer.read::<WhoAmI>());
+    match read {
+        Ok(me) => {
+            let mut what = format!("you are {}, with the scopes {}", me.name, me.scopes.join(", "));
+            let expires: Option<Timestamp> = me.expires_at.as_deref().and_then(|at| at.parse().ok());
+            let Some(expires) = expires else { return findings.ok(what) };
+            what.push_str(&format!("; the token expires {}", expires.strftime("%Y-%m-%d %H:%M UTC")));
+            if expires.duration_since(Timestamp::now()) < EXPIRY_WARNING {
+                return findings
+                    .warning(what, format!("svcctl operator rotate {} --token-file FILE", me.name));
+            }
+            findings.ok(what)
+        }
+        Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {
+            findings.problem(without_advice(&refusal.into()), "PLATFORM_SECRET or --secret-file")
+        }
+        Err(error) => findings.skipped(without_advice(&error)),
     }
 }
 

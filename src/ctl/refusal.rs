@@ -215,8 +215,10 @@ pub fn json(failure: &Failure) -> Value {
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
-        "unauthorized" => "check PLATFORM_SECRET or --secret-file against the platform's",
-        "forbidden" => "use a credential that may do this",
+        "unauthorized" => {
+            "PLATFORM_SECRET or --secret-file must be the platform's secret, or the valid token of an operator"
+        }
+        "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
         "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then again",
         "server_type_not_allowed" => {
             "choose a type of the slot's plan, or change the plan with `svcctl slot set`"

@@ -61,3 +61,11 @@ uuid_id!(
     /// One persisted operation on a machine.
     OperationId
 );
+uuid_id!(
+    /// One token of an operator.
+    OperatorTokenId
+);
+uuid_id!(
+    /// One entry of the operators' audit.
+    AuditId
+);

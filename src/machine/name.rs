@@ -97,6 +97,14 @@ checked_name!(
         && shaped(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
 );
 checked_name!(
+    /// An operator of the control API, as the audit names them.
+    OperatorName,
+    "1 to 39 of a-z 0-9 -, beginning with a letter, and neither operator nor platform",
+    "^(?!(operator|platform)$)[a-z][a-z0-9-]{0,38}$",
+    |text| !["operator", "platform"].contains(&text)
+        && shaped(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+);
+checked_name!(
     /// A provider's server type, e.g. `cpx22`.
     ServerType,
     "1 to 32 of a-z 0-9 -, beginning with a letter",

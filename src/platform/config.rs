@@ -31,7 +31,7 @@ pub struct PlatformConfig {
     pub database: tokio_postgres::Config,
     /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
     pub key: SecretSlice<u8>,
-    /// The operator's bearer token.
+    /// The bearer token with every scope.
     pub secret: SecretString,
     pub provisioning: Provisioning,
     pub hosts: HostSettings,
@@ -73,6 +73,9 @@ pub struct ProviderConfig {
     /// How long a create whose answer was lost may still show up.
     pub ambiguous_wait: Duration,
 }
+
+/// Of `PLATFORM_SECRET`: it cannot be guessed, and it has every scope.
+pub const MIN_SECRET_CHARS: usize = 32;
 
 /// The locations that an operator may name for one machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
@@ -161,7 +164,7 @@ impl PlatformConfig {
         let routing = RouterConfig::read(env);
         let database = database(env);
         let key = platform_key(env);
-        let secret = env.required_secret("PLATFORM_SECRET");
+        let secret = platform_secret(env);
         let provisioning = provisioning(env);
         let hosts = HostSettings::read(env);
         let provider = provider(env);
@@ -255,6 +258,19 @@ fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
     Some(config)
 }
 
+fn platform_secret(env: &mut Env) -> Option<SecretString> {
+    let name = "PLATFORM_SECRET";
+    let secret = env.required_secret(name)?;
+    if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
+        env.mistake(
+            name,
+            format!("must have at least {MIN_SECRET_CHARS} characters, as `openssl rand -hex 32` makes"),
+        );
+        return None;
+    }
+    Some(secret)
+}
+
 fn platform_key(env: &mut Env) -> Option<SecretSlice<u8>> {
     let text = env.required_secret("PLATFORM_KEY")?;
     let text = text.expose_secret();
@@ -341,7 +357,7 @@ mod tests {
         vec![
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@127.0.0.1/svc"),
             ("PLATFORM_KEY", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="),
-            ("PLATFORM_SECRET", "operator"),
+            ("PLATFORM_SECRET", "an-operators-secret-of-32-letters"),
             ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
             ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
             ("PROVIDER_API_TOKEN", "token"),
@@ -355,6 +371,16 @@ mod tests {
             ("IDP_AUDIENCE", "svc"),
             ("IDP_SIGN_IN_URL", "https://idp.test/sign-in"),
         ]
+    }
+
+    #[test]
+    fn short_platform_secret_is_refused_without_showing_it() {
+        let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-0123456")]);
+        assert!(short.is_empty(), "{short:?}");
+        let short = mistakes_with(&[("PLATFORM_SECRET", "hunter2-of-31-characters-012345")]);
+        assert_eq!(short.len(), 1, "{short:?}");
+        assert!(short[0].starts_with("PLATFORM_SECRET: must have at least 32 characters"), "{short:?}");
+        assert!(!short[0].contains("hunter2"), "{short:?}");
     }
 
     fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {

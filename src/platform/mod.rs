@@ -18,6 +18,7 @@ pub mod keys;
 pub mod lifecycle;
 pub mod measure;
 pub mod operations;
+pub mod operators;
 mod probe;
 pub mod process_clock;
 pub mod rate_budget;

@@ -1,7 +1,8 @@
-//! Tokens of hosts, the one-time registration token and `UPGRADE_TOKEN`, and what the platform signs of a slot's fence.
+//! Tokens of hosts, the one-time registration token and `UPGRADE_TOKEN`; tokens of operators; and what the platform signs
+//! of a slot's fence.
 //!
 //! A token is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
-//! again after a kill. The database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
+//! again after a kill. An operator's is one over its id, so that a repeated request gets the same token again. The database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -10,11 +11,14 @@ use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
 use crate::machine::epoch::Epoch;
-use crate::machine::id::MachineId;
+use crate::machine::id::{MachineId, OperatorTokenId};
 use crate::store::key::SlotPrefix;
 
 /// Counts up when a machine's tokens are replaced.
 const GENERATION: u32 = 1;
+
+/// Of an operator's token: secret scanners find it as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
+const OPERATOR_PREFIX: &str = "svco_";
 
 /// What a token is for; each has its own prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,6 +53,12 @@ impl TokenMint {
         format!("{}{}_{mac}", purpose.prefix(), machine.0.simple()).into()
     }
 
+    /// `svco_<id>_<mac>`.
+    pub fn operator_token(&self, id: OperatorTokenId) -> SecretString {
+        let mac = hex::encode(hmac::sign(&self.key, format!("svc operator token\n{id}").as_bytes()));
+        format!("{OPERATOR_PREFIX}{}_{mac}", id.0.simple()).into()
+    }
+
     /// The MAC by which the platform knows a fence of its own: a host can write the pointer, too. In hex.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
@@ -76,11 +86,20 @@ pub fn hash(token: &str) -> Vec<u8> {
 
 /// The machine that a token says it belongs to; nothing is proven by it.
 pub fn claimed_machine(token: &str, purpose: Purpose) -> Option<MachineId> {
-    let (machine, mac) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
-    if mac.len() != 64 || machine.len() != 32 {
+    claimed(token, purpose.prefix()).map(MachineId)
+}
+
+/// The id in an operator's token; nothing is proven by it.
+pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
+    claimed(token, OPERATOR_PREFIX).map(OperatorTokenId)
+}
+
+fn claimed(token: &str, prefix: &str) -> Option<Uuid> {
+    let (id, mac) = token.strip_prefix(prefix)?.split_once('_')?;
+    if mac.len() != 64 || id.len() != 32 {
         return None;
     }
-    Uuid::try_parse(machine).ok().map(MachineId)
+    Uuid::try_parse(id).ok()
 }
 
 /// Whether a token is the one whose hash is stored.
@@ -129,6 +148,21 @@ mod tests {
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), other, &proof));
         assert!(!mint(2).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "no hex"));
+    }
+
+    #[test]
+    fn operator_token_is_found_by_its_id_and_belongs_to_one_key() {
+        let id = OperatorTokenId::new();
+        let token = mint(1).operator_token(id);
+        let token = token.expose_secret();
+        assert_eq!(claimed_operator_token(token), Some(id));
+        assert_eq!(claimed_machine(token, Purpose::Upgrade), None);
+        assert!(fits(token, &hash(mint(1).operator_token(id).expose_secret())));
+        for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
+            assert!(!fits(other.expose_secret(), &hash(token)));
+        }
+        let cut = &token[..token.len() - 1];
+        assert_eq!((claimed_operator_token(cut), claimed_operator_token("svco_")), (None, None));
     }
 
     #[test]

@@ -418,7 +418,8 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     fleet.sign(&SigningKey::from_pem(other.as_bytes()).unwrap(), "2126-01-02T03:04:05.000Z", None);
     fleet.platform(&[], &[]).await.has("bundle", "problem", "none of the keys that are trusted");
 
-    let own = [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret")];
+    let own =
+        [("STORE_HOST_CREDENTIALS", "static"), ("PLATFORM_SECRET", "another-secret-of-32-characters-x")];
     let own = fleet.platform(&own, &[]).await;
     own.has("host-credentials", "warning", "static");
     own.has("fleet", "problem", "does not accept this secret");

@@ -28,6 +28,7 @@ mod last_backup;
 mod lives;
 mod metrics;
 mod operation_log;
+mod operators;
 mod pointer;
 mod pools;
 mod power;

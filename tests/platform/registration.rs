@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use reqwest::Method;
 use serde_json::json;
 
-use super::stack::{Stack, heartbeat, registration};
+use super::stack::{SECRET, Stack, heartbeat, registration};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_fifty_at_once_with_fifty_bodies_one_registers() {
@@ -38,7 +38,7 @@ async fn a_token_that_is_wrong_or_another_machines_is_rejected() {
     let other = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
     let body = registration(&one.machine, 1);
     let forged = one.registration_token.replace(char::is_numeric, "0");
-    for token in [&other.registration_token, &one.upgrade_token, &forged, "svcr_x", "operator-secret"] {
+    for token in [&other.registration_token, &one.upgrade_token, &forged, "svcr_x", SECRET] {
         stack.register_as(&process, token, &body).await.assert_problem(401, "registration_rejected");
     }
     let bare = stack.request(&process, Method::POST, "/vps/register").json(&body);

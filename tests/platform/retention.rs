@@ -22,7 +22,12 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
             (gen_random_uuid(), now() - interval '9 years', 'a', 'kept', 't', 'r'); \
         INSERT INTO idempotency_keys VALUES \
             ('a', 'old', 'r', 'x', 200, '{}', now() - interval '8 days'), \
-            ('a', 'kept', 'r', 'x', 200, '{}', now() - interval '6 days')";
+            ('a', 'kept', 'r', 'x', 200, '{}', now() - interval '6 days'); \
+        INSERT INTO operators (name, scopes, token_id, token_hash, expires_at, created_by, revoked_at) \
+        SELECT 'ada-' || n, '{read}', gen_random_uuid(), 'x', now() + make_interval(days => expires), 'operator', \
+            now() + make_interval(days => revoked) \
+        FROM (VALUES (1, -4000, NULL), (2, -3000, NULL), (3, 10, -4000), (4, 10, -3000), (5, 10, NULL)) \
+            AS v (n, expires, revoked)";
     client.batch_execute(fill).await.unwrap();
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -38,10 +43,10 @@ async fn expired_rows_are_deleted_and_live_ones_kept() {
         let sql = "SELECT (SELECT count(*) FROM sessions), (SELECT count(*) FROM session_codes), \
             (SELECT count(*) FROM operator_audit WHERE action IN ('old', 'kept')), \
             (SELECT count(*) FROM idempotency_keys WHERE key IN ('old', 'kept')), \
-            (SELECT count(*) FROM operations)";
+            (SELECT count(*) FROM operations), (SELECT count(*) FROM operators)";
         let row = client.query_one(sql, &[]).await.unwrap();
-        let left: Vec<i64> = (0..5).map(|column| row.get(column)).collect();
-        (left == [2, 1, 1, 1, 1]).then_some(())
+        let left: Vec<i64> = (0..6).map(|column| row.get(column)).collect();
+        (left == [2, 1, 1, 1, 1, 3]).then_some(())
     };
     stack.eventually("expired rows are deleted", left).await;
     let metrics = stack.get(&process, "/metrics").await.text;

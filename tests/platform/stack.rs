@@ -19,7 +19,7 @@ use svc::http::client::{self, Deadlines};
 
 use crate::contract::{self, Exchange};
 
-pub const SECRET: &str = "operator-secret";
+pub const SECRET: &str = "operator-secret-of-32-characters";
 pub const BUCKET: &str = "fleet";
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 const PATIENCE: Duration = Duration::from_secs(40);

@@ -35,7 +35,7 @@ use super::seat::Seat;
 use super::store::{Store, View};
 use super::switch::Switch;
 
-pub const SECRET: &str = "operator-secret";
+pub const SECRET: &str = "operator-secret-of-32-characters";
 
 pub struct Process {
     pub switch: Arc<Switch>,

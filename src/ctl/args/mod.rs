@@ -7,6 +7,7 @@ mod look;
 mod machine;
 mod noun;
 mod operation;
+mod operator;
 #[cfg(test)]
 mod quoted_tests;
 
@@ -25,13 +26,14 @@ pub use self::noun::{
     AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
 };
 pub use self::operation::{Operation, OperationCommand};
+pub use self::operator::{Audit, OperatorCommand, TokenOptions};
 use crate::applet;
 
 /// How long `--wait` without a number waits: a registration token's life, and what comes around it.
 const WAIT_SECONDS: &str = "2400";
 
-const ENVIRONMENT: &str = "The platform comes from PLATFORM_PUBLIC_URL or --platform-url, its secret from PLATFORM_SECRET or \
---secret-file. `bundle` takes the object store from OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*. Colours are for \
+const ENVIRONMENT: &str = "The platform comes from PLATFORM_PUBLIC_URL or --platform-url, its secret, or an \
+operator's token, from PLATFORM_SECRET or --secret-file. `bundle` takes the object store from OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*. Colours are for \
 terminals, and not where NO_COLOR is set.
 
 Exit codes: 0 done, 64 usage, 65 refused, 69 unavailable or operation failed, 70 internal, 75 try again, 77 permission, \
@@ -63,7 +65,7 @@ pub struct Global {
     /// Base URL of the platform; else PLATFORM_PUBLIC_URL
     #[arg(long, global = true, value_name = "URL", help_heading = "Everywhere")]
     pub platform_url: Option<Url>,
-    /// File with the platform's secret; else PLATFORM_SECRET
+    /// File with the platform's secret or an operator's token; else PLATFORM_SECRET
     #[arg(long, global = true, value_name = "FILE", help_heading = "Everywhere")]
     pub secret_file: Option<PathBuf>,
     /// Print the API's JSON instead of text; a failure is JSON on stderr
@@ -168,6 +170,16 @@ an id, that one is meant.\n\nExample: svcctl deploy start 2026.11.2 --wait"
     #[command(after_help = "An operation that would lose data waits until an operator decides.\n\n\
 Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
     Operation(Operation),
+    /// Named operators: their scopes and tokens
+    #[command(
+        subcommand,
+        after_help = "PLATFORM_SECRET has every scope and needs no operator.\n\n\
+Example: svcctl operator add ada --scope read,operate --token-file ada.token"
+    )]
+    Operator(OperatorCommand),
+    /// Show who changed what, and who read an owner's data
+    #[command(after_help = "Example: svcctl audit --actor ada --since 24h")]
+    Audit(Audit),
     /// Find out what is wrong with this host or platform, and what to do about it
     #[command(
         after_help = "On a host run it as root. Nothing is changed, and no secret is printed. Exits 65 where \

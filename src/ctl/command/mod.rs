@@ -1,12 +1,14 @@
 //! One function per command: what it sends, and what it prints.
 
 mod alarm;
+mod audit;
 mod backup;
 mod deploy;
 mod dump;
 mod kept;
 mod machine;
 mod operation;
+mod operator;
 mod pointer;
 mod power;
 mod risk;
@@ -72,6 +74,8 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Resume(args) => kept::resume(api, args, out).await,
         Command::Discard(args) => kept::discard(api, args, out).await,
         Command::Operation(args) => operation::run(api, args, out).await,
+        Command::Operator(command) => operator::run(api, command, out).await,
+        Command::Audit(args) => audit::run(api, args, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
             unreachable!("these need no platform and were run before")
         }

@@ -2,6 +2,7 @@
 //!
 //! Everything shown is a function of the answer and a [`View`], so that the same answer always looks the same.
 
+pub mod audit;
 pub mod backup;
 pub mod boot;
 pub mod bundle;
@@ -12,6 +13,7 @@ pub mod fleet;
 mod human;
 pub mod machine;
 pub mod operation;
+pub mod operator;
 pub mod pointer;
 pub mod report;
 pub mod slot;

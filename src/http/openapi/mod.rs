@@ -27,6 +27,8 @@ pub struct Credential {
 pub enum Scheme {
     /// `Authorization: Bearer` (RFC 6750).
     Bearer,
+    /// The same, of callers with scopes: one that lacks the route's is refused as forbidden.
+    ScopedBearer,
     Header(&'static str),
     Cookie(&'static str),
 }
@@ -104,6 +106,9 @@ impl Operation {
             if !self.problems.contains(&Code::RegistrationRejected) {
                 codes.push(Code::Unauthorized);
             }
+            if self.credentials.iter().any(|one| one.scheme == Scheme::ScopedBearer) {
+                codes.push(Code::Forbidden);
+            }
         }
         if self.body.is_some() {
             codes.push(Code::UnsupportedMediaType);
@@ -148,7 +153,9 @@ impl Operation {
 impl Credential {
     fn document(&self) -> Value {
         match self.scheme {
-            Scheme::Bearer => json!({ "type": "http", "scheme": "bearer", "description": self.about }),
+            Scheme::Bearer | Scheme::ScopedBearer => {
+                json!({ "type": "http", "scheme": "bearer", "description": self.about })
+            }
             Scheme::Header(name) => {
                 json!({ "type": "apiKey", "in": "header", "name": name, "description": self.about })
             }

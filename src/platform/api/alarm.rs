@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::openapi::{Operation, Parameter, Place, fields, named, nullable, object, text, time};
 use crate::http::problem::{Code, Problem};
@@ -24,7 +24,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     call.fields()?.finish(Some(()))?;
     let not_found = || {
         let detail = format!("No alarm {alarm} is raised. `svcctl fleet` lists the alarms.");
@@ -34,7 +34,7 @@ pub async fn handle(
     if !known.is_fuse() {
         return Err(informs_only(known));
     }
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -71,6 +71,7 @@ fn informs_only(alarm: Alarm) -> Problem {
 
 /// The route and its description.
 pub static RELEASE: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "releaseAlarm",
         method: Method::POST,

@@ -10,7 +10,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::clock::{now_ms, rfc3339_ms};
@@ -74,11 +74,11 @@ async fn handle(
     what: What,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let fields = call.fields()?;
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     Ok(ask(&platform, id, &mutation, what).await?.into_response())
 }
 
@@ -208,6 +208,7 @@ fn asked() -> Value {
 }
 
 pub static BACKUP: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "backUp",
         method: Method::POST,
@@ -224,6 +225,7 @@ pub static BACKUP: Endpoint = Endpoint {
 };
 
 pub static DRILL: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "drill",
         method: Method::POST,
@@ -239,6 +241,7 @@ pub static DRILL: Endpoint = Endpoint {
 };
 
 pub static ACCEPT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "acceptBackup",
         method: Method::POST,

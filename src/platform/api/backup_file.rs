@@ -10,7 +10,7 @@ use http::Method;
 use serde_json::json;
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATE, OPERATOR};
 use super::mutation::{self, Changed};
 use super::{fault, object};
 use crate::http::openapi::{Operation, Parameter, Place, matching};
@@ -27,7 +27,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut session = platform.db.session().await?;
     let machine = db::machines::get(&session, id).await?;
@@ -44,7 +44,7 @@ pub async fn handle(
         let tx = db::begin(&mut session).await?;
         let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
         let changed = Changed { action: "backup.read", target: &target, before: None, after: Some(&read) };
-        mutation::audit(&tx, "operator", &changed).await?;
+        mutation::audit(&tx, operator.actor(), &changed).await?;
         db::commit(tx).await?;
     }
     drop(session);
@@ -53,6 +53,7 @@ pub async fn handle(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "getBackup",
         method: Method::GET,

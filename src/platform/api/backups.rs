@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{CURSOR, Endpoint, MACHINE_ID, OPERATOR, told};
+use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, told};
 use super::fault;
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{
@@ -38,7 +38,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut query = call.query();
     let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
@@ -98,6 +98,7 @@ fn shown(record: &SideRecord, latest: Option<&str>) -> Value {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "listBackups",
         method: Method::GET,

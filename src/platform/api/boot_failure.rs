@@ -8,7 +8,7 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{Call, path_id, registration_rejected};
-use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION, status, told};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, status, told};
 use super::mutation::{self, Changed, Reply};
 use super::{fault, register};
 use crate::http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
@@ -57,6 +57,7 @@ pub async fn handle(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Machine,
     operation: Operation {
         id: "reportBootFailure",
         method: Method::POST,

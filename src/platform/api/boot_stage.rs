@@ -11,7 +11,7 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id, registration_rejected};
-use super::endpoint::{Endpoint, MACHINE_ID, REGISTRATION};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::fields::Fields;
@@ -125,6 +125,7 @@ async fn note_progress(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Machine,
     operation: Operation {
         id: "reportBootStage",
         method: Method::POST,

@@ -8,7 +8,7 @@ use axum::routing::get;
 use http::Method;
 
 use super::call::Call;
-use super::endpoint::{Endpoint, HOST, OPERATOR};
+use super::endpoint::{Access, Endpoint, HOST, OPERATOR, READ};
 use super::object;
 use crate::http::openapi::{Operation, Parameter, Place, one_of, text};
 use crate::http::problem::{Code, Problem};
@@ -40,6 +40,7 @@ pub async fn handle(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::OperatorOrHost(READ),
     operation: Operation {
         id: "getBundle",
         method: Method::GET,

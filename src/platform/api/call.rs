@@ -10,12 +10,14 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::access::{self, Access, unauthorized};
 use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
+use crate::platform::operators::Operator;
 use crate::platform::tokens::{self, Purpose};
 
 /// The largest body of the platform's API.
@@ -29,6 +31,8 @@ pub struct Call {
     pub method: Method,
     pub uri: Uri,
     pub headers: HeaderMap,
+    /// What the route declares.
+    access: Access,
     body: Bytes,
 }
 
@@ -55,7 +59,8 @@ impl Call {
                 return Err(Problem::field("", "the body did not arrive whole"));
             }
         };
-        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, body })
+        let access = parts.extensions.get().copied().unwrap_or(Access::Open);
+        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, access, body })
     }
 
     fn bearer(&self) -> Result<&str, Problem> {
@@ -64,10 +69,12 @@ impl Call {
         if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
     }
 
-    /// Passes an operator.
-    pub fn operator(&self, platform: &Platform) -> Result<(), Problem> {
-        let given = self.bearer()?;
-        if tokens::same_secret(given, &platform.config.secret) { Ok(()) } else { Err(unauthorized()) }
+    /// The operator who calls, with a scope that the route takes.
+    ///
+    /// # Errors
+    /// As [`access::admit`].
+    pub async fn operator(&self, platform: &Platform) -> Result<Operator, Problem> {
+        access::admit(platform, self.access, &self.method, self.bearer()?).await
     }
 
     /// The machine whose `UPGRADE_TOKEN` this is, whatever has become of it.
@@ -82,7 +89,7 @@ impl Call {
     /// An operator, or the current machine whose `UPGRADE_TOKEN` this is.
     pub async fn operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
         if !self.bearer()?.starts_with("svcu_") {
-            return self.operator(platform);
+            return self.operator(platform).await.map(drop);
         }
         let machine = self.host(platform).await?;
         if machine.deleted_at.is_some() {
@@ -181,10 +188,6 @@ pub async fn discard(body: &mut Body) {
 /// An id in the path; a request for what is no id is not valid.
 pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
     text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
-}
-
-pub fn unauthorized() -> Problem {
-    Problem::new(Code::Unauthorized, "Send a valid bearer token.")
 }
 
 pub fn registration_rejected() -> Problem {

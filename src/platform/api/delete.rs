@@ -10,8 +10,8 @@ use jiff::SignedDuration;
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, handle_name, idp_user_id, kind, slot_name,
-    status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, handle_name, idp_user_id, kind,
+    slot_name, status, told,
 };
 use super::fault;
 use super::machine_change::ChangeRequest;
@@ -209,6 +209,7 @@ fn answer() -> Value {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "delete",
         method: Method::DELETE,

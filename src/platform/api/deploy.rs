@@ -10,7 +10,9 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, handle_name, image_version, told};
+use super::endpoint::{
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, handle_name, image_version, told,
+};
 use super::fault;
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::fields::Fields;
@@ -43,9 +45,9 @@ struct Wanted {
 
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let wanted = wanted(call.fields()?)?;
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
@@ -136,7 +138,7 @@ fn not_found(id: RolloutId) -> Problem {
 
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     call.query().finish(Some(()))?;
     let session = platform.db.session().await?;
     let rollouts = rollouts::newest(&session, MOST_LISTED).await?;
@@ -149,7 +151,7 @@ pub async fn look(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
@@ -188,11 +190,11 @@ impl Word {
 
 async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(platform)?;
+    let operator = call.operator(platform).await?;
     let fields = call.fields()?;
     let id: RolloutId = path_id("rolloutId", id)?;
     fields.finish(Some(()))?;
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -250,6 +252,7 @@ async fn abort(
 
 /// The routes and their descriptions.
 pub static START: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "deploy",
         method: Method::POST,
@@ -281,6 +284,7 @@ fn asked() -> Value {
 }
 
 pub static LIST: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "listDeploys",
         method: Method::GET,
@@ -300,6 +304,7 @@ fn listed() -> Value {
 }
 
 pub static LOOK: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "getDeploy",
         method: Method::GET,
@@ -334,14 +339,17 @@ const fn word(id: &'static str, path: &'static str, summary: &'static str) -> Op
 }
 
 pub static PAUSE: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: word("pauseDeploy", "/vps/deploy/{id}/pause", "Asks no further machine."),
     serve: || post(pause),
 };
 pub static RESUME: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: word("resumeDeploy", "/vps/deploy/{id}/resume", "Goes on where it was paused."),
     serve: || post(resume),
 };
 pub static ABORT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: word("abortDeploy", "/vps/deploy/{id}/abort", "Ends a rollout; machines stay as they are."),
     serve: || post(abort),
 };

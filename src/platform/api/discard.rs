@@ -9,7 +9,7 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
 use super::shape;
@@ -153,6 +153,7 @@ fn invalid(status: &str, detail: &str) -> Problem {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "discard",
         method: Method::POST,

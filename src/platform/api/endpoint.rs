@@ -2,17 +2,20 @@
 
 use std::sync::Arc;
 
+pub use super::access::Access;
 pub use super::shape::*;
 use crate::http::openapi::{
     Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, matching, uuid,
 };
 use crate::platform::context::Platform;
-use axum::Router;
+use crate::platform::operators::Scope;
 use axum::routing::MethodRouter;
+use axum::{Extension, Router};
 use serde_json::Value;
 
-/// One method of one path, and what serves it.
+/// One method of one path, who may call it, and what serves it.
 pub struct Endpoint {
+    pub access: Access,
     pub operation: Operation,
     pub serve: fn() -> MethodRouter<Arc<Platform>>,
 }
@@ -21,11 +24,28 @@ pub struct Endpoint {
 pub fn routes(endpoints: &[&Endpoint]) -> Router<Arc<Platform>> {
     endpoints
         .iter()
-        .fold(Router::new(), |router, endpoint| router.route(endpoint.operation.path, (endpoint.serve)()))
+        .fold(Router::new(), |router, endpoint| router.route(endpoint.operation.path, guarded(endpoint)))
 }
 
-pub const OPERATOR: Credential =
-    Credential { name: "operator", scheme: Scheme::Bearer, about: "PLATFORM_SECRET" };
+/// Tells [`Call::operator`](super::call::Call::operator) which scopes this route takes.
+fn guarded(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
+    (endpoint.serve)().route_layer(Extension(endpoint.access))
+}
+
+pub const OPERATOR: Credential = Credential {
+    name: "operator",
+    scheme: Scheme::ScopedBearer,
+    about: "The token of a named operator (svco_…) that has one of the listed scopes, or PLATFORM_SECRET, which has all",
+};
+
+pub const READ: &[Scope] = &[Scope::Read];
+pub const OPERATE: &[Scope] = &[Scope::Operate];
+pub const BILLING: &[Scope] = &[Scope::Billing];
+pub const METRICS: &[Scope] = &[Scope::Metrics];
+pub const ADMIN: &[Scope] = &[Scope::Admin];
+pub const READ_OR_BILLING: &[Scope] = &[Scope::Read, Scope::Billing];
+pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
+
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: Scheme::Bearer,

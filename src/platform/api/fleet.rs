@@ -9,7 +9,7 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
+use super::endpoint::{Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::openapi::{Operation, array, count, named, nullable, object, one_of, text, time, uuid};
 use crate::http::problem::{Code, Problem};
@@ -28,7 +28,7 @@ const MAX_LISTED: i64 = 100;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     call.query().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::all(&session).await?;
@@ -60,6 +60,7 @@ fn overdue_record(overdue: &Overdue) -> Value {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "fleet",
         method: Method::GET,

@@ -14,7 +14,7 @@ use http::{Method, StatusCode};
 use object_store::path::Path;
 use serde_json::json;
 
-use super::endpoint::{Endpoint, told, well};
+use super::endpoint::{Access, Endpoint, told, well};
 use crate::http::openapi::{Operation, count, nullable, object, one_of};
 use crate::http::problem::chain;
 use crate::platform::context::Platform;
@@ -85,6 +85,7 @@ async fn store(platform: &Platform) -> bool {
 
 /// The route and its description.
 pub static LIVE: Endpoint = Endpoint {
+    access: Access::Open,
     operation: Operation {
         id: "live",
         method: Method::GET,
@@ -101,6 +102,7 @@ pub static LIVE: Endpoint = Endpoint {
 
 /// The route and its description.
 pub static READY: Endpoint = Endpoint {
+    access: Access::Open,
     operation: Operation {
         id: "ready",
         method: Method::GET,
@@ -117,6 +119,7 @@ pub static READY: Endpoint = Endpoint {
 
 /// The route and its description.
 pub static READY_TO_CONTROL: Endpoint = Endpoint {
+    access: Access::Open,
     operation: Operation {
         id: "readyToControl",
         method: Method::GET,

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::attention;
 use super::call::{Call, path_id};
 use super::endpoint::{
-    CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
+    Access, CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
     last_backup_told, last_update_told, told,
 };
 use super::heal;
@@ -318,6 +318,7 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Machine,
     operation: Operation {
         id: "heartbeat",
         method: Method::POST,

@@ -8,7 +8,9 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{CURSOR, Endpoint, OPERATOR, handle_name, idp_user_id, slot_name, status, told};
+use super::endpoint::{
+    Access, CURSOR, Endpoint, OPERATOR, READ, handle_name, idp_user_id, slot_name, status, told,
+};
 use crate::http::openapi::{
     Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid,
 };
@@ -24,7 +26,7 @@ const LARGEST_PAGE: usize = 500;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let mut query = call.query();
     let which = match query.flag("deleted") {
         Some(true) => Which::Ended,
@@ -53,6 +55,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "listMachines",
         method: Method::GET,

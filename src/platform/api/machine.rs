@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, MACHINE_ID, OPERATOR, machine_with_operations, told};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, machine_with_operations, told};
 use super::{fault, operation};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
@@ -26,7 +26,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let id = path_id("machineId", &id)?;
     call.query().finish(Some(()))?;
     // The store may take its time: no session is held meanwhile.
@@ -55,6 +55,7 @@ async fn read(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Pro
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "getMachine",
         method: Method::GET,

@@ -29,9 +29,9 @@ impl ChangeRequest {
     /// `request_too_large`, `unauthorized`, `invalid_request`.
     pub async fn read(platform: &Platform, id: &str, request: Request) -> Result<Self, Problem> {
         let call = Call::read(request).await?;
-        call.operator(platform)?;
+        let operator = call.operator(platform).await?;
         let id = path_id("machineId", id)?;
-        let mutation = Mutation::of(&call)?;
+        let mutation = Mutation::of(&call, &operator)?;
         Ok(Self { call, id, mutation })
     }
 }

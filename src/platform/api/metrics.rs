@@ -9,9 +9,9 @@ use axum::routing::get;
 use http::{Method, header};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, OPERATOR};
+use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
 use crate::http::openapi::{Answer, Content, Operation};
-use crate::http::problem::Problem;
+use crate::http::problem::{Code, Problem};
 use crate::metrics::{MEDIA_TYPE, Scrape};
 use crate::platform::context::Platform;
 use crate::platform::measure;
@@ -21,13 +21,14 @@ pub async fn handle(
     Extension(scrape): Extension<Scrape>,
     request: Request,
 ) -> Result<Response, Problem> {
-    Call::read(request).await?.operator(&platform)?;
+    Call::read(request).await?.operator(&platform).await?;
     measure::take(&platform).await;
     Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
 }
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(METRICS),
     operation: Operation {
         id: "metrics",
         method: Method::GET,
@@ -37,7 +38,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[],
         body: None,
         answers: &[Answer { status: 200, about: "Every series.", content: Content::Other("text/plain") }],
-        problems: &[],
+        problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };

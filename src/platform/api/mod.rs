@@ -1,7 +1,9 @@
 //! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
 
+pub mod access;
 pub mod alarm;
 pub mod attention;
+pub mod audit;
 pub mod backup;
 pub mod backup_file;
 pub mod backups;
@@ -29,6 +31,7 @@ pub mod mutation;
 pub mod object;
 pub mod operation;
 pub mod operation_decision;
+pub mod operators;
 pub mod pointer;
 pub mod power;
 pub mod provision;
@@ -51,7 +54,7 @@ use axum::{Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use self::endpoint::{Endpoint, told};
+use self::endpoint::{Access, Endpoint, OPERATOR, told};
 use super::context::Platform;
 use super::router;
 use crate::http::observe::{self, Listener};
@@ -59,7 +62,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 42] = [
+pub static ENDPOINTS: [&Endpoint; 48] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -97,6 +100,12 @@ pub static ENDPOINTS: [&Endpoint; 42] = [
     &pointer::SHOW,
     &pointer::REBUILD,
     &bundle::ENDPOINT,
+    &operators::ADD,
+    &operators::LIST,
+    &operators::WHO_AM_I,
+    &operators::ROTATE,
+    &operators::REVOKE,
+    &audit::ENDPOINT,
     &health::LIVE,
     &health::READY,
     &health::READY_TO_CONTROL,
@@ -115,6 +124,7 @@ const API: Api = Api {
         ("RolloutSummary", shape::rollout_summary),
         ("Subscription", shape::subscription),
         ("Alarm", alarm::shape),
+        ("Operator", operators::shape),
         ("OwnSlot", router::own_slot),
     ],
 };
@@ -124,6 +134,17 @@ pub fn description() -> Value {
     let own = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
     let public = router::ROUTES.iter().map(|own| &own.operation);
     let mut document = openapi::document(&API, own.chain(public));
+    for endpoint in ENDPOINTS {
+        let Some(scopes) = endpoint.access.scopes() else { continue };
+        let operation = &endpoint.operation;
+        let path = operation.path.replace("{*", "{");
+        let described = &mut document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
+        for way in described["security"].as_array_mut().into_iter().flatten() {
+            if way[OPERATOR.name].is_array() {
+                way[OPERATOR.name] = scopes.iter().map(|scope| scope.as_str()).collect();
+            }
+        }
+    }
     for route in router::ROUTES {
         document["paths"][route.operation.path]["servers"] = router::servers();
     }
@@ -131,6 +152,7 @@ pub fn description() -> Value {
 }
 
 static DESCRIPTION: Endpoint = Endpoint {
+    access: Access::Open,
     operation: Operation {
         id: "describe",
         method: Method::GET,

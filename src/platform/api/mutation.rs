@@ -18,8 +18,8 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
 use crate::platform::db::idempotency::Stored;
 use crate::platform::db::{self, DbError};
+use crate::platform::operators::{Operator, PLATFORM_SECRET_ACTOR};
 
-pub const OPERATOR: &str = "operator";
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// An answer that can be stored and given again.
@@ -43,6 +43,8 @@ impl IntoResponse for Reply {
 
 /// One mutating call.
 pub struct Mutation {
+    /// Who makes it. Keys of one operator are nothing to another.
+    actor: String,
     key: Option<String>,
     route: String,
     body_hash: Vec<u8>,
@@ -59,7 +61,7 @@ pub struct Changed<'a> {
 impl Mutation {
     /// # Errors
     /// `invalid_request` where the key is not one.
-    pub fn of(call: &Call) -> Result<Self, Problem> {
+    pub fn of(call: &Call, operator: &Operator) -> Result<Self, Problem> {
         let key = match call.headers.get("idempotency-key") {
             None => None,
             Some(value) => match value.to_str() {
@@ -70,7 +72,12 @@ impl Mutation {
         // Options in the query are part of what is asked.
         let asked = call.uri.path_and_query().map_or_else(|| call.uri.path(), |whole| whole.as_str());
         let route = format!("{} {asked}", call.method);
-        Ok(Self { key, route, body_hash: call.body_hash() })
+        Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
+    }
+
+    /// Who makes it, as the audit names them.
+    pub fn actor(&self) -> &str {
+        &self.actor
     }
 
     /// The answer that this key got before.
@@ -79,7 +86,7 @@ impl Mutation {
     /// `idempotency_mismatch` where it was another request.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
-        let Some(stored) = db::idempotency::get(client, OPERATOR, key).await? else { return Ok(None) };
+        let Some(stored) = db::idempotency::get(client, &self.actor, key).await? else { return Ok(None) };
         if stored.route != self.route || stored.body_hash != self.body_hash {
             return Err(Problem::new(
                 Code::IdempotencyMismatch,
@@ -96,9 +103,18 @@ impl Mutation {
     /// As [`Self::replay`].
     pub async fn begin(&self, tx: &Transaction<'_>) -> Result<Option<Reply>, Problem> {
         if let Some(key) = &self.key {
-            db::lock(tx, &format!("idempotency {key}")).await?;
+            db::lock(tx, &self.lock_subject(key)).await?;
         }
         self.replay(tx).await
+    }
+
+    /// Of [`PLATFORM_SECRET_ACTOR`] the name that earlier releases lock, which may run beside this one.
+    fn lock_subject(&self, key: &str) -> String {
+        if self.actor == PLATFORM_SECRET_ACTOR {
+            format!("idempotency {key}")
+        } else {
+            format!("idempotency {} {key}", self.actor)
+        }
     }
 
     /// Writes the audit row and the answer, before the commit.
@@ -111,7 +127,7 @@ impl Mutation {
         reply: &Reply,
         changed: &Changed<'_>,
     ) -> Result<(), DbError> {
-        audit(tx, OPERATOR, changed).await?;
+        audit(tx, &self.actor, changed).await?;
         self.store(tx, reply).await
     }
 
@@ -127,7 +143,7 @@ impl Mutation {
             status: reply.status.as_u16(),
             response: reply.body.clone(),
         };
-        db::idempotency::put(tx, OPERATOR, key, &stored).await
+        db::idempotency::put(tx, &self.actor, key, &stored).await
     }
 }
 

@@ -9,7 +9,7 @@ use deadpool_postgres::GenericClient;
 use serde_json::{Value, json};
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, OPERATOR, READ, told};
 use crate::http::openapi::{Operation, Parameter, Place, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -26,7 +26,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let id: OperationId = path_id("operationId", &id)?;
     let session = platform.db.session().await?;
     let found = db::operations::get(&session, id).await?;
@@ -44,6 +44,7 @@ pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Re
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "getOperation",
         method: Method::GET,

@@ -11,7 +11,7 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::{Call, path_id};
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
 use super::{fault, operation, undelete};
 use crate::clock::rfc3339_ms;
@@ -52,12 +52,12 @@ async fn go_ahead(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let mut said = call.fields()?;
     let accepts = said.boolean("acceptLoss").unwrap_or(false);
     let decision = if accepts { Decision::AcceptLoss } else { Decision::Retry };
     let decision = said.finish(Some(decision))?;
-    decide(&platform, &call, &id, decision).await
+    decide(&platform, &Mutation::of(&call, &operator)?, &id, decision).await
 }
 
 async fn abandon(
@@ -66,15 +66,19 @@ async fn abandon(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     call.no_body()?;
-    decide(&platform, &call, &id, Decision::Abandon).await
+    decide(&platform, &Mutation::of(&call, &operator)?, &id, Decision::Abandon).await
 }
 
-async fn decide(platform: &Platform, call: &Call, id: &str, decision: Decision) -> Result<Response, Problem> {
+async fn decide(
+    platform: &Platform,
+    mutation: &Mutation,
+    id: &str,
+    decision: Decision,
+) -> Result<Response, Problem> {
     let id: OperationId = path_id("operationId", id)?;
     let not_found = || Problem::new(Code::NotFound, format!("There is no operation {id}."));
-    let mutation = Mutation::of(call)?;
     let mut session = platform.db.session().await?;
     let seen = db::operations::get(&session, id).await?.ok_or_else(not_found)?;
     let machine = db::machines::get(&session, seen.machine).await?.ok_or_else(not_found)?;
@@ -214,6 +218,7 @@ fn invalid(operation: &OperationRow, detail: &str) -> Problem {
 
 /// The routes and their descriptions.
 pub static CONTINUE: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "continueOperation",
         method: Method::POST,
@@ -228,6 +233,7 @@ pub static CONTINUE: Endpoint = Endpoint {
     serve: || post(go_ahead),
 };
 pub static ABANDON: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "abandonOperation",
         method: Method::POST,

@@ -17,9 +17,11 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, idp_user_id, slot_name, told};
+use super::endpoint::{
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, idp_user_id, slot_name, told,
+};
 use super::fault;
-use super::mutation::{self, Changed, Mutation, OPERATOR as ACTOR, Reply};
+use super::mutation::{self, Changed, Mutation, Reply};
 use super::shape;
 use crate::clock::rfc3339_ms;
 use crate::http::fields::Fields;
@@ -100,7 +102,7 @@ enum Sound {
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let mut query = call.query();
     let target = Target::read(&mut query);
     let target = query.finish(target)?;
@@ -115,7 +117,7 @@ pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Re
 
 pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let mut body = call.fields()?;
     let empty = body.boolean("empty") == Some(true);
     let target = Target::read(&mut body).map(|target| Target { empty, ..target });
@@ -124,7 +126,7 @@ pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) ->
     if empty && target.to.is_some() {
         return Err(Problem::field("/empty", "cannot be combined with a snapshot to name"));
     }
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
 }
 
@@ -166,7 +168,7 @@ async fn replace(
         Changed { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    mutation::audit(&tx, ACTOR, &changed).await?;
+    mutation::audit(&tx, mutation.actor(), &changed).await?;
     db::commit(tx).await?;
     drop(session);
 
@@ -303,6 +305,7 @@ const SNAPSHOT_KEY: Parameter = Parameter {
 
 /// The route and its description.
 pub static SHOW: Endpoint = Endpoint {
+    access: Access::Operator(READ),
     operation: Operation {
         id: "showPointer",
         method: Method::GET,
@@ -337,6 +340,7 @@ pub static SHOW: Endpoint = Endpoint {
 
 /// The route and its description.
 pub static REBUILD: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "rebuildPointer",
         method: Method::POST,

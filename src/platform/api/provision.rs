@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::endpoint::{
-    Endpoint, IDEMPOTENCY_KEY, OPERATOR, PREFER, fallback_locations, handle_name, idp_user_id, image_version,
-    kind, location, server_type, slot_name, status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, fallback_locations, handle_name,
+    idp_user_id, image_version, kind, location, server_type, slot_name, status, told,
 };
 use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
@@ -53,9 +53,9 @@ struct Asked {
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let asked = asked(&platform, &call)?;
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
     let reply = provision(&platform, &asked, &mutation).await?;
     platform.nudge.notify_one();
     mutation::answer(&platform, &call, reply).await
@@ -339,6 +339,7 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "provision",
         method: Method::POST,

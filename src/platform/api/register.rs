@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::call::{Call, registration_rejected};
-use super::endpoint::{Endpoint, REGISTRATION, image_version, sha256, told};
+use super::endpoint::{Access, Endpoint, REGISTRATION, image_version, sha256, told};
 use super::mutation::{self, Changed};
 use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
@@ -215,6 +215,7 @@ async fn register(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Machine,
     operation: Operation {
         id: "register",
         method: Method::POST,

@@ -10,7 +10,9 @@ use axum::response::Response;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, server_type, status, told};
+use super::endpoint::{
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, server_type, status, told,
+};
 use super::machine_change::ChangeRequest;
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::{entitlement, fault, restorable};
@@ -164,6 +166,7 @@ fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "resize",
         method: Method::POST,

@@ -9,7 +9,7 @@ use http::{Method, StatusCode};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
 use super::fault;
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{Mutation, Reply};
@@ -108,6 +108,7 @@ fn refused(detail: &str) -> Problem {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "resume",
         method: Method::POST,

@@ -9,7 +9,9 @@ use http::{Method, StatusCode};
 use serde_json::json;
 
 use super::call::Call;
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, OPERATOR, idp_user_id, plan, slot_name, told};
+use super::endpoint::{
+    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, idp_user_id, plan, slot_name, told,
+};
 use super::mutation::{Changed, Mutation, Reply};
 use crate::http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
 use crate::http::problem::{Code, Problem};
@@ -21,9 +23,9 @@ use axum::routing;
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    let operator = call.operator(&platform).await?;
     let slot = asked(&call)?;
-    let mutation = Mutation::of(&call)?;
+    let mutation = Mutation::of(&call, &operator)?;
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -55,7 +57,7 @@ fn asked(call: &Call) -> Result<SlotRow, Problem> {
 
 pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    call.operator(&platform)?;
+    call.operator(&platform).await?;
     let mut query = call.query();
     let user = query.optional("idpUserId");
     query.finish(Some(()))?;
@@ -67,6 +69,7 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
 
 /// The route and its description.
 pub static PUT: Endpoint = Endpoint {
+    access: Access::Operator(BILLING),
     operation: Operation {
         id: "setSubscription",
         method: Method::PUT,
@@ -92,6 +95,7 @@ pub static PUT: Endpoint = Endpoint {
 
 /// The route and its description.
 pub static LIST: Endpoint = Endpoint {
+    access: Access::Operator(READ_OR_BILLING),
     operation: Operation {
         id: "listSubscriptions",
         method: Method::GET,

@@ -9,8 +9,9 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 
-use super::call::{Call, path_id, unauthorized};
-use super::endpoint::{Endpoint, HOST, MACHINE_ID, told};
+use super::access::unauthorized;
+use super::call::{Call, path_id};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, told};
 use super::{fault, heartbeat};
 use crate::http::openapi::{Operation, nullable, object, text, time};
 use crate::http::problem::{Code, Problem, chain};
@@ -56,6 +57,7 @@ pub async fn handle(
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Machine,
     operation: Operation {
         id: "renewStorageCredentials",
         method: Method::POST,

@@ -9,7 +9,9 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::endpoint::{Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATOR, PREFER, kind, status, told};
+use super::endpoint::{
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, kind, status, told,
+};
 use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use super::{fault, restorable};
@@ -161,6 +163,7 @@ fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
 
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
     operation: Operation {
         id: "undelete",
         method: Method::POST,

@@ -1,10 +1,14 @@
-//! `operator_audit`: who changed what, written in the transaction of the change.
+//! `operator_audit`: who changed what, written in the transaction of the change, and read in pages.
 
-use deadpool_postgres::Transaction;
-use serde_json::Value;
+use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
-use super::{DbError, execute};
+use super::{DbError, execute, rows};
+use crate::clock::rfc3339_ms;
+use crate::machine::id::AuditId;
 
 /// One mutating call.
 pub struct Entry<'a> {
@@ -24,4 +28,93 @@ pub async fn write(tx: &Transaction<'_>, entry: &Entry<'_>) -> Result<(), DbErro
     let id = Uuid::now_v7();
     let Entry { actor, action, target, before, after, request_id } = entry;
     execute(tx, sql, &[&id, actor, action, target, before, after, request_id]).await.map(drop)
+}
+
+/// Which entries are listed.
+#[derive(Debug, Default)]
+pub struct Filter {
+    pub actor: Option<String>,
+    pub action: Option<String>,
+    pub target: Option<String>,
+    pub since: Option<Timestamp>,
+    pub until: Option<Timestamp>,
+    /// Only those that come after this one in the list.
+    pub before: Option<AuditId>,
+}
+
+/// An entry as it was written.
+#[derive(Debug)]
+pub struct AuditRow {
+    pub id: AuditId,
+    at: Timestamp,
+    actor: String,
+    action: String,
+    target: String,
+    before: Option<Value>,
+    after: Option<Value>,
+    request_id: String,
+}
+
+impl AuditRow {
+    pub fn record(&self) -> Value {
+        json!({
+            "auditId": self.id,
+            "at": rfc3339_ms(self.at),
+            "actor": self.actor,
+            "action": self.action,
+            "target": self.target,
+            "before": self.before,
+            "after": self.after,
+            "requestId": self.request_id,
+        })
+    }
+}
+
+/// The newest first.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn list(
+    client: &impl GenericClient,
+    filter: &Filter,
+    limit: i64,
+) -> Result<Vec<AuditRow>, DbError> {
+    let before = filter.before.map(|id| id.0);
+    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    let mut sql =
+        "SELECT audit_id, at, actor, action, target, before, after, request_id FROM operator_audit \
+                   WHERE true"
+            .to_owned();
+    let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
+    let filters: [(&str, Option<&(dyn ToSql + Sync)>); 6] = [
+        ("actor = $", filter.actor.as_ref().map(|value| value as _)),
+        ("action = $", filter.action.as_ref().map(|value| value as _)),
+        ("target = $", filter.target.as_ref().map(|value| value as _)),
+        ("at >= $", filter.since.as_ref().map(|value| value as _)),
+        ("at < $", filter.until.as_ref().map(|value| value as _)),
+        (
+            "(at, audit_id) < (SELECT at, audit_id FROM operator_audit WHERE audit_id = $)",
+            before.as_ref().map(|value| value as _),
+        ),
+    ];
+    for (condition, value) in filters {
+        if let Some(value) = value {
+            params.push(value);
+            sql += &format!(" AND {}", condition.replace('$', &format!("${}", params.len())));
+        }
+    }
+    params.push(&limit);
+    sql += &format!(" ORDER BY at DESC, audit_id DESC LIMIT ${}", params.len());
+    let found = rows(client, &sql, &params).await?;
+    let read = |row: &tokio_postgres::Row| AuditRow {
+        id: AuditId(row.get(0)),
+        at: row.get(1),
+        actor: row.get(2),
+        action: row.get(3),
+        target: row.get(4),
+        before: row.get(5),
+        after: row.get(6),
+        request_id: row.get(7),
+    };
+    Ok(found.iter().map(read).collect())
 }

@@ -19,6 +19,7 @@ pub mod machines;
 pub mod migrate;
 pub mod operation_log;
 pub mod operations;
+pub mod operators;
 pub mod retention;
 pub mod rollouts;
 pub mod servers;

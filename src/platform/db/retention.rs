@@ -36,6 +36,8 @@ pub enum ExpiringTable {
     /// With their machines.
     Rollouts,
     Audit,
+    /// Only those whose tokens have ended.
+    Operators,
 }
 
 impl ExpiringTable {
@@ -88,6 +90,12 @@ impl ExpiringTable {
                 "operator_audit",
                 "DELETE FROM operator_audit WHERE audit_id IN (SELECT audit_id FROM operator_audit \
                  WHERE at < now() - make_interval(secs => $1) ORDER BY at LIMIT $2 FOR UPDATE SKIP LOCKED)",
+            ),
+            Self::Operators => (
+                "operators",
+                "DELETE FROM operators WHERE name IN (SELECT name FROM operators \
+                 WHERE least(revoked_at, expires_at) < now() - make_interval(secs => $1) \
+                 ORDER BY least(revoked_at, expires_at) LIMIT $2 FOR UPDATE SKIP LOCKED)",
             ),
         }
     }

@@ -35,6 +35,8 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
+        // As long as the audit names them, so that no name stands for two people in it.
+        Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         for _ in 0..MAX_BATCHES {
             let deleted = db::retention::delete_batch(&session, &expiring, BATCH).await?;

@@ -9,6 +9,7 @@ use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 use svc::platform::api::{ENDPOINTS, description};
+use svc::platform::operators::Scope;
 
 use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
@@ -22,6 +23,8 @@ struct World {
     waits: Guest,
     operation: String,
     rollout: String,
+    /// Operators, each with one of the scopes alone.
+    operators: Vec<(Scope, String)>,
 }
 
 /// A snapshot of the machine that runs.
@@ -43,10 +46,16 @@ impl World {
         let deploy = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
         let deployed = stack.post(&process, "/vps/deploy", &deploy).await;
         let rollout = deployed.body["rolloutId"].as_str().unwrap().to_owned();
+        let mut operators = Vec::new();
+        for scope in Scope::ALL {
+            let body = json!({"name": format!("only-{scope}"), "scopes": [scope]});
+            let added = stack.post(&process, "/operators", &body).await;
+            operators.push((scope, added.body["token"].as_str().unwrap().to_owned()));
+        }
         let secrets = [SECRET, &"07".repeat(32), stack.provider.token(), stack.store.secret_key()];
         let tokens = [&*runs.upgrade_token, &*runs.registration_token, &*waits.registration_token];
         secrets.iter().chain(&tokens).for_each(|secret| contract::platform().plant(secret));
-        Self { stack, process, runs, waits, operation, rollout }
+        Self { stack, process, runs, waits, operation, rollout, operators }
     }
 
     /// The machine that an operation's caller would name.
@@ -56,6 +65,7 @@ impl World {
 
     fn path_of(&self, operation: &Operation, id: &str) -> String {
         let path = operation.path.replace("{id}", id).replace("{alarm}", "servers_missing");
+        let path = path.replace("{operator}", "only-read");
         path.replace("{version}", "v1").replace("{file}", "svc-host-bundle.tar.gz").replace("{name}", DUMP)
     }
 
@@ -132,6 +142,16 @@ impl Side for World {
         let of = |what, request| Stranger { what, request, status: 401, code };
         all.push(of("nobody", call()));
         all.push(of("another scheme", call().header("authorization", "Basic b3A6eA==")));
+        let endpoint = ENDPOINTS.iter().find(|endpoint| endpoint.operation.id == operation.id).unwrap();
+        if let Some(scopes) = endpoint.access.scopes() {
+            let lacking = self.operators.iter().filter(|(scope, _)| !scopes.contains(scope));
+            all.extend(lacking.map(|(scope, token)| Stranger {
+                what: scope.as_str(),
+                request: call().bearer_auth(token),
+                status: 403,
+                code: "forbidden",
+            }));
+        }
         if takes(operation, "host") && operation.path.contains("{id}") {
             let another = bare(&self.path_of(operation, &self.waits.machine)).bearer_auth(self.token("host"));
             all.push(Stranger { what: "another host", request: another, status: 403, code: "forbidden" });
@@ -152,6 +172,8 @@ impl Side for World {
             "fallbackLocations" => json!(["fsn1"]),
             "plan" => json!("max"),
             "kind" => json!("customer"),
+            "scopes" => json!(["read"]),
+            "name" => json!("ada"),
             "imageVersion" => json!("v1"),
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
@@ -249,12 +271,22 @@ async fn without_database(world: &World) {
         match operation.id {
             // An operator's bundle needs the store alone.
             "getBundle" => assert_eq!(answer.status, 200),
+            // The platform's secret needs no database, nor do the counts of this process.
+            "metrics" => assert_eq!(answer.status, 200),
+            // Nor does it to be known; a named operator is looked up there.
+            "whoAmI" => assert_eq!(answer.status, 200),
             // The last routes still serve.
             "ready" => assert_eq!(answer.status, 200),
             "readyToControl" => assert_eq!(answer.status, 503),
             _ if needs => answer.assert_problem(503, "database_unavailable"),
             _ => assert_eq!(answer.status, 200, "{answer:?}"),
         }
+    }
+    for id in ["metrics", "whoAmI"] {
+        let operation = operations().find(|operation| operation.id == id).unwrap();
+        let (_, token) = world.operators.iter().find(|(scope, _)| *scope == Scope::Metrics).unwrap();
+        let call = world.bare(operation, Method::GET, operation.path).bearer_auth(token);
+        world.send(call).await.assert_problem(503, "database_unavailable");
     }
     // A host's is looked up there.
     let bundle = operations().find(|operation| operation.id == "getBundle").unwrap();

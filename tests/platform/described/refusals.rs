@@ -11,7 +11,9 @@ use super::{World, ids, operations};
 use crate::contract::{Side, right_call, wrong_ways};
 
 /// What takes more than one request to provoke: where it is tried instead, or why it is not.
-const EXCUSED: [(&str, &str); 2] = [
+const EXCUSED: [(&str, &str); 3] = [
+    // Every operator may ask who they are.
+    ("whoAmI", "forbidden"),
     // A fault of our own that no request leads to.
     ("*", "internal"),
     // A store of files: platform::credentials.
@@ -64,6 +66,7 @@ async fn every_code_that_a_route_names_is_seen() {
     keys(&mut rows).await;
     bundles(&mut rows).await;
     rollouts(&mut rows).await;
+    operators(&mut rows).await;
 
     world.stack.store.down();
     super::without_store(&world).await;
@@ -230,6 +233,24 @@ async fn rollouts(rows: &mut Rows<'_>) {
     };
     world.stack.eventually("what is there already ends it", look).await;
     rows.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
+}
+
+async fn operators(rows: &mut Rows<'_>) {
+    let world = rows.world;
+    let get = |path: &str| world.ask(Method::GET, path, &Value::Null);
+    for path in ["/operators?x=1", "/operators/whoami?x=1"] {
+        rows.row(get(path), 400, "invalid_request").await;
+    }
+    let taken = json!({"name": "only-read", "scopes": ["read"]});
+    rows.post("/operators", &taken, 409, "conflict").await;
+    for what in ["rotate", "revoke"] {
+        rows.post(&format!("/operators/nobody/{what}"), &json!({}), 404, "not_found").await;
+        rows.post(&format!("/operators/Nobody/{what}"), &json!({}), 400, "invalid_request").await;
+    }
+    let gone = json!({"name": "gone", "scopes": ["read"]});
+    world.send(world.ask(Method::POST, "/operators", &gone)).await;
+    world.send(world.ask(Method::POST, "/operators/gone/revoke", &json!({}))).await;
+    rows.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
 }
 
 async fn bundles(rows: &mut Rows<'_>) {

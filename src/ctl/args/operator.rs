@@ -1,0 +1,150 @@
+//! The commands below `operator`, and `audit`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use jiff::{Span, SpanRelativeTo, Timestamp, Unit};
+
+use crate::machine::id::AuditId;
+use crate::machine::name::OperatorName;
+
+const SCOPES: [&str; 5] = ["read", "operate", "billing", "metrics", "admin"];
+
+#[derive(Debug, Subcommand)]
+pub enum OperatorCommand {
+    /// Add a named operator with a token of their own
+    #[command(
+        after_help = "Scopes: read (machines, operations, rollouts, the audit), operate (change machines, read snapshots), \
+billing (subscriptions, usage), metrics (the platform's metrics), admin (operators, the audit). None implies another, and \
+you can give only what you have. The token is shown once.\n\n\
+Example: svcctl operator add ada --scope read,operate --token-file ada.token"
+    )]
+    Add {
+        /// What the audit calls them
+        #[arg(value_name = "NAME")]
+        name: OperatorName,
+        /// What they may do; several with commas
+        #[arg(long = "scope", value_name = "SCOPE", required = true, value_delimiter = ',', value_parser = SCOPES)]
+        scopes: Vec<String>,
+        #[command(flatten)]
+        token: TokenOptions,
+    },
+    /// List operators, with those that have expired or were revoked
+    #[command(after_help = "Example: svcctl operator list")]
+    List,
+    /// Give an operator a new token; the one before stays valid for a while
+    #[command(after_help = "Example: svcctl operator rotate ada --overlap 1h --token-file ada.token")]
+    Rotate {
+        /// The operator
+        #[arg(value_name = "NAME")]
+        name: OperatorName,
+        /// How long the token before stays valid, at most 7d; 0s: it ends now
+        #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = seconds)]
+        overlap: u64,
+        #[command(flatten)]
+        token: TokenOptions,
+    },
+    /// End all tokens of an operator at once, for good
+    #[command(after_help = "Example: svcctl operator revoke ada")]
+    Revoke {
+        /// The operator
+        #[arg(value_name = "NAME")]
+        name: OperatorName,
+        /// Do not ask
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Show which operator you are, and your scopes
+    #[command(after_help = "Example: svcctl operator whoami --secret-file ada.token")]
+    Whoami,
+}
+
+/// How long a new token lives, and where it goes.
+#[derive(Debug, Args)]
+pub struct TokenOptions {
+    /// How long the token is valid, at most 400d
+    #[arg(long, value_name = "DURATION", default_value = "90d", value_parser = seconds)]
+    pub ttl: u64,
+    /// Write the token to this file, which only you can read, instead of printing it
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Audit {
+    /// Only this actor's: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
+    #[arg(long, value_name = "NAME")]
+    pub actor: Option<String>,
+    /// Only this action, such as `recover` or `operator.add`
+    #[arg(long, value_name = "ACTION")]
+    pub action: Option<String>,
+    /// Only about this: a machine's id, USER/SLOT, an operator's name
+    #[arg(long, value_name = "TARGET")]
+    pub target: Option<String>,
+    /// Entries from then on: RFC 3339, or how long ago, such as 24h
+    #[arg(long, value_name = "TIME", value_parser = moment)]
+    pub since: Option<Timestamp>,
+    /// Entries before then
+    #[arg(long, value_name = "TIME", value_parser = moment)]
+    pub until: Option<Timestamp>,
+    /// How many entries
+    #[arg(long, value_name = "COUNT", default_value = "100", value_parser = clap::value_parser!(u16).range(1..=500))]
+    pub limit: u16,
+    /// Entries older than the page that ended with this cursor
+    #[arg(long, value_name = "CURSOR")]
+    pub cursor: Option<AuditId>,
+    /// Print new entries as they are written; with --json one entry in each line
+    #[arg(long, conflicts_with_all = ["cursor", "until"])]
+    pub follow: bool,
+}
+
+/// `90d`, `1h`, `90s`.
+fn seconds(text: &str) -> Result<u64, String> {
+    let wrong = || "must be a duration such as 90d, 1h or 30s".to_owned();
+    let span: Span = text.parse().map_err(|_| wrong())?;
+    let seconds = span.total((Unit::Second, SpanRelativeTo::days_are_24_hours())).map_err(|_| wrong())?;
+    if seconds < 0.0 || seconds.fract() != 0.0 {
+        return Err(wrong());
+    }
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
+    Ok(seconds as u64)
+}
+
+fn moment(text: &str) -> Result<Timestamp, String> {
+    if let Ok(at) = text.parse() {
+        return Ok(at);
+    }
+    let wrong = || "must be a time such as 2026-01-02T03:04:05Z, or how long ago, such as 24h".to_owned();
+    let ago = i64::try_from(seconds(text).map_err(|_| wrong())?).map_err(|_| wrong())?;
+    Timestamp::now().checked_sub(jiff::SignedDuration::from_secs(ago)).map_err(|_| wrong())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_read_with_their_unit() {
+        assert_eq!((seconds("90d"), seconds("1h"), seconds("0s")), (Ok(7_776_000), Ok(3600), Ok(0)));
+        for wrong in ["", "7", "-1h", "1 month", "1.5", "soon"] {
+            assert!(seconds(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn moments_read_as_times_and_ages() {
+        assert_eq!(moment("2026-01-02T03:04:05Z").unwrap().to_string(), "2026-01-02T03:04:05Z");
+        let hour = Timestamp::now().as_second() - moment("1h").unwrap().as_second();
+        assert!((3600..3605).contains(&hour), "{hour}");
+        assert!(moment("yesterday").is_err());
+    }
+
+    #[test]
+    fn scopes_are_those_of_the_platform() {
+        let known = crate::http::openapi::one_of(&SCOPES)["enum"].clone();
+        let document = include_str!("../../platform/operators.rs");
+        for scope in known.as_array().unwrap() {
+            assert!(document.contains(&format!("=> {scope},")), "{scope}");
+        }
+    }
+}

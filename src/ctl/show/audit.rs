@@ -1,0 +1,122 @@
+//! The operators' audit, as a person reads it.
+
+use jiff::Timestamp;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Colour, View, compact};
+use crate::untrusted_text::one_line;
+
+/// Of one entry; the rest is in `--json`.
+const MAX_CHANGES: usize = 4;
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Page {
+    pub entries: Vec<Entry>,
+    pub next_cursor: Option<String>,
+}
+
+/// One entry, with all that the platform said of it.
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "Value")]
+pub struct Entry {
+    pub audit_id: String,
+    pub at: Timestamp,
+    pub whole: Value,
+}
+
+impl TryFrom<Value> for Entry {
+    type Error = String;
+
+    fn try_from(whole: Value) -> Result<Self, String> {
+        let id = whole["auditId"].as_str().ok_or("an entry without auditId")?;
+        let at = whole["at"].as_str().and_then(|at| at.parse().ok()).ok_or("an entry without its time")?;
+        Ok(Self { audit_id: id.to_owned(), at, whole })
+    }
+}
+
+/// The newest last, as in a log.
+pub fn list(view: &View, page: &Page) -> String {
+    if page.entries.is_empty() {
+        return "no entries\n".to_owned();
+    }
+    let mut text: String = page.entries.iter().rev().map(|entry| line(view, entry)).collect();
+    if let Some(cursor) = &page.next_cursor {
+        text.push_str(&format!("older entries: the same command with --cursor {cursor}\n"));
+    }
+    text
+}
+
+/// `2026-01-02 03:04:05 UTC  ada  recover  <target>  status=running→recovering`.
+pub fn line(view: &View, entry: &Entry) -> String {
+    let member = |name: &str| compact(entry.whole.get(name));
+    let at = entry.at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string();
+    let actor = view.paint(Some(Colour::Strong), &member("actor"));
+    let mut parts = vec![view.paint(Some(Colour::Faint), &at), actor, member("action"), member("target")];
+    let changes = changes(&entry.whole["before"], &entry.whole["after"]);
+    if !changes.is_empty() {
+        parts.push(changes);
+    }
+    parts.join("  ") + "\n"
+}
+
+/// The plain members that differ.
+fn changes(before: &Value, after: &Value) -> String {
+    let Some(after) = after.as_object().filter(|_| before.is_object()) else { return String::new() };
+    let plain = |value: &Value| !value.is_object() && !value.is_array();
+    let differs = |(name, now): &(&String, &Value)| {
+        *name != "updatedAt" && plain(now) && plain(&before[name.as_str()]) && before[name.as_str()] != **now
+    };
+    let shown = |value: &Value| match value {
+        Value::Null => "none".to_owned(),
+        value => one_line(&compact(Some(value))).into_owned(),
+    };
+    let all: Vec<_> = after.iter().filter(differs).collect();
+    let mut said: Vec<String> = all
+        .iter()
+        .take(MAX_CHANGES)
+        .map(|(name, now)| format!("{name}={}→{}", shown(&before[name.as_str()]), shown(now)))
+        .collect();
+    if all.len() > MAX_CHANGES {
+        said.push(format!("and {} more", all.len() - MAX_CHANGES));
+    }
+    said.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    const VIEW: View = View { now: Timestamp::UNIX_EPOCH, colours: false, width: None };
+
+    fn entry(before: &Value, after: &Value) -> Value {
+        json!({"auditId": "019a0000-0000-7000-8000-000000000001", "at": "2026-01-02T03:04:05.000Z", "actor": "ada",
+            "action": "fail", "target": "m-1", "before": before, "after": after, "requestId": "r-1"})
+    }
+
+    #[test]
+    fn line_names_actor_action_target_and_changes() {
+        let (before, after) = (
+            json!({"status": "running", "updatedAt": "a", "epoch": 1}),
+            json!({"status": "failed", "updatedAt": "b", "epoch": 1}),
+        );
+        let entry: Entry = serde_json::from_value(entry(&before, &after)).unwrap();
+        assert_eq!(line(&VIEW, &entry), "2026-01-02 03:04:05 UTC  ada  fail  m-1  status=running→failed\n");
+    }
+
+    #[test]
+    fn list_shows_the_newest_last_and_how_to_go_on() {
+        let mut older = entry(&Value::Null, &Value::Null);
+        older["at"] = json!("2026-01-01T00:00:00.000Z");
+        let page = json!({"entries": [entry(&Value::Null, &Value::Null), older], "nextCursor": "c-1"});
+        let shown = list(&VIEW, &serde_json::from_value(page).unwrap());
+        let lines: Vec<&str> = shown.lines().collect();
+        assert!(lines[0].starts_with("2026-01-01") && lines[1].starts_with("2026-01-02"), "{shown}");
+        assert!(lines[2].ends_with("--cursor c-1"), "{shown}");
+        let none: Page = serde_json::from_value(json!({"entries": [], "nextCursor": null})).unwrap();
+        assert_eq!(list(&VIEW, &none), "no entries\n");
+    }
+}

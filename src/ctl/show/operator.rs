@@ -1,0 +1,138 @@
+//! Operators, as a person reads them.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::human::when;
+use super::table::{self, Cell};
+use super::{Colour, View, text};
+
+#[derive(Debug, Deserialize)]
+pub struct Operators {
+    pub operators: Vec<Operator>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Operator {
+    pub name: String,
+    pub scopes: Vec<String>,
+    pub state: String,
+    pub expires_at: String,
+    pub last_used_at: Option<String>,
+    pub previous_token_expires_at: Option<String>,
+    pub created_by: String,
+}
+
+/// The answer to a request that makes a token.
+#[derive(Deserialize)]
+pub struct IssuedToken {
+    pub operator: Operator,
+    pub token: String,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WhoAmI {
+    pub name: String,
+    pub scopes: Vec<String>,
+    pub expires_at: Option<String>,
+}
+
+pub fn list(view: &View, operators: &[Operator]) -> String {
+    if operators.is_empty() {
+        return "no named operators; PLATFORM_SECRET is the only credential\n".to_owned();
+    }
+    let row = |o: &Operator| {
+        let colour = match o.state.as_str() {
+            "active" => Colour::Good,
+            _ => Colour::Faint,
+        };
+        vec![
+            o.name.clone().into(),
+            o.scopes.join(",").into(),
+            Cell::painted(Some(colour), o.state.clone()),
+            when(view.now, &o.expires_at).into(),
+            o.last_used_at.as_deref().map(|at| when(view.now, at)).unwrap_or_default().into(),
+            o.created_by.clone().into(),
+        ]
+    };
+    let rows: Vec<_> = operators.iter().map(row).collect();
+    table::render(view, &["NAME", "SCOPES", "STATE", "EXPIRES", "LAST USED", "ADDED BY"], &rows)
+}
+
+/// A new token, or the file that it was written to.
+pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String {
+    let IssuedToken { operator, token } = issued;
+    let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
+    let previous = operator.previous_token_expires_at.as_deref();
+    let mut said = table::pairs(
+        view,
+        &[
+            ("operator", operator.name.clone().into()),
+            ("scopes", operator.scopes.join(", ").into()),
+            ("expires", when(view.now, &operator.expires_at).into()),
+            (
+                "token before",
+                previous.map(|at| format!("valid until {}", when(view.now, at))).unwrap_or_default().into(),
+            ),
+            ("token", shown.into()),
+        ],
+    );
+    if file.is_none() {
+        said.push_str(
+            "\nThe token is shown this once. Keep it in a file, and give it to svcctl by --secret-file.\n",
+        );
+    }
+    said
+}
+
+pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
+    let expires = me.expires_at.as_ref().map(|at| when(view.now, at));
+    table::pairs(
+        view,
+        &[
+            ("operator", me.name.clone().into()),
+            ("scopes", me.scopes.join(", ").into()),
+            ("expires", text(expires.as_ref()).into()),
+        ],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VIEW: View = View { now: jiff::Timestamp::UNIX_EPOCH, colours: false, width: None };
+
+    fn issued_token() -> IssuedToken {
+        serde_json::from_str(
+            r#"{"token": "svco_secret", "operator": {"name": "ada", "scopes": ["read", "operate"], "state": "active",
+                "expiresAt": "1970-01-03T00:00:00.000Z", "lastUsedAt": null, "createdBy": "operator",
+                "previousTokenExpiresAt": "1970-01-01T01:00:00.000Z"}}"#,
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn issued_shows_the_token_only_without_a_file() {
+        let shown = issued(&VIEW, &issued_token(), None);
+        for part in
+            ["ada", "read, operate", "svco_secret", "shown this once", "valid until 1970-01-01 01:00:00 UTC"]
+        {
+            assert!(shown.contains(part), "no {part:?} in {shown}");
+        }
+        let filed = issued(&VIEW, &issued_token(), Some(Path::new("ada.token")));
+        assert!(filed.contains("written to ada.token") && !filed.contains("svco_"), "{filed}");
+    }
+
+    #[test]
+    fn list_shows_state_scopes_and_origin() {
+        let shown = list(&VIEW, &[issued_token().operator]);
+        for part in ["NAME", "ada", "read,operate", "active", "in 2 d", "operator"] {
+            assert!(shown.contains(part), "no {part:?} in {shown}");
+        }
+        assert!(list(&VIEW, &[]).contains("no named operators"));
+    }
+}

@@ -1,0 +1,111 @@
+//! Who may call a route of the control API, and how a caller's token is verified.
+//!
+//! Invariants: a route declares its access beside its handler, and one that declares none for operators lets none in.
+//! Tokens of named operators are looked up for every request: a revocation counts at once in every process.
+
+use std::time::Duration;
+
+use http::Method;
+use serde_json::json;
+
+use crate::http::problem::{Code, Problem, chain};
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::platform::db::operators::{TokenRow, TokenState};
+use crate::platform::operators::{Operator, Scope};
+use crate::platform::tokens;
+
+/// `last_used_at` is written at most this often, so that a busy token costs no write for each request.
+const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
+
+/// Who may call a route.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Anybody: health, and the description of the API.
+    Open,
+    /// A machine, by its own token.
+    Machine,
+    /// An operator who has one of these scopes.
+    Operator(&'static [Scope]),
+    /// The same, or the machine of a slot.
+    OperatorOrHost(&'static [Scope]),
+}
+
+impl Access {
+    /// The scopes of which an operator needs one; `None` where no operator is let in.
+    pub fn scopes(self) -> Option<&'static [Scope]> {
+        match self {
+            Self::Operator(scopes) | Self::OperatorOrHost(scopes) => Some(scopes),
+            Self::Open | Self::Machine => None,
+        }
+    }
+}
+
+/// The operator whose token this is, if they may call a route of this access.
+///
+/// # Errors
+/// `unauthorized` for a token that is unknown, expired or revoked, `forbidden` where the scope is missing,
+/// `database_unavailable`.
+pub async fn admit(
+    platform: &Platform,
+    access: Access,
+    method: &Method,
+    token: &str,
+) -> Result<Operator, Problem> {
+    let Some(scopes) = access.scopes() else {
+        tracing::error!("a handler admits operators on a route that is not declared for them");
+        return Err(unauthorized());
+    };
+    let operator = authenticate(platform, method, token).await?;
+    if operator.scopes().has_any(scopes) {
+        return Ok(operator);
+    }
+    Err(missing_scope(&operator, scopes))
+}
+
+async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Result<Operator, Problem> {
+    if tokens::same_secret(token, &platform.config.secret) {
+        return Ok(Operator::PlatformSecret);
+    }
+    let id = tokens::claimed_operator_token(token).ok_or_else(unauthorized)?;
+    let pool = if method.is_safe() { &platform.report_db } else { &platform.db };
+    let session = pool.session().await?;
+    let row = db::operators::by_token(&session, id, LAST_USED_INTERVAL).await?.ok_or_else(unauthorized)?;
+    if !tokens::fits(token, &row.token_hash) {
+        return Err(unauthorized());
+    }
+    let TokenRow { name, scopes, state, is_use_unrecorded, .. } = row;
+    match state {
+        TokenState::Valid => {}
+        TokenState::Expired => {
+            let detail = format!(
+                "This token of operator {name} has expired: use the newer one, or have an operator with the scope admin make \
+                 one by `svcctl operator rotate {name}`."
+            );
+            return Err(Problem::new(Code::Unauthorized, detail));
+        }
+        TokenState::Revoked => {
+            return Err(Problem::new(Code::Unauthorized, format!("Operator {name} has been revoked.")));
+        }
+    }
+    if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
+    {
+        tracing::warn!(operator = %name, error = %chain(&error), "the token's last use was not recorded");
+    }
+    Ok(Operator::Named { name, scopes })
+}
+
+fn missing_scope(operator: &Operator, scopes: &[Scope]) -> Problem {
+    let needed: Vec<_> = scopes.iter().map(|scope| scope.as_str()).collect();
+    let detail = format!(
+        "Operator {} lacks the scope {}, which this request needs; they have: {}.",
+        operator.actor(),
+        needed.join(" or "),
+        operator.scopes().names().join(", ")
+    );
+    Problem::new(Code::Forbidden, detail).with("missingScopes", json!(needed))
+}
+
+pub fn unauthorized() -> Problem {
+    Problem::new(Code::Unauthorized, "Send a valid bearer token.")
+}

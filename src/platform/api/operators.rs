@@ -1,0 +1,377 @@
+//! `/operators`: named operators, their scopes and tokens. A token is in the answer to the request that makes it, and
+//! nowhere else: neither stored answer nor audit has it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use deadpool_postgres::Transaction;
+use http::{Method, StatusCode};
+use secrecy::ExposeSecret;
+use serde_json::{Value, json};
+
+use super::call::Call;
+use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
+use super::mutation::{Changed, Mutation, Reply};
+use crate::http::fields::Fields;
+use crate::http::openapi::{
+    Operation, Parameter, Place, array, fields, matching, named, nullable, object, one_of, text, time,
+};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::id::OperatorTokenId;
+use crate::machine::name::OperatorName;
+use crate::platform::context::Platform;
+use crate::platform::db;
+use crate::platform::db::operators::{NewToken, OperatorRow};
+use crate::platform::operators::{Operator, Scope, Scopes};
+use crate::platform::tokens;
+
+const DAY_SECONDS: u64 = 86_400;
+const DEFAULT_TTL_SECONDS: u64 = 90 * DAY_SECONDS;
+const MIN_TTL_SECONDS: u64 = 60;
+const MAX_TTL_SECONDS: u64 = 400 * DAY_SECONDS;
+const DEFAULT_OVERLAP_SECONDS: u64 = 3600;
+const MAX_OVERLAP_SECONDS: u64 = 7 * DAY_SECONDS;
+/// Those that have ended among them, for as long as the audit names them.
+const MAX_OPERATORS: i64 = 1000;
+
+async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let operator = call.operator(&platform).await?;
+    let mut fields = call.fields()?;
+    let name: Option<OperatorName> = fields.required("name");
+    let scopes = scopes(&mut fields);
+    let ttl = ttl(&mut fields);
+    let (name, scopes) = fields.finish(name.zip(scopes))?;
+    ensure_may_grant(&operator, &scopes)?;
+    let mutation = Mutation::of(&call, &operator)?;
+
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(with_token(&platform, reply).into_response());
+    }
+    db::lock(&tx, "operators").await?;
+    if db::operators::count(&tx).await? >= MAX_OPERATORS {
+        return Err(Problem::new(Code::Conflict, format!("There are {MAX_OPERATORS} operators already.")));
+    }
+    let id = OperatorTokenId::new();
+    let hash = tokens::hash(platform.mint.operator_token(id).expose_secret());
+    let token = NewToken { id, hash: &hash, ttl };
+    let added = db::operators::insert(&tx, &name, &scopes, &token, operator.actor()).await?;
+    let added = added.ok_or_else(|| {
+        let detail = format!(
+            "There is an operator {name} already, who may have been revoked: `svcctl operator list` shows them. A name stays \
+             taken for as long as the audit has it."
+        );
+        Problem::new(Code::Conflict, detail)
+    })?;
+    let reply = reply(StatusCode::CREATED, &added);
+    record(&tx, &mutation, &reply, "operator.add", None, &added).await?;
+    db::commit(tx).await?;
+    Ok(with_token(&platform, reply).into_response())
+}
+
+async fn rotate(
+    State(platform): State<Arc<Platform>>,
+    Segments(name): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let operator = call.operator(&platform).await?;
+    let mut fields = call.fields()?;
+    let ttl = ttl(&mut fields);
+    let overlap = seconds(&mut fields, "overlapSeconds", 0, MAX_OVERLAP_SECONDS, DEFAULT_OVERLAP_SECONDS);
+    let name = fields.finish(Some(path_name(&name)?))?;
+    let mutation = Mutation::of(&call, &operator)?;
+
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(with_token(&platform, reply).into_response());
+    }
+    let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
+    // Who gets a token has its scopes.
+    ensure_may_grant(&operator, &before.scopes)?;
+    if before.revoked_at.is_some() {
+        let detail = format!("Operator {name} has been revoked: add one of another name instead.");
+        return Err(Problem::new(Code::Conflict, detail));
+    }
+    let id = OperatorTokenId::new();
+    let hash = tokens::hash(platform.mint.operator_token(id).expose_secret());
+    let token = NewToken { id, hash: &hash, ttl };
+    let after = db::operators::rotate(&tx, &name, &token, overlap).await?;
+    let reply = reply(StatusCode::OK, &after);
+    record(&tx, &mutation, &reply, "operator.rotate", Some(&before), &after).await?;
+    db::commit(tx).await?;
+    Ok(with_token(&platform, reply).into_response())
+}
+
+async fn revoke(
+    State(platform): State<Arc<Platform>>,
+    Segments(name): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let operator = call.operator(&platform).await?;
+    call.no_body()?;
+    let name = path_name(&name)?;
+    let mutation = Mutation::of(&call, &operator)?;
+
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply.into_response());
+    }
+    let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
+    let after = db::operators::revoke(&tx, &name).await?;
+    let reply = Reply::new(StatusCode::OK, after.record());
+    if before.revoked_at.is_some() {
+        mutation.store(&tx, &reply).await?;
+    } else {
+        record(&tx, &mutation, &reply, "operator.revoke", Some(&before), &after).await?;
+    }
+    db::commit(tx).await?;
+    Ok(reply.into_response())
+}
+
+async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    call.operator(&platform).await?;
+    call.query().finish(Some(()))?;
+    let session = platform.report_db.session().await?;
+    let all = db::operators::list(&session, MAX_OPERATORS).await?;
+    let records: Vec<_> = all.iter().map(OperatorRow::record).collect();
+    Ok(Json(json!({ "operators": records })).into_response())
+}
+
+async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let operator = call.operator(&platform).await?;
+    call.query().finish(Some(()))?;
+    let expires_at = match &operator {
+        Operator::PlatformSecret => None,
+        Operator::Named { name, .. } => {
+            let session = platform.report_db.session().await?;
+            db::operators::get(&session, name).await?.map(|row| row.record()["expiresAt"].clone())
+        }
+    };
+    let body = json!({"name": operator.actor(), "scopes": operator.scopes(), "expiresAt": expires_at});
+    Ok(Json(body).into_response())
+}
+
+fn scopes(fields: &mut Fields) -> Option<Scopes> {
+    let names = fields.strings("scopes", Scope::ALL.len());
+    match names.iter().map(|name| name.parse()).collect::<Result<Scopes, String>>() {
+        Ok(scopes) if !scopes.is_empty() => Some(scopes),
+        Ok(_) => {
+            fields.wrong("scopes", "must name at least one scope");
+            None
+        }
+        Err(why) => {
+            fields.wrong("scopes", why);
+            None
+        }
+    }
+}
+
+fn ttl(fields: &mut Fields) -> Duration {
+    seconds(fields, "ttlSeconds", MIN_TTL_SECONDS, MAX_TTL_SECONDS, DEFAULT_TTL_SECONDS)
+}
+
+fn seconds(fields: &mut Fields, name: &str, min: u64, max: u64, default: u64) -> Duration {
+    let seconds = fields.optional_number(name).unwrap_or(default);
+    if !(min..=max).contains(&seconds) {
+        fields.wrong(name, format!("must be from {min} to {max} seconds"));
+    }
+    Duration::from_secs(seconds)
+}
+
+fn path_name(name: &str) -> Result<OperatorName, Problem> {
+    name.parse().map_err(|why: crate::machine::name::NameError| Problem::field("operator", why.to_string()))
+}
+
+fn not_found(name: &OperatorName) -> Problem {
+    let detail = format!("There is no operator {name}; `svcctl operator list` shows them.");
+    Problem::new(Code::NotFound, detail)
+}
+
+/// Refuses to give scopes that the giver does not have.
+fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem> {
+    let missing = operator.scopes().missing(scopes);
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let detail = format!(
+        "Operator {} lacks the scope {}, and nobody gives a scope that they do not have: use PLATFORM_SECRET, or an operator \
+         with these scopes and admin.",
+        operator.actor(),
+        missing.join(", ")
+    );
+    Err(Problem::new(Code::Forbidden, detail).with("missingScopes", json!(missing)))
+}
+
+/// Without the token: this is what is stored for a repetition.
+fn reply(status: StatusCode, operator: &OperatorRow) -> Reply {
+    Reply::new(status, json!({"operator": operator.record(), "tokenId": operator.token_id}))
+}
+
+/// A stored reply with its token, made again from its id.
+fn with_token(platform: &Platform, mut reply: Reply) -> Reply {
+    let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
+    if let Some(id) = id {
+        reply.body["token"] = platform.mint.operator_token(id).expose_secret().into();
+    }
+    reply
+}
+
+async fn record(
+    tx: &Transaction<'_>,
+    mutation: &Mutation,
+    reply: &Reply,
+    action: &str,
+    before: Option<&OperatorRow>,
+    after: &OperatorRow,
+) -> Result<(), Problem> {
+    let (before, now) = (before.map(OperatorRow::record), after.record());
+    let changed = Changed { action, target: after.name.as_str(), before: before.as_ref(), after: Some(&now) };
+    Ok(mutation.record(tx, reply, &changed).await?)
+}
+
+/// Of an operator, as others refer to it.
+pub fn shape() -> Value {
+    object(
+        &[
+            ("name", text()),
+            ("scopes", array(one_of(&Scope::ALL.map(Scope::as_str)))),
+            ("state", one_of(&["active", "expired", "revoked"])),
+            ("expiresAt", time()),
+            ("lastUsedAt", nullable(time())),
+            ("previousTokenExpiresAt", nullable(time())),
+            ("previousTokenLastUsedAt", nullable(time())),
+            ("createdAt", time()),
+            ("createdBy", text()),
+            ("rotatedAt", nullable(time())),
+            ("revokedAt", nullable(time())),
+        ],
+        &[],
+    )
+}
+
+fn issued() -> Value {
+    object(&[("operator", named("Operator")), ("tokenId", text()), ("token", text())], &[])
+}
+
+fn span(min: u64, max: u64) -> Value {
+    json!({ "type": "integer", "minimum": min, "maximum": max })
+}
+
+const NAME: Parameter = Parameter {
+    name: "operator",
+    place: Place::Path,
+    schema: || matching(OperatorName::PATTERN),
+    about: "The operator's name.",
+};
+
+pub static ADD: Endpoint = Endpoint {
+    access: Access::Operator(ADMIN),
+    operation: Operation {
+        id: "addOperator",
+        method: Method::POST,
+        path: "/operators",
+        summary: "Adds a named operator with some of the caller's scopes. The answer alone has the token.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY],
+        body: Some(|| {
+            let scope = one_of(&Scope::ALL.map(Scope::as_str));
+            let scopes =
+                json!({ "type": "array", "items": scope, "minItems": 1, "maxItems": Scope::ALL.len() });
+            fields(
+                &[("name", matching(OperatorName::PATTERN)), ("scopes", scopes)],
+                &[("ttlSeconds", span(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
+            )
+        }),
+        answers: &[told(201, "The operator and the token.", issued)],
+        problems: &[Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+    },
+    serve: || post(add),
+};
+
+pub static LIST: Endpoint = Endpoint {
+    access: Access::Operator(ADMIN),
+    operation: Operation {
+        id: "listOperators",
+        method: Method::GET,
+        path: "/operators",
+        summary: "All operators by name, with those that have ended.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "The operators.", || object(&[("operators", array(named("Operator")))], &[]))],
+        problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
+    },
+    serve: || get(list),
+};
+
+pub static ROTATE: Endpoint = Endpoint {
+    access: Access::Operator(ADMIN),
+    operation: Operation {
+        id: "rotateOperator",
+        method: Method::POST,
+        path: "/operators/{operator}/rotate",
+        summary: "Gives an operator a new token; the one before stays valid for the overlap.",
+        credentials: &[OPERATOR],
+        parameters: &[NAME, IDEMPOTENCY_KEY],
+        body: Some(|| {
+            fields(
+                &[],
+                &[
+                    ("ttlSeconds", span(MIN_TTL_SECONDS, MAX_TTL_SECONDS)),
+                    ("overlapSeconds", span(0, MAX_OVERLAP_SECONDS)),
+                ],
+            )
+        }),
+        answers: &[told(200, "The operator and the new token.", issued)],
+        problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+    },
+    serve: || post(rotate),
+};
+
+pub static REVOKE: Endpoint = Endpoint {
+    access: Access::Operator(ADMIN),
+    operation: Operation {
+        id: "revokeOperator",
+        method: Method::POST,
+        path: "/operators/{operator}/revoke",
+        summary: "Ends an operator's tokens, for good and in every process at once.",
+        credentials: &[OPERATOR],
+        parameters: &[NAME, IDEMPOTENCY_KEY],
+        body: None,
+        answers: &[told(200, "The operator.", || named("Operator"))],
+        problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+    },
+    serve: || post(revoke),
+};
+
+pub static WHO_AM_I: Endpoint = Endpoint {
+    access: Access::Operator(&Scope::ALL),
+    operation: Operation {
+        id: "whoAmI",
+        method: Method::GET,
+        path: "/operators/whoami",
+        summary: "The operator whose token this is.",
+        credentials: &[OPERATOR],
+        parameters: &[],
+        body: None,
+        answers: &[told(200, "Name, scopes, and until when the newest token is valid.", || {
+            let scopes = array(one_of(&Scope::ALL.map(Scope::as_str)));
+            object(&[("name", text()), ("scopes", scopes), ("expiresAt", nullable(time()))], &[])
+        })],
+        problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
+    },
+    serve: || get(who_am_i),
+};

@@ -1,0 +1,258 @@
+//! `operators`: names, scopes and the hashes of tokens. All times are the database's.
+
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use tokio_postgres::Row;
+
+use super::{DbError, execute, row, rows};
+use crate::clock::rfc3339_ms;
+use crate::machine::id::OperatorTokenId;
+use crate::machine::name::OperatorName;
+use crate::platform::operators::Scopes;
+
+/// A token, as it is verified.
+pub struct TokenRow {
+    pub name: OperatorName,
+    pub scopes: Scopes,
+    pub token_hash: Vec<u8>,
+    pub state: TokenState,
+    /// Its use was last recorded longer ago than the interval.
+    pub is_use_unrecorded: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenState {
+    Valid,
+    Expired,
+    Revoked,
+}
+
+/// The operator of a token, current or previous.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn by_token(
+    client: &impl GenericClient,
+    id: OperatorTokenId,
+    record_interval: Duration,
+) -> Result<Option<TokenRow>, DbError> {
+    // Two index scans: an OR would be neither.
+    let sql = "SELECT name, scopes, token_hash, revoked_at IS NOT NULL, expires_at <= clock_timestamp(), \
+                 coalesce(last_used_at < clock_timestamp() - make_interval(secs => $2), true) \
+               FROM operators WHERE token_id = $1 \
+               UNION ALL \
+               SELECT name, scopes, previous_token_hash, revoked_at IS NOT NULL, previous_expires_at <= clock_timestamp(), \
+                 coalesce(previous_used_at < clock_timestamp() - make_interval(secs => $2), true) \
+               FROM operators WHERE previous_token_id = $1";
+    let found = row(client, sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
+    let read = |row: Row| {
+        let scopes: Vec<String> = row.get(1);
+        Ok(TokenRow {
+            name: stored_name(&row.get::<_, String>(0))?,
+            scopes: Scopes::from_stored(scopes.iter().map(String::as_str)),
+            token_hash: row.get(2),
+            state: match (row.get(3), row.get(4)) {
+                (true, _) => TokenState::Revoked,
+                (false, true) => TokenState::Expired,
+                (false, false) => TokenState::Valid,
+            },
+            is_use_unrecorded: row.get(5),
+        })
+    };
+    found.map(read).transpose()
+}
+
+/// Records that a token was used now, unless another request has done so within the interval.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn record_use(
+    client: &impl GenericClient,
+    id: OperatorTokenId,
+    record_interval: Duration,
+) -> Result<(), DbError> {
+    let is_due =
+        |column: &str| format!("coalesce({column} < clock_timestamp() - make_interval(secs => $2), true)");
+    for (token, used) in [("token_id", "last_used_at"), ("previous_token_id", "previous_used_at")] {
+        let sql = format!(
+            "UPDATE operators SET {used} = clock_timestamp() WHERE {token} = $1 AND {}",
+            is_due(used)
+        );
+        execute(client, &sql, &[&id.0, &record_interval.as_secs_f64()]).await?;
+    }
+    Ok(())
+}
+
+/// An operator as the API shows them: nothing of a token but its times.
+#[derive(Debug, Clone)]
+pub struct OperatorRow {
+    pub name: OperatorName,
+    pub scopes: Scopes,
+    pub token_id: OperatorTokenId,
+    pub expires_at: Timestamp,
+    pub last_used_at: Option<Timestamp>,
+    pub previous_expires_at: Option<Timestamp>,
+    pub previous_used_at: Option<Timestamp>,
+    pub created_at: Timestamp,
+    pub created_by: String,
+    pub rotated_at: Option<Timestamp>,
+    pub revoked_at: Option<Timestamp>,
+    pub is_expired: bool,
+}
+
+const COLUMNS: &str = "name, scopes, token_id, expires_at, last_used_at, previous_expires_at, previous_used_at, created_at, \
+                       created_by, rotated_at, revoked_at, expires_at <= clock_timestamp()";
+
+impl OperatorRow {
+    fn read(row: &Row) -> Result<Self, DbError> {
+        let scopes: Vec<String> = row.get(1);
+        Ok(Self {
+            name: stored_name(&row.get::<_, String>(0))?,
+            scopes: Scopes::from_stored(scopes.iter().map(String::as_str)),
+            token_id: OperatorTokenId(row.get(2)),
+            expires_at: row.get(3),
+            last_used_at: row.get(4),
+            previous_expires_at: row.get(5),
+            previous_used_at: row.get(6),
+            created_at: row.get(7),
+            created_by: row.get(8),
+            rotated_at: row.get(9),
+            revoked_at: row.get(10),
+            is_expired: row.get(11),
+        })
+    }
+
+    pub fn state(&self) -> &'static str {
+        match (self.revoked_at, self.is_expired) {
+            (Some(_), _) => "revoked",
+            (None, true) => "expired",
+            (None, false) => "active",
+        }
+    }
+
+    pub fn record(&self) -> Value {
+        json!({
+            "name": self.name,
+            "scopes": self.scopes,
+            "state": self.state(),
+            "expiresAt": rfc3339_ms(self.expires_at),
+            "lastUsedAt": self.last_used_at.map(rfc3339_ms),
+            "previousTokenExpiresAt": self.previous_expires_at.map(rfc3339_ms),
+            "previousTokenLastUsedAt": self.previous_used_at.map(rfc3339_ms),
+            "createdAt": rfc3339_ms(self.created_at),
+            "createdBy": self.created_by,
+            "rotatedAt": self.rotated_at.map(rfc3339_ms),
+            "revokedAt": self.revoked_at.map(rfc3339_ms),
+        })
+    }
+}
+
+fn stored_name(name: &str) -> Result<OperatorName, DbError> {
+    name.parse().map_err(|why: crate::machine::name::NameError| DbError::Unreadable {
+        what: "operator's name",
+        why: why.to_string(),
+    })
+}
+
+/// A token that an operator gets.
+pub struct NewToken<'a> {
+    pub id: OperatorTokenId,
+    pub hash: &'a [u8],
+    pub ttl: Duration,
+}
+
+/// Adds an operator; `None` where the name is taken.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn insert(
+    tx: &Transaction<'_>,
+    name: &OperatorName,
+    scopes: &Scopes,
+    token: &NewToken<'_>,
+    created_by: &str,
+) -> Result<Option<OperatorRow>, DbError> {
+    let sql = format!(
+        "INSERT INTO operators (name, scopes, token_id, token_hash, expires_at, created_by) \
+         VALUES ($1, $2, $3, $4, clock_timestamp() + make_interval(secs => $5), $6) \
+         ON CONFLICT (name) DO NOTHING RETURNING {COLUMNS}"
+    );
+    let (ttl, scopes) = (token.ttl.as_secs_f64(), scopes.names());
+    let params: super::Params<'_> = &[&name.as_str(), &scopes, &token.id.0, &token.hash, &ttl, &created_by];
+    row(tx, &sql, params).await?.as_ref().map(OperatorRow::read).transpose()
+}
+
+/// Locks an operator's row.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn locked(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1 FOR UPDATE");
+    row(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+}
+
+/// Gives an operator another token. The one before stays valid for `overlap`, if it does not expire earlier; the one
+/// before that ends now.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn rotate(
+    tx: &Transaction<'_>,
+    name: &OperatorName,
+    token: &NewToken<'_>,
+    overlap: Duration,
+) -> Result<OperatorRow, DbError> {
+    let sql = format!(
+        "UPDATE operators SET previous_token_id = token_id, previous_token_hash = token_hash, \
+           previous_expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $5)), \
+           previous_used_at = last_used_at, last_used_at = NULL, token_id = $2, token_hash = $3, \
+           expires_at = clock_timestamp() + make_interval(secs => $4), rotated_at = clock_timestamp() \
+         WHERE name = $1 RETURNING {COLUMNS}"
+    );
+    let (ttl, overlap) = (token.ttl.as_secs_f64(), overlap.as_secs_f64());
+    changed(tx, &sql, &[&name.as_str(), &token.id.0, &token.hash, &ttl, &overlap]).await
+}
+
+/// Ends all tokens of an operator; what was revoked before stays as it is.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn revoke(tx: &Transaction<'_>, name: &OperatorName) -> Result<OperatorRow, DbError> {
+    let sql = format!(
+        "UPDATE operators SET revoked_at = coalesce(revoked_at, clock_timestamp()) WHERE name = $1 RETURNING {COLUMNS}"
+    );
+    changed(tx, &sql, &[&name.as_str()]).await
+}
+
+async fn changed(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> Result<OperatorRow, DbError> {
+    let found = row(tx, sql, params).await?;
+    let missing = || DbError::Unreadable { what: "operator", why: "the locked row is gone".to_owned() };
+    OperatorRow::read(&found.ok_or_else(missing)?)
+}
+
+/// How many operators there are, those that have ended among them.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
+    Ok(row(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
+}
+
+/// By name, at most `limit`.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn list(client: &impl GenericClient, limit: i64) -> Result<Vec<OperatorRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operators ORDER BY name LIMIT $1");
+    rows(client, &sql, &[&limit]).await?.iter().map(OperatorRow::read).collect()
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn get(client: &impl GenericClient, name: &OperatorName) -> Result<Option<OperatorRow>, DbError> {
+    let sql = format!("SELECT {COLUMNS} FROM operators WHERE name = $1");
+    row(client, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
+}
