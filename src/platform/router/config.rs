@@ -6,6 +6,7 @@ use url::Url;
 
 use crate::config::Env;
 use crate::http::jwt::Trust;
+use crate::http::networks::Networks;
 use crate::http::tls::ChainCheck;
 
 use super::door::Door;
@@ -29,11 +30,14 @@ pub struct RouterConfig {
     pub poll: Duration,
     /// How long routes are served while the database is unreachable.
     pub max_staleness: Duration,
+    /// Load balancers in front of the router: their connections are not limited by address.
+    pub trusted_proxies: Networks,
 }
 
 impl RouterConfig {
     /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_PUBLIC_SCHEME`, `IDP_*`, `LEGACY_FALLBACK_URL`,
-    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS` and `ROUTER_MAX_STALE_SECONDS`; `None` after a mistake was said.
+    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS`, `ROUTER_MAX_STALE_SECONDS` and `ROUTER_TRUSTED_PROXIES`; `None` after
+    /// a mistake was said.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<PublicHost> = env.required("APP_HOST");
         let code_host: Option<PublicHost> = env.required("CODE_HOST");
@@ -60,6 +64,7 @@ impl RouterConfig {
         let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", crate::config::Flag::Off);
         let poll = env.or("PLATFORM_ROUTES_POLL_MS", SLOWEST_POLL_MS).clamp(10, SLOWEST_POLL_MS);
         let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
+        let trusted_proxies = env.or("ROUTER_TRUSTED_PROXIES", Networks::default());
         Some(Self {
             app_host: app_host?,
             code_host: code_host?,
@@ -70,6 +75,7 @@ impl RouterConfig {
             chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },
             poll: Duration::from_millis(poll),
             max_staleness: Duration::from_secs(max_stale),
+            trusted_proxies,
         })
     }
 
