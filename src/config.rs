@@ -62,7 +62,9 @@ impl Env {
                         self.vars.entry(name).or_insert(value);
                     }
                 }),
-                Err(line) => self.mistakes.push(format!("{}: line {line} is not KEY=value", path.display())),
+                Err(line) => self
+                    .mistakes
+                    .push(format!("{}: line {line} is not KEY=value on one line", path.display())),
             },
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => self.mistakes.push(format!("{}: {error}", path.display())),
@@ -150,39 +152,89 @@ impl Flag {
     }
 }
 
-/// Parses the subset of systemd's `EnvironmentFile=` that we write: `KEY=value`, comments, optional double quotes
-/// with `\"` and `\\`. Errors with the number of the first bad line.
+/// Parses an env file as systemd reads `EnvironmentFile=`, where every assignment is on one line.
+///
+/// # Errors
+/// The number of the first line that is no assignment, or that systemd reads as more than this line: a quote that is not
+/// closed, or a backslash or a carriage return that joins or splits lines.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if line.is_empty() || line.starts_with('#') || line.starts_with(';') {
+    for (index, line) in text.split_terminator('\n').enumerate() {
+        let wrong = || index + 1;
+        let line = line.strip_suffix('\r').unwrap_or(line).trim_start_matches(is_blank);
+        if line.contains(['\r', '\0']) {
+            return Err(wrong());
+        }
+        if line.starts_with(['#', ';']) {
+            // Before v254, systemd reads the line after such a comment as a part of it.
+            if ends_escaped(line) {
+                return Err(wrong());
+            }
             continue;
         }
-        let (name, value) = line.split_once('=').ok_or(index + 1)?;
+        if line.is_empty() {
+            continue;
+        }
+        let (name, value) = line.split_once('=').ok_or_else(wrong)?;
         let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
         if name.is_empty() || !name.chars().all(named) || name.starts_with(|c: char| c.is_ascii_digit()) {
-            return Err(index + 1);
+            return Err(wrong());
         }
-        pairs.push((name.to_owned(), unquote(value).ok_or(index + 1)?));
+        pairs.push((name.to_owned(), unquote(value).ok_or_else(wrong)?));
     }
     Ok(pairs)
 }
 
+fn is_blank(c: char) -> bool {
+    matches!(c, ' ' | '\t')
+}
+
+/// `None` where the value ends within a quote or after a backslash.
 fn unquote(value: &str) -> Option<String> {
-    let Some(inner) = value.strip_prefix('"') else {
-        return Some(value.to_owned());
-    };
     let mut out = String::new();
-    let mut chars = inner.chars();
-    while let Some(c) = chars.next() {
-        match c {
-            '"' => return chars.next().is_none().then_some(out),
-            '\\' => out.push(chars.next()?),
-            c => out.push(c),
+    let mut chars = value.chars();
+    // Quoted parts, with nothing but spaces between them.
+    let first = loop {
+        match chars.next() {
+            None => return Some(out),
+            Some(c) if is_blank(c) => {}
+            Some('\'') => loop {
+                match chars.next()? {
+                    '\'' => break,
+                    c => out.push(c),
+                }
+            },
+            Some('"') => loop {
+                match chars.next()? {
+                    '"' => break,
+                    '\\' => match chars.next()? {
+                        c @ ('"' | '\\' | '`' | '$') => out.push(c),
+                        c => out.extend(['\\', c]),
+                    },
+                    c => out.push(c),
+                }
+            },
+            Some(c) => break c,
         }
+    };
+    // From here on, quotes are characters like others.
+    let mut next = Some(first);
+    let mut kept = out.len();
+    while let Some(c) = next {
+        let escaped = if c == '\\' { Some(chars.next()?) } else { None };
+        out.push(escaped.unwrap_or(c));
+        if escaped.is_some() || !is_blank(c) {
+            kept = out.len();
+        }
+        next = chars.next();
     }
-    None
+    out.truncate(kept);
+    Some(out)
+}
+
+/// Whether the last character is a backslash that no other one escapes.
+fn ends_escaped(line: &str) -> bool {
+    line.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
 }
 
 /// One line of an env file, quoted so that [`parse_env_file`] and systemd read back the same value.
@@ -220,9 +272,34 @@ mod tests {
         assert!(!env.is_set("C"));
     }
 
+    #[test]
+    fn env_file_is_read_as_systemd_reads_it() {
+        for (line, value) in [
+            (r"A=a\\b", r"a\b"),
+            (r#"A="a\b\$""#, r"a\b$"),
+            (r#"A='a"\b'"#, r#"a"\b"#),
+            (r#"A="a" 'b'c"d""#, r#"abc"d""#),
+            ("A= b \t", "b"),
+            (r"A=b\ ", "b "),
+            ("A=", ""),
+            (" \tA=b\r", "b"),
+            ("A=\u{a0}b\u{a0}", "\u{a0}b\u{a0}"),
+        ] {
+            let wanted = vec![("A".to_owned(), value.to_owned())];
+            assert_eq!(parse_env_file(&format!("# c\n{line}\n")), Ok(wanted), "{line}");
+        }
+    }
+
+    #[test]
+    fn line_that_systemd_joins_with_the_next_is_refused() {
+        for line in [r"A=b\", r#"A="b"#, "A='b", r"# c\", "A=b\rB=c", "A=b\0c"] {
+            assert_eq!(parse_env_file(&format!("B=c\n{line}\nC=d\n")), Err(2), "{line}");
+        }
+    }
+
     proptest! {
         #[test]
-        fn a_written_line_reads_back(value in "[^\\n\\r]*") {
+        fn a_written_line_reads_back(value in "[^\\n\\r\\x00]*") {
             let read = parse_env_file(&env_line("NAME", &value)).unwrap();
             prop_assert_eq!(read, vec![("NAME".to_owned(), value)]);
         }

@@ -4,27 +4,35 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::networks::Networks;
+
 /// Connections by the address that they come from.
 #[derive(Debug)]
 pub struct Addresses {
     max_each: usize,
+    /// Proxies, whose connections are those of many clients.
+    exempt: Networks,
     counts: Mutex<HashMap<IpAddr, usize>>,
 }
 
 /// One connection of an address, until it is dropped.
 #[derive(Debug)]
 pub struct AddressPlace {
-    addresses: Arc<Addresses>,
-    address: IpAddr,
+    /// Where it is counted: one of an exempt address is not.
+    counted: Option<(Arc<Addresses>, IpAddr)>,
 }
 
 impl Addresses {
-    pub fn new(max_each: usize) -> Arc<Self> {
-        Arc::new(Self { max_each, counts: Mutex::default() })
+    /// Addresses of `exempt` and of this machine have no limit.
+    pub fn new(max_each: usize, exempt: Networks) -> Arc<Self> {
+        Arc::new(Self { max_each, exempt, counts: Mutex::default() })
     }
 
     /// Counts one more connection of an address; `None` where it has as many as it may have.
     pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPlace> {
+        if address.to_canonical().is_loopback() || self.exempt.contain(address) {
+            return Some(AddressPlace { counted: None });
+        }
         let address = network(address);
         let mut counts = self.counts();
         let count = counts.entry(address).or_insert(0);
@@ -32,7 +40,7 @@ impl Addresses {
             return None;
         }
         *count += 1;
-        Some(AddressPlace { addresses: self.clone(), address })
+        Some(AddressPlace { counted: Some((self.clone(), address)) })
     }
 
     fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
@@ -42,11 +50,12 @@ impl Addresses {
 
 impl Drop for AddressPlace {
     fn drop(&mut self) {
-        let mut counts = self.addresses.counts();
-        if let Some(count) = counts.get_mut(&self.address) {
+        let Some((addresses, address)) = &self.counted else { return };
+        let mut counts = addresses.counts();
+        if let Some(count) = counts.get_mut(address) {
             *count -= 1;
             if *count == 0 {
-                counts.remove(&self.address);
+                counts.remove(address);
             }
         }
     }
@@ -70,7 +79,7 @@ mod tests {
 
     #[test]
     fn an_address_has_its_share_and_gets_it_back() {
-        let addresses = Addresses::new(2);
+        let addresses = Addresses::new(2, Networks::default());
         let first = addresses.admit(address("192.0.2.1")).unwrap();
         let _second = addresses.admit(address("::ffff:192.0.2.1")).unwrap();
         assert!(addresses.admit(address("192.0.2.1")).is_none());
@@ -80,8 +89,20 @@ mod tests {
     }
 
     #[test]
+    fn addresses_of_proxies_have_no_limit_and_others_do() {
+        let addresses = Addresses::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
+        for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
+            let places: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();
+            assert!(addresses.counts().is_empty(), "{exempt}: nothing is counted");
+            drop(places);
+        }
+        let _other = addresses.admit(address("198.51.100.1")).unwrap();
+        assert!(addresses.admit(address("198.51.100.1")).is_none());
+    }
+
+    #[test]
     fn a_network_of_ipv6_counts_as_one() {
-        let addresses = Addresses::new(1);
+        let addresses = Addresses::new(1, Networks::default());
         let one = addresses.admit(address("2001:db8::1")).unwrap();
         assert!(addresses.admit(address("2001:db8::2:3")).is_none());
         assert!(addresses.admit(address("2001:db8:0:1::1")).is_some());

@@ -6,6 +6,7 @@ pub mod fields;
 pub mod files;
 mod head_timer;
 pub mod jwt;
+pub mod networks;
 pub mod observe;
 pub mod openapi;
 pub mod problem;

@@ -165,14 +165,16 @@ impl ProofKeys {
     pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
         let body = self.open(token)?;
         let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
-        if claims.iss != ISSUER || claims.exp - claims.iat > MAX_LIFE_SECONDS {
+        if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFE_SECONDS {
             return Err(ProofError::Malformed);
         }
         if claims.aud != machine {
             return Err(ProofError::WrongMachine);
         }
         let now = now.as_second();
-        if now > claims.exp + LEEWAY_SECONDS || now < claims.iat - LEEWAY_SECONDS {
+        let (begin, end) =
+            (claims.iat.saturating_sub(LEEWAY_SECONDS), claims.exp.saturating_add(LEEWAY_SECONDS));
+        if now < begin || now > end {
             return Err(ProofError::Stale);
         }
         Ok(claims)

@@ -22,14 +22,17 @@ use tokio_util::task::TaskTracker;
 
 use super::addresses::Addresses;
 use super::head_timer::HeadStream;
+use super::networks::Networks;
 use super::shards::Shards;
 
 /// Limits of one listener.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Limits {
     pub connections: usize,
     /// Of one IPv4 address, or one IPv6 network of 64 bits. A listener on loopback has none: its clients are this machine's.
     pub connections_of_address: usize,
+    /// Load balancers: clients of theirs have these addresses, so the limit of an address is not for them.
+    pub trusted_proxies: Networks,
     pub handshake: Duration,
     /// From the first byte of a request's head to its last.
     pub head: Duration,
@@ -46,6 +49,7 @@ impl Default for Limits {
         Self {
             connections,
             connections_of_address: connections / 4,
+            trusted_proxies: Networks::default(),
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(10),
             head_bytes: 32 * 1024,
@@ -97,7 +101,7 @@ async fn accept(
 ) {
     let open = TaskTracker::new();
     let places = Arc::new(Semaphore::new(limits.connections));
-    let addresses = Addresses::new(limits.connections_of_address);
+    let addresses = Addresses::new(limits.connections_of_address, limits.trusted_proxies.clone());
     let acceptor = tls.map(TlsAcceptor::from);
     let scheme = if acceptor.is_some() { Scheme::Https } else { Scheme::Http };
     loop {
@@ -118,21 +122,20 @@ async fn accept(
                 }
             },
         };
-        let address = addresses.admit(peer.ip());
-        if address.is_none() && !peer.ip().is_loopback() {
+        let Some(address) = addresses.admit(peer.ip()) else {
             tracing::debug!(%peer, "refused: its address has as many connections as it may have");
             continue;
-        }
+        };
         // Small answers go out at once; a socket that is gone already shows when it is read.
         let _ = stream.set_nodelay(true);
         let router = router.clone();
         let from = Origin { peer, scheme };
-        let acceptor = acceptor.clone();
+        let (acceptor, limits) = (acceptor.clone(), limits.clone());
         let (stop, counted) = (stop.clone(), open.token());
         let served = move |stream: TcpStream| async move {
             let _places = (place, address, counted);
             match acceptor {
-                None => connection(stream, router, from, limits, stop).await,
+                None => connection(stream, router, from, &limits, stop).await,
                 Some(acceptor) => {
                     let handshake = tokio::time::timeout(limits.handshake, acceptor.accept(stream));
                     let stream = tokio::select! {
@@ -142,7 +145,7 @@ async fn accept(
                             _ => return,
                         },
                     };
-                    connection(stream, router, from, limits, stop).await;
+                    connection(stream, router, from, &limits, stop).await;
                 }
             }
         };
@@ -195,9 +198,9 @@ fn connection<S>(
     stream: S,
     router: Router,
     from: Origin,
-    limits: Limits,
+    limits: &Limits,
     stop: CancellationToken,
-) -> impl Future<Output = ()>
+) -> impl Future<Output = ()> + use<S>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

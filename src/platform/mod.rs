@@ -180,15 +180,10 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
     let routes = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
+    let trusted_proxies = platform.config.routing.trusted_proxies.clone();
+    let limits = Limits { trusted_proxies, ..Limits::default() };
     let shards = Shards::start().or_exit(Exit::Internal)?;
-    tasks.spawn(server::serve_on(
-        shards,
-        public.listener,
-        public.tls,
-        routes,
-        Limits::default(),
-        stop.clone(),
-    ));
+    tasks.spawn(server::serve_on(shards, public.listener, public.tls, routes, limits, stop.clone()));
     // Without a supervisor there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 

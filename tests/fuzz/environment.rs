@@ -20,8 +20,8 @@ pub fn env_file() -> Target {
 
 fn files() -> impl Strategy<Value = Vec<u8>> {
     let line = prop_oneof![
-        6 => ("[A-Za-z_][A-Za-z0-9_]{0,12}", "[^\\r\\n]{0,24}").prop_map(|(name, value)| env_line(&name, &value)),
-        1 => "[#;][^\\r\\n]{0,12}\n",
+        6 => ("[A-Za-z_][A-Za-z0-9_]{0,12}", "[^\\r\\n\\x00]{0,24}").prop_map(|(name, value)| env_line(&name, &value)),
+        1 => "[#;][^\\r\\n\\x00\\\\]{0,12}\n",
         1 => Just("\n".to_owned()),
         1 => "[A-Z]{1,5}=[a-z0-9:/._-]{0,12}\n",
     ];

@@ -6,6 +6,7 @@ use url::Url;
 
 use crate::config::Env;
 use crate::http::jwt::Trust;
+use crate::http::networks::Networks;
 use crate::http::tls::ChainCheck;
 
 use super::door::Door;
@@ -37,12 +38,13 @@ pub struct RouterConfig {
     pub user_rate: u32,
     /// Credentials that this process has not verified before, of each address, each second; 0 for no limit.
     pub check_rate: u32,
+    /// Load balancers in front of the router: their connections are not limited by address.
+    pub trusted_proxies: Networks,
 }
 
 impl RouterConfig {
-    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_PUBLIC_SCHEME`, `IDP_*`, `LEGACY_FALLBACK_URL`,
-    /// `CUSTOMER_VPS_TLS_VERIFY`, `PLATFORM_ROUTES_POLL_MS`, `ROUTER_MAX_STALE_SECONDS`, `ROUTER_USER_REQUESTS_PER_SECOND`
-    /// and `ROUTER_ADDRESS_CHECKS_PER_SECOND`; `None` after a mistake was recorded.
+    /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL`, `CUSTOMER_VPS_TLS_VERIFY` and
+    /// `PLATFORM_ROUTES_POLL_MS`; `None` after a mistake was recorded.
     pub fn read(env: &mut Env) -> Option<Self> {
         let app_host: Option<PublicHost> = env.required("APP_HOST");
         let code_host: Option<PublicHost> = env.required("CODE_HOST");
@@ -71,6 +73,7 @@ impl RouterConfig {
         let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
         let user_rate = env.or("ROUTER_USER_REQUESTS_PER_SECOND", USER_REQUESTS_PER_SECOND);
         let check_rate = env.or("ROUTER_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND);
+        let trusted_proxies = env.or("ROUTER_TRUSTED_PROXIES", Networks::default());
         Some(Self {
             app_host: app_host?,
             code_host: code_host?,
@@ -83,6 +86,7 @@ impl RouterConfig {
             max_staleness: Duration::from_secs(max_stale),
             user_rate,
             check_rate,
+            trusted_proxies,
         })
     }
 

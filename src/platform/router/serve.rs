@@ -71,7 +71,8 @@ impl Site {
 
     fn client(&self, request: &Request) -> Option<IpAddr> {
         let ConnectInfo(peer) = request.extensions().get::<ConnectInfo<SocketAddr>>()?;
-        let is_behind_proxy = self.config.public_scheme.is_some();
+        let is_proxy = self.config.trusted_proxies.contains(peer.ip());
+        let is_behind_proxy = is_proxy || self.config.public_scheme.is_some();
         (!is_behind_proxy).then(|| peer.ip())
     }
 

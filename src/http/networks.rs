@@ -1,0 +1,83 @@
+//! Networks of addresses, as settings list them: CIDRs (RFC 4632) and single addresses, separated by commas.
+
+use std::net::IpAddr;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use ipnet::IpNet;
+
+/// Some networks; none by default.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Networks(Arc<[IpNet]>);
+
+/// Which entry of a list is wrong, and why. Networks are no secrets, so the entry is named.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NetworksError {
+    #[error("{0:?} is no address and no CIDR: list them as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32")]
+    Malformed(String),
+    #[error("{given} has bits behind its prefix: write {meant}, or the address alone")]
+    HostBits { given: IpNet, meant: IpNet },
+    #[error("{0} is every address: list the networks that are meant")]
+    Everything(IpNet),
+}
+
+impl Networks {
+    /// Whether one of the networks has this address. An IPv4 address that a socket of IPv6 shows is the IPv4 address.
+    pub fn contain(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.0.iter().any(|network| network.contains(&address))
+    }
+}
+
+impl FromStr for Networks {
+    type Err = NetworksError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+        entries.map(network).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+fn network(entry: &str) -> Result<IpNet, NetworksError> {
+    if let Ok(address) = entry.parse::<IpAddr>() {
+        return Ok(IpNet::from(address.to_canonical()));
+    }
+    let given: IpNet = entry.parse().map_err(|_| NetworksError::Malformed(entry.to_owned()))?;
+    let meant = given.trunc();
+    match () {
+        () if given.prefix_len() == 0 => Err(NetworksError::Everything(meant)),
+        () if meant != given => Err(NetworksError::HostBits { given, meant }),
+        () => Ok(given),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn networks_contain_their_addresses_alone() {
+        let networks: Networks = "10.1.0.0/16, 203.0.113.7,2001:db8::/32,".parse().unwrap();
+        for inside in ["10.1.255.255", "203.0.113.7", "2001:db8:1::1", "::ffff:10.1.2.3"] {
+            assert!(networks.contain(inside.parse().unwrap()), "{inside}");
+        }
+        for outside in ["10.2.0.0", "203.0.113.8", "2001:db9::1", "::ffff:10.2.0.0", "::a01:203"] {
+            assert!(!networks.contain(outside.parse().unwrap()), "{outside}");
+        }
+        assert!(!Networks::default().contain("127.0.0.1".parse().unwrap()));
+    }
+
+    #[test]
+    fn malformed_networks_are_refused_with_the_correction() {
+        for (text, said) in [
+            ("10.0.0.0/8,load-balancer", "\"load-balancer\" is no address"),
+            ("10.0.0.0/33", "list them as"),
+            ("10.0.0.5/8", "write 10.0.0.0/8"),
+            ("0.0.0.0/0", "every address"),
+            ("::/0", "every address"),
+        ] {
+            let why = text.parse::<Networks>().unwrap_err().to_string();
+            assert!(why.contains(said), "{text}: {why}");
+        }
+    }
+}
