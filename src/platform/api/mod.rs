@@ -37,6 +37,7 @@ pub mod register;
 pub mod resize;
 pub mod restorable;
 pub mod resume;
+pub mod rotate_token;
 pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
@@ -59,7 +60,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 42] = [
+pub static ENDPOINTS: [&Endpoint; 44] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -72,6 +73,8 @@ pub static ENDPOINTS: [&Endpoint; 42] = [
     &power::ENDPOINT,
     &fail::ENDPOINT,
     &resume::ENDPOINT,
+    &rotate_token::ENDPOINT,
+    &rotate_token::ALL,
     &undelete::ENDPOINT,
     &discard::ENDPOINT,
     &backup::BACKUP,
