@@ -16,7 +16,8 @@ use svc::machine::state::Status;
 use svc::platform::db::machine_row::{Kind, MachineRow};
 use svc::platform::host_settings::{BundleUrl, HostSettings};
 use svc::platform::host_store::{HostCredentials, HostStore, Life};
-use svc::platform::tokens::TokenMint;
+use svc::platform::token_rotation::UpgradeToken;
+use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
 use svc::store::config::{S3Config, StoreConfig};
 
@@ -140,7 +141,13 @@ impl Parts {
             registration_expires_at: None,
             registration_body_hash: None,
             registered_at: None,
-            upgrade_token_hash: Vec::new(),
+            upgrade_token: UpgradeToken {
+                hash: Vec::new(),
+                generation: Generation::FIRST,
+                rotated_at: Timestamp::UNIX_EPOCH,
+                requested_at: None,
+                previous: None,
+            },
             heartbeat_at: None,
             health: None,
             last_update: None,

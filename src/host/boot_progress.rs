@@ -66,7 +66,7 @@ impl BootReporter {
     pub fn start(layout: &Layout, amount: watch::Receiver<Option<Amount>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env);
+        let platform = PlatformLink::read(&mut env, layout);
         let token = env.secret("REGISTRATION_TOKEN");
         let client = client::build(Deadlines::CALL).ok()?;
         let link = Link { client, platform: platform?, machine: identity?.machine, token: token? };

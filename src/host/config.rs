@@ -9,6 +9,7 @@ use url::Url;
 
 use super::epoch;
 use super::layout::Layout;
+use super::upgrade_token::UpgradeToken;
 use crate::config::{ConfigError, Env};
 use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;
@@ -70,13 +71,18 @@ impl Identity {
 #[derive(Debug, Clone)]
 pub struct PlatformLink {
     pub base: Url,
-    pub upgrade_token: SecretString,
+    pub upgrade_token: UpgradeToken,
 }
 
 impl PlatformLink {
-    pub fn read(env: &mut Env) -> Option<Self> {
+    pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let base = env.required("PLATFORM_INTERNAL_URL");
-        let upgrade_token = env.required_secret("UPGRADE_TOKEN");
+        let first = env.required_secret("UPGRADE_TOKEN");
+        let machine = env.text("SVC_MACHINE_ID").and_then(|id| id.parse().ok());
+        let upgrade_token = first.map(|first| match machine {
+            Some(machine) => UpgradeToken::rotating(first, layout, machine),
+            None => UpgradeToken::fixed(first),
+        });
         Some(Self { base: base?, upgrade_token: upgrade_token? })
     }
 

@@ -258,6 +258,11 @@ impl Layout {
         self.state("store-credentials.json")
     }
 
+    /// The `UPGRADE_TOKEN` as the platform last rotated it; `host.env` has the first one.
+    pub fn upgrade_token(&self) -> PathBuf {
+        self.state("upgrade-token.json")
+    }
+
     pub fn sync_state(&self) -> PathBuf {
         self.state("sync")
     }

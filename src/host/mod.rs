@@ -45,6 +45,7 @@ pub mod tar_reader;
 pub mod unix_socket;
 pub mod update;
 pub mod updated;
+pub mod upgrade_token;
 pub mod user;
 pub mod watch;
 pub mod watched;

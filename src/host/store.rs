@@ -56,7 +56,7 @@ impl StoreLink {
             None => None,
             Some(first) => {
                 let machine = env.required("SVC_MACHINE_ID");
-                let platform = PlatformLink::read(env);
+                let platform = PlatformLink::read(env, layout);
                 Some(Renewal { machine: machine?, platform: platform?, first, layout: layout.clone() })
             }
         };

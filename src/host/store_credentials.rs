@@ -152,9 +152,9 @@ impl Renewed {
     async fn ask(&self) -> Result<Held, CredentialError> {
         let unavailable = |error: reqwest::Error| CredentialError::Unavailable(chain(&error));
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
-        let token = self.platform.upgrade_token.expose_secret();
-        let answer =
-            request_id::onward(self.client.post(url).bearer_auth(token)).send().await.map_err(unavailable)?;
+        let token = self.platform.upgrade_token.current();
+        let request = self.client.post(url).bearer_auth(token.expose_secret());
+        let answer = request_id::onward(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
         let (status, date) = (answer.status(), date(answer.headers()));
         let body = answer.bytes().await.map_err(unavailable)?;

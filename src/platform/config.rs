@@ -17,6 +17,7 @@ use super::db;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
 use super::router::RouterConfig;
+use super::token_rotation::TokenTiming;
 use crate::config::{ConfigError, Env, Flag};
 use crate::machine::name::{ImageVersion, Location, ServerType};
 use crate::store::config::StoreConfig;
@@ -123,6 +124,7 @@ pub struct Timing {
     /// How long a host may say nothing of an update that it was asked for.
     pub rollout_silence: Duration,
     pub keys: KeyTiming,
+    pub tokens: TokenTiming,
     pub retention: Retention,
 }
 
@@ -196,6 +198,10 @@ impl PlatformConfig {
                 rotate: seconds(env, "PROOF_KEY_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
                 overlap: seconds(env, "PROOF_KEY_OVERLAP_SECONDS", 120).max(Duration::from_secs(1)),
                 max_silence: seconds(env, "PROOF_KEY_SILENCE_SECONDS", 86_400).max(Duration::from_secs(1)),
+            },
+            tokens: TokenTiming {
+                rotate: seconds(env, "UPGRADE_TOKEN_ROTATE_SECONDS", 30 * 86_400).max(Duration::from_secs(1)),
+                overlap: seconds(env, "UPGRADE_TOKEN_OVERLAP_SECONDS", 3600),
             },
             retention: Retention {
                 operations: days(env, "OPERATION_RETENTION_DAYS", 400),

@@ -3,6 +3,7 @@
 //! Reads no clock and no database: it is given rows with ages.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -19,6 +20,8 @@ const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW: f64 = 600.0;
 /// A machine that an operator has had switched off for longer may have been forgotten.
 const POWERED_OFF_LONG: f64 = 3600.0;
+/// A host takes its next token with the first heartbeat after it is due; after so much longer it does not.
+const TOKEN_OVERDUE: f64 = 7.0 * 86_400.0;
 /// Machines that are listed as needing attention; the total says how many there are.
 pub const MOST_LISTED: usize = 1000;
 
@@ -60,7 +63,7 @@ fn is_ok(part: Option<&str>) -> bool {
 }
 
 /// The body of `GET /vps/fleet`, without its time.
-pub fn summary(rows: &[FleetRow]) -> Value {
+pub fn summary(rows: &[FleetRow], token_rotation: Duration) -> Value {
     let mut by_status: BTreeMap<&str, usize> =
         Status::ALL.iter().map(|status| (status.as_str(), 0)).collect();
     let mut by_version: BTreeMap<&str, usize> = BTreeMap::new();
@@ -71,7 +74,7 @@ pub fn summary(rows: &[FleetRow]) -> Value {
         *by_status.entry(&row.status).or_default() += 1;
         *by_version.entry(&row.image_version).or_default() += 1;
         *by_health.entry(Health::of(row).as_str()).or_default() += 1;
-        let reasons = reasons(row);
+        let reasons = reasons(row, token_rotation);
         if !reasons.is_empty() {
             attention.push(json!({
                 "machineId": row.machine, "idpUserId": row.user, "slot": row.slot, "handle": row.handle,
@@ -107,7 +110,7 @@ fn boots(row: &FleetRow) -> bool {
 }
 
 /// Why somebody should look at a machine, the gravest first.
-fn reasons(row: &FleetRow) -> Vec<String> {
+fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
     // One that is switched off is silent and makes no backups, as it should.
     let runs = row.status == "running" && row.powered_off_age.is_none();
     let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
@@ -141,6 +144,7 @@ fn reasons(row: &FleetRow) -> Vec<String> {
         (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
         (stuck, "operation_stuck"),
         (boots(row) && !waiting && row.age > BOOT_SLOW, "boot_slow"),
+        (runs && is_token_overdue(row, token_rotation), "token_not_rotated"),
     ] {
         if holds {
             reasons.push(reason.to_owned());
@@ -153,10 +157,18 @@ fn reasons(row: &FleetRow) -> Vec<String> {
     reasons
 }
 
+/// Whether its host has not taken up a token that has been due for long: its release does not know how, or it is silent.
+fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
+    let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
+    since_due > TOKEN_OVERDUE
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::machine::id::{MachineId, OperationId};
+
+    const ROTATION: Duration = Duration::from_secs(10_000);
 
     fn calm() -> FleetRow {
         FleetRow {
@@ -183,13 +195,15 @@ mod tests {
             operation_waits_for_account: false,
             powered_off_age: None,
             attention: Vec::new(),
+            token_age: 9000.0,
+            token_request_age: None,
         }
     }
 
     fn reasons_of(change: impl FnOnce(&mut FleetRow)) -> Vec<String> {
         let mut row = calm();
         change(&mut row);
-        reasons(&row)
+        reasons(&row, ROTATION)
     }
 
     #[test]
@@ -234,6 +248,11 @@ mod tests {
             row.powered_off_age = Some(3601.0);
         };
         assert_eq!(reasons_of(long), one("powered_off"));
+        let week = 7.0 * 86_400.0;
+        let not_rotated = one("token_not_rotated");
+        assert_eq!(reasons_of(|row| row.token_age = 10_000.0 + week), Vec::<String>::new());
+        assert_eq!(reasons_of(|row| row.token_age = 10_001.0 + week), not_rotated);
+        assert_eq!(reasons_of(|row| row.token_request_age = Some(week + 1.0)), not_rotated);
         let slow = |row: &mut FleetRow| {
             (row.status, row.heartbeat_age, row.age) = ("recovering".into(), None, 601.0);
         };
@@ -263,7 +282,7 @@ mod tests {
         rows[3].backup_age = None;
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
-        let seen = summary(&rows);
+        let seen = summary(&rows, ROTATION);
         assert_eq!(seen["totals"]["machines"], 4);
         assert_eq!(seen["totals"]["byStatus"]["running"], 3);
         assert_eq!(seen["totals"]["byStatus"]["failed"], 0);
@@ -275,7 +294,7 @@ mod tests {
         assert_eq!(seen["backups"], json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
         assert_eq!(seen["attention"].as_array().map(Vec::len), Some(1));
         assert_eq!(
-            summary(&[])["backups"],
+            summary(&[], ROTATION)["backups"],
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
         );
     }

@@ -11,7 +11,7 @@ use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
 use super::db::machine_row::{Failure, Kind, MachineRow};
 use super::db::{self, DbError};
 use super::operations::{OperationKind, OperationOptions};
-use super::tokens::{Purpose, TokenMint};
+use super::tokens::{Generation, Purpose, TokenMint};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{Effect, Event, RestoreMode};
 use crate::machine::id::{MachineId, OperationId};
@@ -353,8 +353,8 @@ async fn insert(
         image_version: wanted.image_version.clone(),
         bundle_sha256: wanted.bundle_sha256.clone(),
         https_port: wanted.https_port,
-        registration_token_hash: mint.hash(id, Purpose::Registration),
-        upgrade_token_hash: mint.hash(id, Purpose::Upgrade),
+        registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
+        upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
         lives_for: wanted.lives_for,
         restore_snapshot: wanted.restore_snapshot.clone(),
     };

@@ -49,7 +49,12 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, to
 /// Reads what is only known when it is looked at.
 pub async fn take(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
-    match tokio::time::timeout(DEADLINE, installation(&platform.report_db)).await {
+    match tokio::time::timeout(
+        DEADLINE,
+        installation(&platform.report_db, platform.config.timing.tokens.rotate),
+    )
+    .await
+    {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
         Ok(Err(error)) => tracing::warn!(error = %chain(&error), "the fleet cannot be measured"),
         Err(_) => tracing::warn!("the fleet cannot be measured in time"),
@@ -65,9 +70,9 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn installation(db: &Db) -> Result<(), DbError> {
+async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
     let session = db.session().await?;
-    let mut seen = fleet::summary(&db::fleet::all(&session).await?);
+    let mut seen = fleet::summary(&db::fleet::all(&session).await?, token_rotation);
     ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
     let by = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
         for (name, count) in totals.as_object().into_iter().flatten() {

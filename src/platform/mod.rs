@@ -25,6 +25,7 @@ pub mod rate_budget;
 pub mod rollouts;
 pub mod router;
 pub mod server_checks;
+pub mod token_rotation;
 pub mod tokens;
 pub mod userdata;
 

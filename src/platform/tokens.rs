@@ -2,7 +2,8 @@
 //! of a slot's fence.
 //!
 //! A token is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
-//! again after a kill. An operator's is one over its id, so that a repeated request gets the same token again. The database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
+//! again after a kill. An operator's is one over its id, so that a repeated request gets the same token again. The
+//! database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -14,8 +15,18 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::{MachineId, OperatorTokenId};
 use crate::store::key::SlotPrefix;
 
-/// Counts up when a machine's tokens are replaced.
-const GENERATION: u32 = 1;
+/// Counts up when a machine's `UPGRADE_TOKEN` rotates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Generation(pub u32);
+
+impl Generation {
+    /// The one in user-data.
+    pub const FIRST: Self = Self(1);
+
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
 
 /// Of an operator's token: secret scanners find it as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
 const OPERATOR_PREFIX: &str = "svco_";
@@ -39,18 +50,43 @@ impl Purpose {
 /// Makes the tokens of every machine.
 pub struct TokenMint {
     key: hmac::Key,
+    previous: Option<hmac::Key>,
 }
 
 impl TokenMint {
     pub fn new(platform_key: &SecretSlice<u8>) -> Self {
-        Self { key: hmac::Key::new(hmac::HMAC_SHA256, platform_key.expose_secret()) }
+        Self { key: mac_key(platform_key), previous: None }
     }
 
-    /// `svcr_<machine>_<mac>` or `svcu_<machine>_<mac>`.
-    pub fn token(&self, machine: MachineId, purpose: Purpose) -> SecretString {
-        let subject = format!("svc host token\n{}\n{}\n{GENERATION}", machine, purpose.prefix());
-        let mac = hex::encode(hmac::sign(&self.key, subject.as_bytes()));
-        format!("{}{}_{mac}", purpose.prefix(), machine.0.simple()).into()
+    /// Verifies MACs of the previous platform key as well.
+    #[must_use]
+    pub fn with_previous(self, platform_key: Option<&SecretSlice<u8>>) -> Self {
+        Self { previous: platform_key.map(mac_key), ..self }
+    }
+
+    /// `svcr_<machine>_<mac>`, `svcu_<machine>_<mac>`, or for a later generation `svcu_<machine>_<generation>_<mac>`.
+    pub fn token(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
+        token(&self.key, machine, purpose, generation)
+    }
+
+    /// The first token of a machine as it was given out before: by the key whose token has the stored hash, so that
+    /// user-data that is rendered again stays the same while the platform key changes.
+    pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
+        let mut tokens = self.keys().map(|key| token(key, machine, purpose, Generation::FIRST));
+        let stored = tokens.find(|token| fits(token.expose_secret(), stored_hash));
+        stored.unwrap_or_else(|| self.token(machine, purpose, Generation::FIRST))
+    }
+
+    /// Whether the platform made this token.
+    pub fn has_made(&self, token: &str, claim: Claim, purpose: Purpose) -> bool {
+        let Some((_, mac)) = token.rsplit_once('_') else { return false };
+        let Ok(mac) = hex::decode(mac) else { return false };
+        let subject = token_subject(claim.machine, purpose, claim.generation);
+        self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
+    }
+
+    fn keys(&self) -> impl Iterator<Item = &hmac::Key> {
+        std::iter::once(&self.key).chain(&self.previous)
     }
 
     /// `svco_<id>_<mac>`.
@@ -67,12 +103,28 @@ impl TokenMint {
     /// Whether the platform signed the fence for this machine.
     pub fn has_signed_fence(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId, proof: &str) -> bool {
         let Ok(mac) = hex::decode(proof) else { return false };
-        hmac::verify(&self.key, fence_subject(slot, epoch, machine).as_bytes(), &mac).is_ok()
+        let subject = fence_subject(slot, epoch, machine);
+        self.keys().any(|key| hmac::verify(key, subject.as_bytes(), &mac).is_ok())
     }
 
-    pub fn hash(&self, machine: MachineId, purpose: Purpose) -> Vec<u8> {
-        hash(self.token(machine, purpose).expose_secret())
+    /// The hash of a token of the current platform key.
+    pub fn hash(&self, machine: MachineId, purpose: Purpose, generation: Generation) -> Vec<u8> {
+        hash(self.token(machine, purpose, generation).expose_secret())
     }
+}
+
+fn mac_key(platform_key: &SecretSlice<u8>) -> hmac::Key {
+    hmac::Key::new(hmac::HMAC_SHA256, platform_key.expose_secret())
+}
+
+fn token(key: &hmac::Key, machine: MachineId, purpose: Purpose, generation: Generation) -> SecretString {
+    let mac = hex::encode(hmac::sign(key, token_subject(machine, purpose, generation).as_bytes()));
+    let counted = if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
+    format!("{}{}_{counted}{mac}", purpose.prefix(), machine.0.simple()).into()
+}
+
+fn token_subject(machine: MachineId, purpose: Purpose, generation: Generation) -> String {
+    format!("svc host token\n{machine}\n{}\n{}", purpose.prefix(), generation.0)
 }
 
 fn fence_subject(slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
@@ -84,22 +136,38 @@ pub fn hash(token: &str) -> Vec<u8> {
     Sha256::digest(token.as_bytes()).to_vec()
 }
 
-/// The machine that a token says it belongs to; nothing is proven by it.
-pub fn claimed_machine(token: &str, purpose: Purpose) -> Option<MachineId> {
-    claimed(token, purpose.prefix()).map(MachineId)
-}
-
 /// The id in an operator's token; nothing is proven by it.
 pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
-    claimed(token, OPERATOR_PREFIX).map(OperatorTokenId)
-}
-
-fn claimed(token: &str, prefix: &str) -> Option<Uuid> {
-    let (id, mac) = token.strip_prefix(prefix)?.split_once('_')?;
+    let (id, mac) = token.strip_prefix(OPERATOR_PREFIX)?.split_once('_')?;
     if mac.len() != 64 || id.len() != 32 {
         return None;
     }
-    Uuid::try_parse(id).ok()
+    Uuid::try_parse(id).ok().map(OperatorTokenId)
+}
+
+/// What a token says of itself; nothing is proven by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Claim {
+    pub machine: MachineId,
+    pub generation: Generation,
+}
+
+/// What a token says of itself, if it has the form of one.
+pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
+    let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
+    let (generation, mac) = match rest.split_once('_') {
+        None => (Generation::FIRST, rest),
+        Some((count, mac)) => {
+            let generation = Generation(count.parse().ok()?);
+            // One text for each generation: the first has no number.
+            let is_canonical = generation > Generation::FIRST && generation.0.to_string() == count;
+            (is_canonical.then_some(generation)?, mac)
+        }
+    };
+    if mac.len() != 64 || machine.len() != 32 {
+        return None;
+    }
+    Some(Claim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
 }
 
 /// Whether a token is the one whose hash is stored.
@@ -123,18 +191,59 @@ mod tests {
     #[test]
     fn a_token_can_be_made_again_and_belongs_to_one_machine_purpose_and_key() {
         let (machine, other) = (MachineId::new(), MachineId::new());
-        let token = mint(1).token(machine, Purpose::Registration);
-        let stored = mint(1).hash(machine, Purpose::Registration);
+        let first = Generation::FIRST;
+        let token = mint(1).token(machine, Purpose::Registration, first);
+        let stored = mint(1).hash(machine, Purpose::Registration, first);
         assert!(fits(token.expose_secret(), &stored));
-        assert_eq!(claimed_machine(token.expose_secret(), Purpose::Registration), Some(machine));
-        assert_eq!(claimed_machine(token.expose_secret(), Purpose::Upgrade), None);
+        let claimed = claim(token.expose_secret(), Purpose::Registration);
+        assert_eq!(claimed, Some(Claim { machine, generation: first }));
+        assert_eq!(claim(token.expose_secret(), Purpose::Upgrade), None);
         for wrong in [
-            mint(1).token(other, Purpose::Registration),
-            mint(1).token(machine, Purpose::Upgrade),
-            mint(2).token(machine, Purpose::Registration),
+            mint(1).token(other, Purpose::Registration, first),
+            mint(1).token(machine, Purpose::Upgrade, first),
+            mint(1).token(machine, Purpose::Registration, first.next()),
+            mint(2).token(machine, Purpose::Registration, first),
         ] {
             assert!(!fits(wrong.expose_secret(), &stored));
         }
+    }
+
+    #[test]
+    fn token_names_its_generation_and_only_the_platform_makes_one() {
+        let machine = MachineId::new();
+        let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
+        let token = token.expose_secret();
+        let claimed = claim(token, Purpose::Upgrade).unwrap();
+        assert_eq!(claimed, Claim { machine, generation: Generation(7) });
+        assert!(mint(1).has_made(token, claimed, Purpose::Upgrade));
+        assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
+        let raised = token.replace("_7_", "_8_");
+        let claimed = claim(&raised, Purpose::Upgrade).unwrap();
+        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number alone proves nothing");
+        for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
+            assert_eq!(claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn previous_key_verifies_and_makes_nothing_new() {
+        let (machine, first) = (MachineId::new(), Generation::FIRST);
+        let both = mint(2).with_previous(Some(&vec![1; 32].into()));
+        let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
+        let claimed = claim(old.expose_secret(), Purpose::Upgrade).unwrap();
+        assert!(both.has_made(old.expose_secret(), claimed, Purpose::Upgrade));
+        let made = both.token(machine, Purpose::Upgrade, Generation(4));
+        assert_eq!(
+            made.expose_secret(),
+            mint(2).token(machine, Purpose::Upgrade, Generation(4)).expose_secret()
+        );
+        let stored = mint(1).hash(machine, Purpose::Registration, first);
+        let again = both.first_token(machine, Purpose::Registration, &stored);
+        assert!(fits(again.expose_secret(), &stored), "user-data stays the same");
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());
+        let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
+        assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
+        assert!(!mint(2).has_signed_fence(&slot, Epoch(2), machine, &proof));
     }
 
     #[test]
@@ -156,7 +265,7 @@ mod tests {
         let token = mint(1).operator_token(id);
         let token = token.expose_secret();
         assert_eq!(claimed_operator_token(token), Some(id));
-        assert_eq!(claimed_machine(token, Purpose::Upgrade), None);
+        assert_eq!(claim(token, Purpose::Upgrade), None);
         assert!(fits(token, &hash(mint(1).operator_token(id).expose_secret())));
         for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
             assert!(!fits(other.expose_secret(), &hash(token)));
@@ -168,7 +277,7 @@ mod tests {
     #[test]
     fn text_that_is_no_token_claims_nothing() {
         for text in ["", "svcr_", "svcr__", "svcr_x_y", "svcr_00000000-0000-0000-0000-000000000000_"] {
-            assert_eq!(claimed_machine(text, Purpose::Registration), None, "{text:?}");
+            assert_eq!(claim(text, Purpose::Registration), None, "{text:?}");
         }
     }
 }

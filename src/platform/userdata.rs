@@ -118,7 +118,7 @@ fn without_comments(text: &str) -> String {
 
 fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: &TokenMint) -> String {
     let keys = serde_json::to_string(keys).expect("keys are strings");
-    let upgrade = mint.token(machine.id, Purpose::Upgrade);
+    let upgrade = mint.first_token(machine.id, Purpose::Upgrade, &machine.upgrade_token.hash);
     let mut text = lines(&[
         ("SVC_MACHINE_ID", &machine.id.to_string()),
         ("SVC_USER_ID", machine.user.as_str()),
@@ -137,7 +137,7 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 }
 
 fn boot_env(machine: &MachineRow, hosts: &HostSettings, mint: &TokenMint) -> String {
-    let token = mint.token(machine.id, Purpose::Registration);
+    let token = mint.first_token(machine.id, Purpose::Registration, &machine.registration_token_hash);
     let bundle_url = hosts.bundle_url.of(&machine.image_version);
     let mut text = lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use svc::config::{Env, env_line, parse_env_file};
 use svc::host::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
+use svc::host::layout::Layout;
 use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 
@@ -106,7 +107,7 @@ fn read(bytes: &[u8]) -> Read {
     let mut env = Env::from_pairs([]).with_file(&path);
     let identity = Identity::read(&mut env);
     let version = image_version(&mut env);
-    let platform = PlatformLink::read(&mut env);
+    let platform = PlatformLink::read(&mut env, &Layout::new(dir.path()));
     let store = StoreConfig::read(&mut env);
     let database = DatabaseUrl::read(&mut env);
     let keys = first_proof_keys(&mut env);

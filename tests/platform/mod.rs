@@ -48,6 +48,7 @@ mod several;
 mod silent_hosts;
 mod snapshots;
 pub mod stack;
+mod token_rotation;
 mod undelete;
 mod unreachable;
 mod ways_back;

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::host::config::PlatformLink;
 use svc::host::store_credentials::Renewed;
+use svc::host::upgrade_token::UpgradeToken;
 use svc::store::credentials::{CredentialError, Source, Temporary};
 use svc::store::policy::{self, SnapshotWrites};
 use svc::store::sts::Sts;
@@ -309,7 +310,7 @@ async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
 fn source(platform: &Platform, file: &std::path::Path, expires_in: SignedDuration) -> Result<Arc<Renewed>> {
     let link = PlatformLink {
         base: platform.base.parse()?,
-        upgrade_token: "upgrade-token-of-a-machine".to_owned().into(),
+        upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
     };
     let first = Temporary {
         access_key: "first".to_owned(),

@@ -24,5 +24,6 @@ mod side_dependents;
 mod stage;
 mod sync;
 mod tight_disk;
+mod token_rotation;
 mod update;
 mod update_snapshot;

@@ -234,6 +234,25 @@ pub struct Resume {
 }
 
 #[derive(Debug, Subcommand)]
+pub enum MachineCommand {
+    /// Rotate the token by which a machine's host reaches the platform
+    #[command(
+        after_help = "The host gets the next token with its next heartbeat. The one before is accepted for \
+UPGRADE_TOKEN_OVERLAP_SECONDS of the platform after the first heartbeat with the next one; then a copy of it is worth \
+nothing. `svcctl status` shows the age. Tokens rotate by themselves each UPGRADE_TOKEN_ROTATE_SECONDS.\n\n\
+Example: svcctl machine rotate-token ada"
+    )]
+    RotateToken {
+        /// A machine's id, its user's handle, or USER/SLOT
+        #[arg(required_unless_present = "all", conflicts_with = "all")]
+        machine: Option<Target>,
+        /// Rotate the tokens of all machines that hold their slots
+        #[arg(long)]
+        all: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
 pub enum PowerCommand {
     /// Switch the server of a machine on and wait for its host
     #[command(after_help = "Example: svcctl power on ada --wait")]

@@ -20,7 +20,8 @@ use url::Url;
 pub use self::deploy::{DeployCommand, Start, Which};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
-    Delete, Discard, Fail, List, PowerCommand, Provision, Recover, Resize, Resume, Target, Undelete,
+    Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,
+    Undelete,
 };
 pub use self::noun::{
     AlarmCommand, BackupCommand, BundleCommand, PointerCommand, SlotCommand, SlotTarget, slot_arguments,
@@ -112,6 +113,9 @@ Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     /// Give a running machine another server type; it is away for some minutes and keeps its disk
     #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
     Resize(Resize),
+    /// The credentials of machines
+    #[command(subcommand, after_help = "Example: svcctl machine rotate-token ada")]
+    Machine(MachineCommand),
     /// Switch the server of a machine off and on, or restart it
     #[command(
         subcommand,

@@ -9,10 +9,11 @@ use serde_json::{Map, Value, json};
 use super::risk;
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
-use crate::ctl::args::{Delete, Fail, List, Provision, Recover, Resize, Target, Wait};
+use crate::ctl::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine::{self as shown, Accepted, Machine, Machines};
+use crate::ctl::show::token::Requested;
 use crate::ctl::wait::Goal;
 use crate::ctl::{confirm, wait};
 use crate::machine::name::{IdpUserId, Location, Slot};
@@ -111,6 +112,19 @@ pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
         asked.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
     let answer = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
     finish(api, answer, args.wait, out).await
+}
+
+pub async fn run(api: &Api, command: MachineCommand, out: &Out) -> Result<(), Failure> {
+    let MachineCommand::RotateToken { machine, all: _ } = command;
+    let Some(target) = machine else {
+        let path = ["vps", "fleet", "rotate-tokens"];
+        let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+        return out.answer(&answer, |_| Ok(answer.read::<Requested>()?.line()));
+    };
+    let machine = find(api, &target).await?;
+    let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
+    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
 }
 
 /// Prints what was accepted, or with `--wait` what came of it.

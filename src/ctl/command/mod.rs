@@ -63,6 +63,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
+        Command::Machine(command) => machine::run(api, command, out).await,
         Command::Power(command) => power::run(api, command, out).await,
         Command::Fail(args) => machine::fail(api, args, out).await,
         Command::Delete(args) => machine::delete(api, args, out).await,

@@ -321,6 +321,7 @@ fn advice(reason: &str) -> &'static str {
         "update_rolled_back" | "update_failed" => Update::ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
+        "token_not_rotated" => "svcctl deploy start brings its host a release that rotates tokens",
         _ => "svcctl status HANDLE",
     }
 }

@@ -9,6 +9,7 @@ use super::failure::Failure;
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
+use super::token::UpgradeToken;
 use super::{Colour, View, compact, text};
 use crate::ctl::args;
 use crate::store::bucket::is_unusable_pointer;
@@ -53,6 +54,8 @@ pub struct Machine {
     pub retired_at: Option<String>,
     pub deleted_at: Option<String>,
     pub created_at: Option<String>,
+    /// `None` by a platform of an earlier release.
+    pub upgrade_token: Option<UpgradeToken>,
     #[serde(default)]
     pub operations: Vec<Operation>,
     /// Of its slot; only in the answer for one machine.
@@ -359,6 +362,7 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("health", health_cell(m.health.as_ref())),
         ("backup", backup_cell(view, m.last_backup.as_ref(), when)),
         ("update", update.map_or_else(|| "".into(), |update| update.cell(view))),
+        ("token", m.upgrade_token.as_ref().map(|token| token.line(view)).unwrap_or_default().into()),
         ("replaced by", text(m.replaced_by.as_ref()).into()),
         ("deleted", time(&m.deleted_at).into()),
     ];

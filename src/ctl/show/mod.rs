@@ -18,6 +18,7 @@ pub mod pointer;
 pub mod report;
 pub mod slot;
 mod table;
+pub mod token;
 
 use std::io::IsTerminal;
 

@@ -11,7 +11,7 @@ const NEXT: &str =
 
 pub fn check(layout: &Layout) -> Findings {
     let findings = Findings::of("configuration");
-    match read(environment(layout)) {
+    match read(environment(layout), layout) {
         Ok(identity) => findings.ok(format!(
             "machine {} of {}, slot {}, epoch {}",
             identity.machine, identity.user, identity.slot, identity.epoch
@@ -22,9 +22,9 @@ pub fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn read(mut env: Env) -> Result<Identity, Vec<String>> {
+fn read(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
-    let link = PlatformLink::read(&mut env);
+    let link = PlatformLink::read(&mut env, layout);
     let keys = config::first_proof_keys(&mut env);
     let store = StoreConfig::read(&mut env);
     let url = DatabaseUrl::read(&mut env);

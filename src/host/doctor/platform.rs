@@ -21,7 +21,7 @@ const CALL: Deadlines = Deadlines {
 };
 
 async fn ask(layout: &Layout) -> Result<HeaderMap, String> {
-    let Some(link) = PlatformLink::read(&mut settings(layout)) else {
+    let Some(link) = PlatformLink::read(&mut settings(layout), layout) else {
         return Err("PLATFORM_INTERNAL_URL or UPGRADE_TOKEN is missing".to_owned());
     };
     let client = client::build(CALL).map_err(|error| format!("{error:#}"))?;

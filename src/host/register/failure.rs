@@ -38,7 +38,7 @@ struct Report {
 pub async fn report(layout: &Layout, stage: Stage, message: &str) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
-    let platform = PlatformLink::read(&mut env);
+    let platform = PlatformLink::read(&mut env, layout);
     let token = env.required_secret("REGISTRATION_TOKEN");
     let secrets = secrets(&mut env);
     let parts = identity.zip(platform).zip(token);

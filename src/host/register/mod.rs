@@ -100,7 +100,7 @@ struct Settings {
 impl Settings {
     fn read(layout: &Layout, env: &mut Env) -> Option<Self> {
         let identity = Identity::read(env);
-        let platform = PlatformLink::read(env);
+        let platform = PlatformLink::read(env, layout);
         let token = env.required_secret("REGISTRATION_TOKEN");
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
         let stated = env.required::<String>("SVC_BUNDLE_SHA256");

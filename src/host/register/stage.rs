@@ -36,7 +36,7 @@ pub async fn report(layout: &Layout, stage: Stage) {
 async fn tell(layout: &Layout, stage: Stage) -> Result<(), Failure> {
     let mut env = config::environment(layout);
     let identity = Identity::read(&mut env);
-    let platform = PlatformLink::read(&mut env);
+    let platform = PlatformLink::read(&mut env, layout);
     let token = env.required_secret("REGISTRATION_TOKEN");
     let ((identity, platform), token) = env.finish(identity.zip(platform).zip(token))?;
     let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;

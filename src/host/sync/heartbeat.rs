@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use http::StatusCode;
-use secrecy::ExposeSecret;
+use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -13,6 +13,7 @@ use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
 use crate::host::registered;
 use crate::host::release;
 use crate::host::updated::{self, Outcome};
+use crate::host::upgrade_token::Tokens;
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
@@ -55,6 +56,19 @@ pub struct Answer {
     pub proof_keys: Option<ProofKeys>,
     /// The operation for which writers stay stopped.
     pub quiesce: Option<String>,
+    /// The token to use from now on.
+    pub next_token: Option<SecretString>,
+    /// The token that this answer was given to.
+    #[serde(skip)]
+    pub accepted: Option<Accepted>,
+}
+
+/// Which of its tokens the platform accepted.
+#[derive(Debug)]
+pub struct Accepted {
+    pub token: SecretString,
+    /// The one that it refused before that.
+    pub refused: Option<SecretString>,
 }
 
 /// Why the platform did not take a heartbeat.
@@ -98,13 +112,20 @@ impl<'a> Heart<'a> {
             registration: registered::accepted(&settings.layout, settings.identity.machine),
             attention,
         };
-        let (mut status, mut body) = self.send(&beat).await?;
+        let Tokens { current, before } = settings.platform.upgrade_token.tokens();
+        let mut accepted = Accepted { token: current, refused: None };
+        let (mut status, mut body) = self.send(&beat, &accepted.token).await?;
+        if let (StatusCode::UNAUTHORIZED, Some(before)) = (status, before) {
+            // A platform that went back to an earlier key does not know the token that it handed out since.
+            accepted = Accepted { token: before, refused: Some(accepted.token) };
+            (status, body) = self.send(&beat, &accepted.token).await?;
+        }
         let says_more = beat.registration.is_some() || !beat.attention.is_empty();
         if status == StatusCode::BAD_REQUEST && says_more {
             // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
             beat.attention.clear();
             beat.registration = None;
-            (status, body) = self.send(&beat).await?;
+            (status, body) = self.send(&beat, &accepted.token).await?;
         }
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {
             return Ok(Answer { superseded: true, ..Answer::default() });
@@ -112,14 +133,15 @@ impl<'a> Heart<'a> {
         if !status.is_success() {
             return Err(BeatError::Status(status));
         }
-        Ok(serde_json::from_slice(&body)?)
+        let answer: Answer = serde_json::from_slice(&body)?;
+        Ok(Answer { accepted: Some(accepted), ..answer })
     }
 
-    async fn send(&self, beat: &Beat) -> Result<(StatusCode, Bytes), BeatError> {
+    async fn send(&self, beat: &Beat, token: &SecretString) -> Result<(StatusCode, Bytes), BeatError> {
         let settings = self.settings;
         let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
-        let token = settings.platform.upgrade_token.expose_secret();
-        let call = request_id::onward(self.client.post(url).bearer_auth(token).json(beat));
+        let call = self.client.post(url).bearer_auth(token.expose_secret()).json(beat);
+        let call = request_id::onward(call);
         let response = call.send().await?;
         let status = response.status();
         Ok((status, response.bytes().await?))

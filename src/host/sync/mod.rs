@@ -63,7 +63,7 @@ impl Settings {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
-        let platform = PlatformLink::read(&mut env);
+        let platform = PlatformLink::read(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
         let database = DatabaseUrl::read(&mut env);
         let image_version = config::image_version(&mut env);
@@ -113,6 +113,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             let why = anyhow!("another machine has taken this one's place: nothing is to be done here");
             return Err(Failure::new(Exit::Permission, why));
         }
+        settings.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
         let heart = Heart::new(&settings).or_exit(Exit::Config)?;
         let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
         let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;

@@ -1,15 +1,18 @@
 //! What the platform's answer changes on this machine.
 
+use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 
 use super::Settings;
-use super::heartbeat::{self, Answer};
+use super::heartbeat::{self, Accepted, Answer};
+use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::epoch;
 use crate::host::layout::Layout;
 use crate::host::quiesce::{self, Quiesce, QuiesceError};
 use crate::host::updated::{self, End, Last, Request};
+use crate::host::upgrade_token::TokenError;
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
 use crate::machine::epoch::Epoch;
@@ -57,6 +60,10 @@ pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, F
     // No key at all would shut the platform out: that is never meant.
     if let Some(keys) = answer.proof_keys.filter(|keys| !keys.keys.is_empty()) {
         keep_keys(&settings.layout, &keys)?;
+    }
+    // The token in use stays good: what else the answer says is not held up.
+    if let Err(error) = keep_token(settings, answer.next_token.as_ref(), answer.accepted.as_ref()) {
+        tracing::error!(error = %chain(&error), "the next token of this machine could not be stored");
     }
     if let Some(desired) = answer.desired_image_version {
         // One that the updater would not take as it is could not be known again.
@@ -107,6 +114,29 @@ fn ask_for(settings: &Settings, desired: ImageVersion, request: Option<String>) 
 fn came_to_nothing(last: &Last, desired: &ImageVersion, request: Option<&str>) -> bool {
     let is_for_it = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
     last.outcome.version == *desired && last.outcome.outcome != End::Updated && is_for_it
+}
+
+/// Stores the next token. The updater has handed the current one on to the release that it switches to: none is taken up
+/// while an update is under way.
+fn keep_token(
+    settings: &Settings,
+    next: Option<&SecretString>,
+    accepted: Option<&Accepted>,
+) -> Result<(), TokenError> {
+    let Some(Accepted { token, refused }) = accepted else { return Ok(()) };
+    if settings.layout.update_journal().exists() {
+        return Ok(());
+    }
+    let held = &settings.platform.upgrade_token;
+    match (next, refused) {
+        (Some(next), _) if next.expose_secret() != held.current().expose_secret() => {
+            held.store(next, token)?;
+            tracing::info!("the platform handed out the next token of this machine");
+            Ok(())
+        }
+        (None, Some(refused)) => held.store(token, refused),
+        _ => Ok(()),
+    }
 }
 
 fn keep_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {

@@ -66,7 +66,7 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set("DATABASE_URL");
-    let platform = PlatformLink::read(&mut env);
+    let platform = PlatformLink::read(&mut env, &layout);
     let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
     let platform = env.finish(platform);
     // What root trusts lies where nobody else writes: not in the files that the gateway owns.

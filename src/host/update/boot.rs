@@ -95,7 +95,7 @@ impl Settings {
             digest
         });
         let version = config::image_version(env);
-        let platform = PlatformLink::read(env);
+        let platform = PlatformLink::read(env, layout);
         let source = Source::new(url?, platform?);
         let services = Systemctl::find(layout);
         Some(Self { source, sha256: sha256?, version: version?, services })

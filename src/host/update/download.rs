@@ -16,6 +16,7 @@ use url::Url;
 use crate::failpoint::{self, Injected};
 use crate::host::config::PlatformLink;
 use crate::host::patience::Patience;
+use crate::host::upgrade_token::UpgradeToken;
 use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
 
@@ -25,7 +26,7 @@ const DEADLINE: Duration = Duration::from_secs(300);
 /// Where a bundle is.
 pub struct Source {
     url: Url,
-    token: Option<secrecy::SecretString>,
+    token: Option<UpgradeToken>,
 }
 
 /// Why the bytes did not all come.
@@ -167,7 +168,7 @@ impl Download<'_> {
         }
         let mut request = self.client.get(self.source.url.clone());
         if let Some(token) = &self.source.token {
-            request = request.bearer_auth(token.expose_secret());
+            request = request.bearer_auth(token.current().expose_secret());
         }
         if let (1.., Some(etag)) = (self.at, &self.etag) {
             request =

@@ -31,6 +31,7 @@ use crate::host::layout::Layout;
 use crate::host::probe;
 use crate::host::release;
 use crate::host::updated::{End, Outcome};
+use crate::host::upgrade_token;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::{LARGEST_COMPANION, Signed, TrustedKeys, Verified, verify};
@@ -217,7 +218,16 @@ impl<S: Services> Machine<S> {
 
     fn switch(&self, journal: &Journal) -> Result<(), Stop> {
         failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
+        self.hand_on_token().map_err(failed(Stage::Switch))?;
         place::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
+    }
+
+    /// An older release reads the token in `host.env` alone.
+    fn hand_on_token(&self) -> Result<(), fsx::FileError> {
+        match &self.platform {
+            Ok(platform) => upgrade_token::write_to_host_env(&self.layout, &platform.upgrade_token),
+            Err(_) => Ok(()),
+        }
     }
 
     /// Units, then services, then a look whether they are well.
@@ -279,6 +289,10 @@ impl<S: Services> Machine<S> {
             tracing::error!(error = %chain(&error), "the release could not be put away");
         }
         failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
+        // The release before is worth more than the platform's next answer to it.
+        if let Err(error) = self.hand_on_token() {
+            tracing::error!(error = %chain(&error), "the token could not be written to host.env");
+        }
         place::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
     }

@@ -7,6 +7,7 @@ use axum::extract::Request;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Uri, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use jiff::Timestamp;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -18,6 +19,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::operators::Operator;
+use crate::platform::token_rotation::Standing;
 use crate::platform::tokens::{self, Purpose};
 
 /// The largest body of the platform's API.
@@ -34,6 +36,13 @@ pub struct Call {
     /// What the route declares.
     access: Access,
     body: Bytes,
+}
+
+/// A token that a host presented and that is accepted.
+pub struct HostToken {
+    pub machine: MachineRow,
+    pub standing: Standing,
+    pub hash: Vec<u8>,
 }
 
 impl Call {
@@ -79,11 +88,19 @@ impl Call {
 
     /// The machine whose `UPGRADE_TOKEN` this is, whatever has become of it.
     pub async fn host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
+        Ok(self.host_token(platform).await?.machine)
+    }
+
+    /// The same, with what is known of the token.
+    pub async fn host_token(&self, platform: &Platform) -> Result<HostToken, Problem> {
         let token = self.bearer()?;
-        let machine = tokens::claimed_machine(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
+        let claim = tokens::claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
-        let row = db::machines::get(&session, machine).await?.ok_or_else(unauthorized)?;
-        if tokens::fits(token, &row.upgrade_token_hash) { Ok(row) } else { Err(unauthorized()) }
+        let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
+        match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
+            Standing::Refused => Err(unauthorized()),
+            standing => Ok(HostToken { machine, standing, hash: tokens::hash(token) }),
+        }
     }
 
     /// An operator, or the current machine whose `UPGRADE_TOKEN` this is.
@@ -104,8 +121,8 @@ impl Call {
     /// The machine whose registration token this is, and the token; nothing is known of its expiry yet.
     pub fn registration(&self) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
-        let machine = tokens::claimed_machine(token, Purpose::Registration);
-        machine.map(|machine| (machine, token)).ok_or_else(registration_rejected)
+        let claim = tokens::claim(token, Purpose::Registration);
+        claim.map(|claim| (claim.machine, token)).ok_or_else(registration_rejected)
     }
 
     fn media_type(&self) -> &str {

@@ -5,17 +5,21 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use http::header::{CACHE_CONTROL, HeaderValue};
 use jiff::Timestamp;
+use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::attention;
-use super::call::{Call, path_id};
+use super::call::{Call, HostToken, path_id};
 use super::endpoint::{
     Access, CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
     last_backup_told, last_update_told, told,
 };
 use super::heal;
+use super::mutation::{self, Changed};
 use super::register::{self, Registered};
+use crate::failpoint;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
@@ -29,8 +33,11 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Heartbeat};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::machine_server;
+use crate::platform::db::upgrade_token;
 use crate::platform::db::{self};
 use crate::platform::operations::later_holder;
+use crate::platform::token_rotation::{Standing, UpgradeToken};
+use crate::platform::tokens::{Generation, Purpose};
 use crate::untrusted_text;
 use axum::routing::post;
 use http::Method;
@@ -61,18 +68,20 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    let machine = call.host(&platform).await?;
+    let host = call.host_token(&platform).await?;
+    let machine = &host.machine;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
     }
     let beat = beat(&call)?;
+    let next_token = next_token(&platform, &host).await?;
     // A machine that may still get its slot back is not sent away: its writers stay stopped.
     let stopped_for = {
         let session = platform.host_db.session().await?;
-        db::machines::stopped_for(&session, &machine).await?
+        db::machines::stopped_for(&session, machine).await?
     };
-    let serves_after_all = serves_after_all(&platform, &machine, &beat).await?;
+    let serves_after_all = serves_after_all(&platform, machine, &beat).await?;
     let superseded = !machine.is_active() && stopped_for.is_none() && !serves_after_all;
     let epoch = beat.epoch;
     let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
@@ -99,9 +108,9 @@ pub async fn handle(
         }
     }
     if is_well {
-        heal::heal(&platform, &machine, epoch).await;
+        heal::heal(&platform, machine, epoch).await;
     }
-    heal::note_power(&platform, &machine, epoch).await;
+    heal::note_power(&platform, machine, epoch).await;
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
     let session = platform.host_db.session().await?;
@@ -119,7 +128,48 @@ pub async fn handle(
         answer["desiredImageVersion"] = desired.image_version.into();
         answer["desiredRequestId"] = desired.request_id.into();
     }
-    Ok(Json(answer).into_response())
+    if let Some(token) = next_token.filter(|_| !superseded && machine.is_active()) {
+        answer["nextToken"] = token.expose_secret().into();
+    }
+    let mut response = Json(answer).into_response();
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    Ok(response)
+}
+
+/// Notes a token of a later generation, which its host has stored since it sends heartbeats with it, and makes the token
+/// that the host is to use from now on, if that is another one.
+async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<SecretString>, Problem> {
+    let (id, timing) = (host.machine.id, platform.config.timing.tokens);
+    let (current, standing) = match host.standing {
+        Standing::Later(generation) => (take_up(platform, host, generation).await?, Standing::Current),
+        standing => (host.machine.upgrade_token.clone(), standing),
+    };
+    let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
+    let offer = offer.filter(|_| host.machine.registered_at.is_some());
+    Ok(offer.map(|generation| platform.mint.token(id, Purpose::Upgrade, generation)))
+}
+
+async fn take_up(
+    platform: &Platform,
+    host: &HostToken,
+    generation: Generation,
+) -> Result<UpgradeToken, Problem> {
+    let id = host.machine.id;
+    let before = host.machine.upgrade_token.clone();
+    let mut session = platform.host_db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    let overlap = platform.config.timing.tokens.overlap;
+    upgrade_token::advance(&tx, id, generation, &host.hash, overlap).await?;
+    let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
+    let (target, actor) = (id.to_string(), format!("machine:{id}"));
+    let (was, is) = (before.record(), after.record());
+    let changed = Changed { action: "token.taken_up", target: &target, before: Some(&was), after: Some(&is) };
+    mutation::audit(&tx, &actor, &changed).await?;
+    failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
+    db::commit(tx).await?;
+    failpoint::pass("token-take-up-after-commit").map_err(|error| Problem::internal(&error))?;
+    tracing::info!(machine = %id, generation = generation.0, "its token has rotated");
+    Ok(after)
 }
 
 /// Notes what the host knows and this database, restored from an older copy, does not: that it has registered, or got its
@@ -365,6 +415,6 @@ fn known() -> Value {
             ("proofKeys", object(&[("keys", array(key))], &[])),
             ("quiesce", nullable(uuid())),
         ],
-        &[("desiredRequestId", text())],
+        &[("desiredRequestId", text()), ("nextToken", text())],
     )
 }

@@ -40,6 +40,7 @@ pub mod register;
 pub mod resize;
 pub mod restorable;
 pub mod resume;
+pub mod rotate_token;
 pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
@@ -62,7 +63,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 48] = [
+pub static ENDPOINTS: [&Endpoint; 50] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -75,6 +76,8 @@ pub static ENDPOINTS: [&Endpoint; 48] = [
     &power::ENDPOINT,
     &fail::ENDPOINT,
     &resume::ENDPOINT,
+    &rotate_token::ENDPOINT,
+    &rotate_token::ALL,
     &undelete::ENDPOINT,
     &discard::ENDPOINT,
     &backup::BACKUP,

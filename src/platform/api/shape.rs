@@ -176,6 +176,11 @@ fn health() -> Value {
     object(&[("gateway", word.clone()), ("database", word), ("disk", disk)], &[])
 }
 
+/// A machine's token: its age, and since when an operator wants it to rotate.
+fn upgrade_token() -> Value {
+    object(&[("generation", count()), ("rotatedAt", time()), ("requestedAt", nullable(time()))], &[])
+}
+
 fn machine_members() -> Vec<(&'static str, Value)> {
     let causes: Vec<&str> = FailureCause::ALL.iter().map(|cause| cause.as_str()).collect();
     let failure = object(
@@ -227,6 +232,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("poweredOffAt", nullable(time())),
         ("attention", array(attention)),
         ("fallbackLocations", array(location())),
+        ("upgradeToken", upgrade_token()),
         ("replacedBy", nullable(uuid())),
         ("retiredAt", nullable(time())),
         ("deletedAt", nullable(time())),

@@ -43,6 +43,10 @@ pub struct FleetRow {
     pub operation_waits_for_account: bool,
     /// Since an operator has had its server switched off.
     pub powered_off_age: Option<f64>,
+    /// Since its token last rotated.
+    pub token_age: f64,
+    /// Since an operator has wanted its token to rotate.
+    pub token_request_age: Option<f64>,
     /// The codes of what its host last said needs a person.
     pub attention: Vec<String>,
 }
@@ -62,7 +66,9 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                coalesce(o.error_code = 'provider_account', false), \
                extract(epoch FROM now() - m.powered_off_at)::float8, \
                ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item), \
-               left(m.last_backup ->> 'error', 500) \
+               left(m.last_backup ->> 'error', 500), \
+               extract(epoch FROM now() - m.upgrade_token_rotated_at)::float8, \
+               extract(epoch FROM now() - m.upgrade_token_requested_at)::float8 \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -98,6 +104,8 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             powered_off_age: row.get(20),
             attention: row.get(21),
             backup_error: row.get(22),
+            token_age: row.get(23),
+            token_request_age: row.get(24),
         })
         .collect())
 }

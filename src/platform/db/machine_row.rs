@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio_postgres::Row;
 
-use super::DbError;
+use super::{DbError, upgrade_token};
 use crate::clock::rfc3339_ms;
 use crate::http::tls::SpkiPin;
 use crate::machine::epoch::Epoch;
@@ -16,6 +16,7 @@ use crate::machine::event::{RestoreMode, ServerPower};
 use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::{self, FailureCause, State, Status};
+use crate::platform::token_rotation::UpgradeToken;
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
@@ -24,7 +25,8 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, backup_taken_at, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
     power_ordered_at, power_off_ordered_at, proven_at, final_backup_at, unsaved_since, discard_ordered_at, \
-    removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at";
+    removal_abandoned_at, server_missing_since, boot_stages, boot_progress, preview_expires_at, powered_off_at, attention, fallback_locations, created_at, updated_at, \
+    upgrade_token_generation, upgrade_token_rotated_at, upgrade_token_requested_at, previous_token_hash, previous_token_until";
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +90,7 @@ pub struct MachineRow {
     pub registration_expires_at: Option<Timestamp>,
     pub registration_body_hash: Option<Vec<u8>>,
     pub registered_at: Option<Timestamp>,
-    pub upgrade_token_hash: Vec<u8>,
+    pub upgrade_token: UpgradeToken,
     pub heartbeat_at: Option<Timestamp>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
@@ -188,7 +190,7 @@ impl MachineRow {
             registration_expires_at: row.get("registration_expires_at"),
             registration_body_hash: row.get("registration_body_hash"),
             registered_at: row.get("registered_at"),
-            upgrade_token_hash: row.get("upgrade_token_hash"),
+            upgrade_token: upgrade_token::parse(row)?,
             heartbeat_at: row.get("heartbeat_at"),
             health: row.get("health"),
             last_backup: row.get("last_backup"),
@@ -331,6 +333,7 @@ impl MachineRow {
             "poweredOffAt": time(self.powered_off_at),
             "attention": self.attention,
             "fallbackLocations": self.fallback_locations,
+            "upgradeToken": self.upgrade_token.record(),
             "replacedBy": self.replaced_by,
             "retiredAt": time(self.retired_at),
             "deletedAt": time(self.deleted_at),

@@ -27,6 +27,7 @@ pub mod slot_operations;
 pub mod slots;
 pub mod tasks;
 pub mod unknown_servers;
+pub mod upgrade_token;
 
 use std::pin::Pin;
 use std::time::Duration;

@@ -302,7 +302,7 @@ async fn ends(rows: &mut Rows<'_>) {
     };
     rows.row(replaced(Method::GET, "/system-bundles/v1/svc-host-bundle.tar.gz"), 403, "superseded").await;
     rows.row(replaced(Method::POST, &format!("/vps/{runs}/storage-credentials")), 403, "superseded").await;
-    for what in ["fail", "resize", "backup", "drill"] {
+    for what in ["fail", "resize", "backup", "drill", "rotate-token"] {
         let body = match what {
             "fail" => json!({"reason": "x"}),
             "resize" => json!({"serverType": "cpx32"}),

@@ -1,0 +1,113 @@
+//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: an operator wants hosts to have other tokens.
+//!
+//! The next heartbeat's answer hands the host its next token; the rule is in `platform::token_rotation`.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use http::{Method, StatusCode};
+use serde_json::json;
+
+use super::call::Call;
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
+use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::mutation::{Changed, Mutation, Reply};
+use crate::http::openapi::{Operation, count, named, object};
+use crate::http::problem::{Code, Problem};
+use crate::http::segments::Segments;
+use crate::machine::id::MachineId;
+use crate::platform::context::Platform;
+use crate::platform::db::machine_row::MachineRow;
+use crate::platform::db::{self, upgrade_token};
+
+pub async fn handle(
+    State(platform): State<Arc<Platform>>,
+    Segments(id): Segments<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
+    call.no_body()?;
+    Ok(rotate(&platform, id, &mutation).await?.into_response())
+}
+
+async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
+    let mut session = platform.db.session().await?;
+    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
+        Begun::Replayed(reply) => return Ok(reply),
+        Begun::Open(change) => change,
+    };
+    if !change.machine.is_active() || change.machine.registered_at.is_none() {
+        let detail = "Only a registered machine that holds its slot has a token that rotates.";
+        return Err(
+            Problem::new(Code::InvalidState, detail).with("machineStatus", json!(change.machine.status))
+        );
+    }
+    let effect = match change.machine.upgrade_token.requested_at {
+        Some(_) => Effect::Unchanged,
+        None => Effect::Changed("token.rotate"),
+    };
+    upgrade_token::request_rotation(&change.tx, id).await?;
+    change.end(effect, StatusCode::OK, MachineRow::record).await
+}
+
+/// The route and its description.
+pub static ENDPOINT: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "rotateToken",
+        method: Method::POST,
+        path: "/vps/{id}/rotate-token",
+        summary: "Has a machine's UPGRADE_TOKEN rotate with its next heartbeat.",
+        credentials: &[OPERATOR],
+        parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
+        body: None,
+        answers: &[told(200, "The machine, whose token will rotate.", || named("Machine"))],
+        problems: &[
+            Code::MachineNotFound,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
+    },
+    serve: || post(handle),
+};
+
+async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
+    let call = Call::read(request).await?;
+    let operator = call.operator(&platform).await?;
+    call.no_body()?;
+    let mutation = Mutation::of(&call, &operator)?;
+    let mut session = platform.db.session().await?;
+    let tx = db::begin(&mut session).await?;
+    if let Some(reply) = mutation.begin(&tx).await? {
+        return Ok(reply.into_response());
+    }
+    let requested = upgrade_token::request_all(&tx).await?;
+    let after = json!({ "requested": requested });
+    let reply = Reply::new(StatusCode::OK, after.clone());
+    let changed = Changed { action: "token.rotate_all", target: "fleet", before: None, after: Some(&after) };
+    mutation.record(&tx, &reply, &changed).await?;
+    db::commit(tx).await?;
+    Ok(reply.into_response())
+}
+
+/// The route for all machines.
+pub static ALL: Endpoint = Endpoint {
+    access: Access::Operator(OPERATE),
+    operation: Operation {
+        id: "rotateTokens",
+        method: Method::POST,
+        path: "/vps/fleet/rotate-tokens",
+        summary: "Has the UPGRADE_TOKEN of every registered machine that holds its slot rotate.",
+        credentials: &[OPERATOR],
+        parameters: &[IDEMPOTENCY_KEY],
+        body: None,
+        answers: &[told(200, "How many machines had no such request yet.", || {
+            object(&[("requested", count())], &[])
+        })],
+        problems: &[Code::InvalidRequest, Code::IdempotencyMismatch, Code::DatabaseUnavailable],
+    },
+    serve: || post(handle_all),
+};

@@ -1,0 +1,69 @@
+//! `user_machines`, what is noted of a machine's `UPGRADE_TOKEN`. The rule is in `platform::token_rotation`.
+
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use tokio_postgres::Row;
+
+use super::{DbError, execute};
+use crate::machine::id::MachineId;
+use crate::platform::token_rotation::{PreviousToken, UpgradeToken};
+use crate::platform::tokens::Generation;
+
+/// # Errors
+/// `Unreadable` where a value is not one that we write.
+pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
+    let generation: i32 = row.get("upgrade_token_generation");
+    let unreadable =
+        |_| DbError::Unreadable { what: "upgrade_token_generation", why: generation.to_string() };
+    let previous = row.get::<_, Option<Vec<u8>>>("previous_token_hash").zip(row.get("previous_token_until"));
+    Ok(UpgradeToken {
+        hash: row.get("upgrade_token_hash"),
+        generation: Generation(u32::try_from(generation).map_err(unreadable)?),
+        rotated_at: row.get("upgrade_token_rotated_at"),
+        requested_at: row.get("upgrade_token_requested_at"),
+        previous: previous.map(|(hash, until)| PreviousToken { hash, until }),
+    })
+}
+
+/// Notes the first heartbeat of a later generation. The token before it is accepted for `overlap` more.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn advance(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    to: Generation,
+    hash: &[u8],
+    overlap: Duration,
+) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET previous_token_hash = upgrade_token_hash, \
+               previous_token_until = clock_timestamp() + make_interval(secs => $4), \
+               upgrade_token_generation = $2, upgrade_token_hash = $3, \
+               upgrade_token_rotated_at = clock_timestamp(), upgrade_token_requested_at = NULL \
+               WHERE machine_id = $1 AND upgrade_token_generation < $2";
+    let unwritable = |_| DbError::Unreadable { what: "upgrade_token_generation", why: to.0.to_string() };
+    let to = i32::try_from(to.0).map_err(unwritable)?;
+    execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await.map(drop)
+}
+
+/// Notes that an operator wants a machine's token to rotate. A request that is not fulfilled yet keeps its time.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
+               WHERE machine_id = $1 AND upgrade_token_requested_at IS NULL";
+    execute(tx, sql, &[&id.0]).await.map(drop)
+}
+
+/// The same for every registered machine that holds its slot; how many of them had no such request.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
+    let sql = "UPDATE user_machines SET upgrade_token_requested_at = clock_timestamp() \
+               WHERE deleted_at IS NULL AND retired_at IS NULL AND registered_at IS NOT NULL \
+               AND upgrade_token_requested_at IS NULL";
+    execute(client, sql, &[]).await
+}

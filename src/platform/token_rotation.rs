@@ -1,0 +1,314 @@
+//! The rotation of a machine's `UPGRADE_TOKEN`, pure: which tokens are accepted, and which one a heartbeat's answer hands
+//! to the host.
+//!
+//! The host stores the next token before it sends a heartbeat with it, and that heartbeat is what makes the platform retire
+//! the one before, after an overlap. The platform has made a token of a later generation than its database knows where that
+//! database was restored from a copy: it is accepted, and the database catches up.
+//!
+//! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use secrecy::ExposeSecret;
+use serde_json::{Value, json};
+
+use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
+use crate::clock::rfc3339_ms;
+use crate::machine::id::MachineId;
+
+/// When tokens rotate.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenTiming {
+    /// The age at which a token gets a successor.
+    pub rotate: Duration,
+    /// How long a token is accepted after a heartbeat with its successor.
+    pub overlap: Duration,
+}
+
+/// What is stored of a machine's token.
+#[derive(Debug, Clone)]
+pub struct UpgradeToken {
+    pub hash: Vec<u8>,
+    pub generation: Generation,
+    /// The first heartbeat of this generation, or when the machine was made.
+    pub rotated_at: Timestamp,
+    /// An operator wants a later generation.
+    pub requested_at: Option<Timestamp>,
+    pub previous: Option<PreviousToken>,
+}
+
+#[derive(Debug, Clone)]
+pub struct PreviousToken {
+    pub hash: Vec<u8>,
+    pub until: Timestamp,
+}
+
+/// What a token that a host presents is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    Current,
+    /// The one before, within its overlap.
+    Previous,
+    /// Made by the platform for a later generation than the stored one.
+    Later(Generation),
+    Refused,
+}
+
+impl UpgradeToken {
+    pub fn judge(&self, token: &str, claim: Claim, mint: &TokenMint, now: Timestamp) -> Standing {
+        if fits(token, &self.hash) {
+            return Standing::Current;
+        }
+        if self.previous.as_ref().is_some_and(|previous| now < previous.until && fits(token, &previous.hash))
+        {
+            return Standing::Previous;
+        }
+        if claim.generation > self.generation && mint.has_made(token, claim, Purpose::Upgrade) {
+            return Standing::Later(claim.generation);
+        }
+        Standing::Refused
+    }
+
+    /// After the first heartbeat of a later generation.
+    #[must_use]
+    pub fn advanced(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
+        if to <= self.generation {
+            return self;
+        }
+        let overlap = SignedDuration::try_from(overlap).unwrap_or(SignedDuration::MAX);
+        let until = now.saturating_add(overlap).unwrap_or(Timestamp::MAX);
+        let previous = Some(PreviousToken { hash: self.hash, until });
+        Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
+    }
+
+    /// The generation to hand to a host that presented a token of this standing; `None`: it keeps the one that it has.
+    pub fn offer(
+        &self,
+        machine: MachineId,
+        standing: Standing,
+        mint: &TokenMint,
+        timing: TokenTiming,
+        now: Timestamp,
+    ) -> Option<Generation> {
+        let is_of_current_key = self.is_of_current_key(machine, mint);
+        match standing {
+            Standing::Refused | Standing::Later(_) => None,
+            // It lost the answer, or went back to what it had before.
+            Standing::Previous if is_of_current_key => Some(self.generation),
+            Standing::Previous => Some(self.generation.next()),
+            Standing::Current => {
+                let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
+                (is_due || !is_of_current_key).then(|| self.generation.next())
+            }
+        }
+    }
+
+    fn is_old(&self, rotate: Duration, now: Timestamp) -> bool {
+        now.duration_since(self.rotated_at) >= SignedDuration::try_from(rotate).unwrap_or(SignedDuration::MAX)
+    }
+
+    /// Whether the stored token was made with the platform key that makes tokens now.
+    pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
+        fits(mint.token(machine, Purpose::Upgrade, self.generation).expose_secret(), &self.hash)
+    }
+
+    /// As the API shows it.
+    pub fn record(&self) -> Value {
+        json!({
+            "generation": self.generation.0,
+            "rotatedAt": rfc3339_ms(self.rotated_at),
+            "requestedAt": self.requested_at.map(rfc3339_ms),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use secrecy::SecretString;
+
+    use super::*;
+    use crate::platform::tokens::{claim, hash};
+
+    const TIMING: TokenTiming =
+        TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
+
+    /// What may happen between a host and the platform.
+    #[derive(Debug, Clone)]
+    enum Act {
+        Wait(i64),
+        Request,
+        /// A heartbeat that the platform answers; the host keeps the answer, or it is lost at one of two places.
+        Beat(Loss),
+        /// The sync agent is killed and another process reads the file.
+        Restart,
+        CopyDatabase,
+        RestoreDatabase,
+        /// The operator changes the platform key; the one in force becomes the previous one.
+        ChangeKey,
+        /// The operator drops the previous key, where the platform says that it is not needed.
+        DropKey,
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Loss {
+        Nothing,
+        Answer,
+        /// Killed while it writes the file: the old content stays.
+        Write,
+    }
+
+    fn act() -> impl Strategy<Value = Act> {
+        prop_oneof![
+            3 => (1_i64..1500).prop_map(Act::Wait),
+            2 => Just(Act::Request),
+            6 => Just(Act::Beat(Loss::Nothing)),
+            2 => Just(Act::Beat(Loss::Answer)),
+            2 => Just(Act::Beat(Loss::Write)),
+            1 => Just(Act::Restart),
+            1 => Just(Act::CopyDatabase),
+            1 => Just(Act::RestoreDatabase),
+            1 => Just(Act::ChangeKey),
+            1 => Just(Act::DropKey),
+        ]
+    }
+
+    struct World {
+        machine: MachineId,
+        now: Timestamp,
+        keys: (u8, Option<u8>),
+        row: UpgradeToken,
+        copy: Option<UpgradeToken>,
+        /// What the host has stored.
+        file: SecretString,
+        /// All that it ever had: somebody may have copied it.
+        copied: Vec<SecretString>,
+    }
+
+    fn mint(keys: (u8, Option<u8>)) -> TokenMint {
+        let previous = keys.1.map(|key| vec![key; 32].into());
+        TokenMint::new(&vec![keys.0; 32].into()).with_previous(previous.as_ref())
+    }
+
+    impl World {
+        fn new() -> Self {
+            let (machine, now, keys) = (MachineId::new(), Timestamp::UNIX_EPOCH, (1, None));
+            let file = mint(keys).token(machine, Purpose::Upgrade, Generation::FIRST);
+            let row = UpgradeToken {
+                hash: hash(file.expose_secret()),
+                generation: Generation::FIRST,
+                rotated_at: now,
+                requested_at: None,
+                previous: None,
+            };
+            Self { machine, now, keys, row, copy: None, file, copied: Vec::new() }
+        }
+
+        fn judge(&self, token: &SecretString) -> Standing {
+            let token = token.expose_secret();
+            self.row.judge(token, claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
+        }
+
+        fn beat(&mut self, loss: Loss) {
+            let standing = self.judge(&self.file);
+            assert_ne!(standing, Standing::Refused, "the host is locked out");
+            let (row, mint) = (self.row.clone(), mint(self.keys));
+            let (row, standing) = match standing {
+                Standing::Later(generation) => {
+                    let hash = hash(self.file.expose_secret());
+                    (row.advanced(generation, hash, TIMING.overlap, self.now), Standing::Current)
+                }
+                standing => (row, standing),
+            };
+            let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
+            self.row = row;
+            if let (Some(generation), Loss::Nothing) = (offer, loss) {
+                let next = mint.token(self.machine, Purpose::Upgrade, generation);
+                self.copied.push(std::mem::replace(&mut self.file, next));
+            }
+        }
+
+        fn take(&mut self, act: &Act) {
+            match *act {
+                Act::Wait(seconds) => {
+                    self.now = self.now.saturating_add(SignedDuration::from_secs(seconds)).unwrap();
+                }
+                Act::Request => self.row.requested_at = Some(self.now),
+                Act::Beat(loss) => self.beat(loss),
+                Act::Restart => {}
+                Act::CopyDatabase => self.copy = Some(self.row.clone()),
+                Act::RestoreDatabase => self.row = self.copy.clone().unwrap_or_else(|| self.row.clone()),
+                Act::ChangeKey if self.keys.1.is_none() => {
+                    self.keys = (self.keys.0 + 1, Some(self.keys.0));
+                    // Copies that need an older key than the previous one are not restored.
+                    self.copy = None;
+                }
+                Act::ChangeKey => {}
+                Act::DropKey => {
+                    let is_needed = !self.row.is_of_current_key(self.machine, &mint((self.keys.0, None)));
+                    if !is_needed {
+                        (self.keys.1, self.copy) = (None, None);
+                    }
+                }
+            }
+        }
+
+        fn settle(&mut self) {
+            for _ in 0..4 {
+                self.beat(Loss::Nothing);
+            }
+            self.now = self.now.saturating_add(SignedDuration::from_secs(101)).unwrap();
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_history_locks_a_host_out_or_keeps_a_copied_token(
+            acts in proptest::collection::vec(act(), 0..60),
+        ) {
+            let mut world = World::new();
+            for act in acts {
+                world.take(&act);
+                assert_ne!(world.judge(&world.file), Standing::Refused, "the host is locked out");
+            }
+            world.settle();
+            let own = claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
+            for copied in &world.copied {
+                if claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
+                    prop_assert_eq!(world.judge(copied), Standing::Refused, "a copied token still works");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn requested_token_is_taken_up_and_the_old_one_ends() {
+        let mut world = World::new();
+        let first = world.file.clone();
+        world.beat(Loss::Nothing);
+        assert_eq!(world.row.generation, Generation(1), "nothing is due");
+        world.take(&Act::Request);
+        world.beat(Loss::Answer);
+        world.beat(Loss::Nothing);
+        assert_eq!(world.judge(&first), Standing::Current, "the new one was not seen yet");
+        world.beat(Loss::Nothing);
+        assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
+        assert_eq!(world.judge(&first), Standing::Previous);
+        world.take(&Act::Wait(100));
+        assert_eq!(world.judge(&first), Standing::Refused);
+        world.take(&Act::Wait(900));
+        world.beat(Loss::Nothing);
+        world.beat(Loss::Nothing);
+        assert_eq!(world.row.generation, Generation(3), "an old token rotates by itself");
+    }
+
+    #[test]
+    fn forged_generation_is_refused() {
+        let world = World::new();
+        let forged = mint((9, None)).token(world.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(world.judge(&forged), Standing::Refused);
+        let real = mint(world.keys).token(world.machine, Purpose::Upgrade, Generation(5));
+        assert_eq!(world.judge(&real), Standing::Later(Generation(5)), "the database is older");
+    }
+}

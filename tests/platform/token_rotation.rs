@@ -1,0 +1,157 @@
+//! `UPGRADE_TOKEN` rotates: a host gets the next one with its heartbeat's answer, and the one before ends.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::stack::{Answer, Guest, Process, Stack, beat_of};
+
+const SHORT_OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "2")];
+
+async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    stack.beat(process, guest, &beat_of(guest)).await
+}
+
+/// The guest with the token of the answer.
+fn with_next(guest: &Guest, answer: &Answer) -> Guest {
+    let token = answer.body["nextToken"].as_str().unwrap_or_else(|| panic!("no token: {answer:?}"));
+    Guest { upgrade_token: token.to_owned(), ..guest.clone() }
+}
+
+async fn request(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    let path = format!("/vps/{}/rotate-token", guest.machine);
+    let answer = stack.post(process, &path, &json!({})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    answer
+}
+
+/// The guest after its token has rotated and the platform has seen the new one.
+async fn rotated(stack: &Stack, process: &Process, guest: &Guest) -> Guest {
+    request(stack, process, guest).await;
+    let next = with_next(guest, &beat(stack, process, guest).await);
+    let answer = beat(stack, process, &next).await;
+    assert_eq!((answer.status, &answer.body["nextToken"]), (200, &Value::Null), "{answer:?}");
+    next
+}
+
+async fn credentials(stack: &Stack, process: &Process, guest: &Guest) -> u16 {
+    let path = format!("/vps/{}/storage-credentials", guest.machine);
+    let call = stack.request(process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+    stack.send(call).await.status
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copied_token_ends_after_the_host_has_used_the_next() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&SHORT_OVERLAP);
+    let guest = stack.running(&process, "user_1").await;
+    assert_eq!(beat(&stack, &process, &guest).await.body["nextToken"], Value::Null, "nothing is due");
+    let asked = request(&stack, &process, &guest).await;
+    assert!(asked.body["upgradeToken"]["requestedAt"].is_string(), "{asked:?}");
+
+    let offered = beat(&stack, &process, &guest).await;
+    assert_eq!(offered.headers["cache-control"], "no-store");
+    let next = with_next(&guest, &offered);
+    // Its answer may be lost: the same token again, and the old one works however long that takes.
+    tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+    let again = with_next(&guest, &beat(&stack, &process, &guest).await);
+    assert_eq!(again.upgrade_token, next.upgrade_token);
+    // Other routes accept both, and only a heartbeat takes it up.
+    assert_eq!(credentials(&stack, &process, &next).await, 200);
+    tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+    assert_eq!(credentials(&stack, &process, &guest).await, 200);
+
+    assert_eq!(beat(&stack, &process, &next).await.status, 200);
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!(record["upgradeToken"]["generation"], 2);
+    assert_eq!(record["upgradeToken"]["requestedAt"], Value::Null);
+    // Within the overlap a host that lost the file gets it again.
+    assert_eq!(with_next(&guest, &beat(&stack, &process, &guest).await).upgrade_token, next.upgrade_token);
+    tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+    beat(&stack, &process, &guest).await.assert_problem(401, "unauthorized");
+    assert_eq!(credentials(&stack, &process, &guest).await, 401);
+    assert_eq!(credentials(&stack, &process, &next).await, 200);
+    assert!(!stack.log().contains(&next.upgrade_token), "a token is in the log");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn old_token_rotates_by_itself_and_all_rotate_by_request() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let (one, two) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let client = stack.database.connect().await.unwrap();
+    let aged = "UPDATE user_machines SET upgrade_token_rotated_at = now() - interval '31 days' WHERE idp_user_id = 'user_1'";
+    client.execute(aged, &[]).await.unwrap();
+    let one = with_next(&one, &beat(&stack, &process, &one).await);
+    assert_eq!(beat(&stack, &process, &one).await.body["nextToken"], Value::Null);
+    assert_eq!(beat(&stack, &process, &two).await.body["nextToken"], Value::Null);
+
+    let all = stack.post(&process, "/vps/fleet/rotate-tokens", &json!({})).await;
+    assert_eq!((all.status, &all.body["requested"]), (200, &json!(2)));
+    for guest in [&one, &two] {
+        with_next(guest, &beat(&stack, &process, guest).await);
+    }
+    // Who does not take it up is listed.
+    let late = "UPDATE user_machines SET upgrade_token_requested_at = now() - interval '8 days' WHERE idp_user_id = 'user_2'";
+    client.execute(late, &[]).await.unwrap();
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    let listed = fleet["attention"].as_array().unwrap();
+    let of = |guest: &Guest| listed.iter().find(|row| row["machineId"] == guest.machine).cloned();
+    let reasons = of(&two).unwrap()["reasons"].clone();
+    assert!(reasons.as_array().unwrap().contains(&json!("token_not_rotated")), "{reasons}");
+    assert!(of(&one).is_none_or(|row| !row["reasons"].to_string().contains("token_not_rotated")));
+
+    stack.delete(&process, &format!("/vps/{}", two.machine)).await;
+    let gone = stack.post(&process, &format!("/vps/{}/rotate-token", two.machine), &json!({})).await;
+    gone.assert_problem(409, "invalid_state");
+}
+
+/// The database of the platform was restored from a copy: the host has a later token than it knows.
+#[tokio::test(flavor = "multi_thread")]
+async fn restored_database_accepts_the_later_token_of_a_host() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&SHORT_OVERLAP);
+    let first = stack.running(&process, "user_1").await;
+    let client = stack.database.connect().await.unwrap();
+    client
+        .batch_execute("CREATE TABLE copy AS SELECT machine_id, upgrade_token_hash FROM user_machines")
+        .await
+        .unwrap();
+    let second = rotated(&stack, &process, &first).await;
+    let third = rotated(&stack, &process, &second).await;
+    let older = "UPDATE user_machines m SET upgrade_token_generation = 1, previous_token_hash = NULL, \
+                 previous_token_until = NULL, upgrade_token_hash = copy.upgrade_token_hash \
+                 FROM copy WHERE copy.machine_id = m.machine_id";
+    client.execute(older, &[]).await.unwrap();
+
+    assert_eq!(beat(&stack, &process, &third).await.status, 200);
+    let record = stack.get(&process, &format!("/vps/{}", third.machine)).await.body;
+    assert_eq!(record["upgradeToken"]["generation"], 3);
+    tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+    for copied in [&first, &second] {
+        beat(&stack, &process, copied).await.assert_problem(401, "unauthorized");
+    }
+    // A number that nobody signed proves nothing.
+    let forged = third.upgrade_token.replace("_3_", "_9_");
+    let forged = Guest { upgrade_token: forged, ..third.clone() };
+    beat(&stack, &process, &forged).await.assert_problem(401, "unauthorized");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn platform_killed_while_a_token_is_taken_up_locks_no_host_out() {
+    for point in ["token-take-up-before-commit", "token-take-up-after-commit"] {
+        let stack = Stack::start().await;
+        let mut process =
+            stack.platform_with(&[SHORT_OVERLAP[0], ("FAILPOINTS", &format!("{point}=return(kill)"))]);
+        let guest = stack.running(&process, "user_1").await;
+        request(&stack, &process, &guest).await;
+        let next = with_next(&guest, &beat(&stack, &process, &guest).await);
+        let base = process.base.clone();
+        assert!(stack.try_beat(&base, &next, &beat_of(&next)).await.is_none(), "{point}");
+        process.killed().await;
+        let process = stack.platform_with(&SHORT_OVERLAP);
+        assert_eq!(beat(&stack, &process, &next).await.status, 200, "{point}");
+        tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
+        beat(&stack, &process, &guest).await.assert_problem(401, "unauthorized");
+        assert_eq!(beat(&stack, &process, &next).await.status, 200, "{point}");
+    }
+}

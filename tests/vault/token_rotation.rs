@@ -1,0 +1,119 @@
+//! The host's side of a rotation: the next token is stored before it is used, and the one before is kept.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use anyhow::Result;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use super::machine::{self, Ended, Machine, Running, until};
+use super::platform::{Answer, Platform};
+
+const FILE: &str = "var/lib/svc/upgrade-token.json";
+
+fn token(machine: &Machine, generation: u32) -> String {
+    let counted = if generation == 1 { String::new() } else { format!("{generation}_") };
+    format!("svcu_{}_{counted}{}", machine.id.0.simple(), "a".repeat(64))
+}
+
+fn offers(token: &str) -> Answer {
+    Answer::Json(200, json!({ "superseded": false, "nextToken": token }))
+}
+
+async fn end(running: Running) -> Result<Ended> {
+    tokio::task::spawn_blocking(move || running.end()).await?
+}
+
+/// A machine whose first token is of the real form.
+async fn machine_of(platform: &Platform) -> Result<Machine> {
+    let store = machine::store()?;
+    let machine = Machine::new(&store, 3).await?;
+    platform.serves(&machine)?;
+    machine.add_env("host.env", &[("UPGRADE_TOKEN", &token(&machine, 1))])?;
+    store.down();
+    Ok(machine)
+}
+
+/// What the nth heartbeat was sent with.
+fn sent(platform: &Platform, nth: usize) -> String {
+    platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
+}
+
+const EACH_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
+
+#[tokio::test]
+async fn next_token_is_stored_for_its_user_alone_and_used() -> Result<()> {
+    let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+    let machine = machine_of(&platform).await?;
+    let (first, second) = (token(&machine, 1), token(&machine, 2));
+    platform.next([offers(&second)]);
+    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    running.signal(Signal::SIGTERM)?;
+    let ended = end(running).await?.expect(0);
+    assert_eq!((sent(&platform, 0), sent(&platform, 1)), (first, second.clone()));
+    assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
+    assert!(!ended.stderr.contains("svcu_"), "a token is in the log: {}", ended.stderr);
+    // The next process begins with it.
+    let before = platform.calls().len();
+    let running = machine.spawn(&["svc-sync-agent"], &[])?;
+    until("a heartbeat", || platform.calls().len() > before).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    assert_eq!(sent(&platform, before), second);
+    Ok(())
+}
+
+#[tokio::test]
+async fn agent_killed_while_it_stores_a_token_keeps_one_that_works() -> Result<()> {
+    for (point, expected) in [("token.before_store", 1), ("token.stored", 2)] {
+        let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+        let machine = machine_of(&platform).await?;
+        platform.next([offers(&token(&machine, 2))]);
+        let kill = format!("{point}=return(kill)");
+        let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND, ("FAILPOINTS", &kill)])?;
+        let ended = end(running).await?;
+        assert!(ended.stderr.len() < 100_000);
+        assert_eq!(platform.calls().len(), 1, "{point}: killed before the second heartbeat");
+        let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+        until("a heartbeat", || platform.calls().len() >= 2).await?;
+        running.signal(Signal::SIGTERM)?;
+        end(running).await?.expect(0);
+        assert_eq!(sent(&platform, 1), token(&machine, expected), "{point}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn refused_token_gives_way_to_the_one_before() -> Result<()> {
+    let alive = || Answer::Json(200, json!({ "superseded": false }));
+    let platform = Platform::start(alive()).await?;
+    let machine = machine_of(&platform).await?;
+    let (first, second) = (token(&machine, 1), token(&machine, 2));
+    platform.next([offers(&second), Answer::Json(401, json!({"code": "unauthorized"}))]);
+    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    until("four heartbeats", || platform.calls().len() >= 4).await?;
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    let sent: Vec<String> = (0..4).map(|nth| sent(&platform, nth)).collect();
+    assert_eq!(sent, [first.clone(), second, first.clone(), first]);
+    Ok(())
+}
+
+/// The updater has written the current token to `host.env` for the release that it switches to.
+#[tokio::test]
+async fn no_token_is_taken_up_during_an_update() -> Result<()> {
+    let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
+    let machine = machine_of(&platform).await?;
+    fs::create_dir_all(machine.path("var/lib/svc/update"))?;
+    fs::write(machine.path("var/lib/svc/update/journal.json"), "{}")?;
+    platform.next([offers(&token(&machine, 2))]);
+    let running = machine.spawn(&["svc-sync-agent"], &[EACH_SECOND])?;
+    until("two heartbeats", || platform.calls().len() >= 2).await?;
+    assert!(!machine.path(FILE).exists());
+    running.signal(Signal::SIGTERM)?;
+    end(running).await?.expect(0);
+    assert_eq!(sent(&platform, 1), token(&machine, 1));
+    Ok(())
+}
