@@ -103,7 +103,7 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
     // Far from the next turn: nothing but the ages given here decides who signs.
-    key_age(kids[0].clone(), 9000).await;
+    key_age(kids[0].clone(), 90_000).await;
     key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
     let settings = settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
@@ -123,7 +123,7 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
     assert!(kept().await.contains(&kids[0]), "its tokens may still be good");
     let gone = || async {
         for kid in kept().await.into_iter().skip(1) {
-            key_age(kid, 4000).await;
+            key_age(kid, 50_000).await;
         }
         (!kept().await.contains(&kids[0])).then_some(())
     };

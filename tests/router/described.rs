@@ -133,6 +133,7 @@ async fn every_code_that_a_route_names_is_seen() -> Result<()> {
     signing_out(&visited).await;
     without_keys().await?;
     without_database().await?;
+    over_the_rate().await?;
     let all: Vec<&'static Operation> = operations().collect();
     let unseen = contract::platform().unseen(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
@@ -147,6 +148,8 @@ async fn a_right_call_of_every_route_is_answered_as_described() -> Result<()> {
         assert!(answer.status < 300, "{id}: {answer:?}");
     }
     let visited = Visited::start().await?;
+    let settled = visited.send(right_call(&visited, named("chooseAccount"))).await;
+    assert_eq!(settled.status, 303, "{settled:?}");
     let hand_over = format!("{}?state=s", named("handOverSession").path);
     let handed = visited.send(visited.known(named("handOverSession"), &hand_over)).await;
     assert_eq!(handed.status, 302, "{handed:?}");
@@ -210,11 +213,31 @@ async fn without_keys() -> Result<()> {
     Ok(())
 }
 
+/// An address that has had too many credentials verified.
+async fn over_the_rate() -> Result<()> {
+    let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
+    for operation in operations() {
+        for number in 0..20 {
+            read(world.get(APP, "/").bearer_auth(format!("a.b.{number}-{}", operation.id))).await;
+        }
+        let call =
+            world.send(operation.method.clone(), host(operation), &format!("{}?code=c", operation.path));
+        let call = match host(operation) {
+            CODE => call.header("cookie", STATE),
+            _ => call.bearer_auth(format!("x.y.{}", operation.id)),
+        };
+        contract::platform().send(call).await?.assert_problem(429, "rate_limited");
+    }
+    Ok(())
+}
+
 async fn without_database() -> Result<()> {
     let database = kit::pg::shared().await?;
     let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
     world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
+    // Opened by another process: here only the database would know it.
+    let unknown = world.beside().await?.session(APP, "user_1").await;
     line.refuse();
     line.cut();
     for operation in operations() {
@@ -224,7 +247,7 @@ async fn without_database() -> Result<()> {
             _ => "",
         };
         let path = format!("{}{query}", operation.path);
-        let cookie = if host == CODE { STATE.to_owned() } else { format!("svc_session={}", "B".repeat(43)) };
+        let cookie = if host == CODE { STATE } else { &unknown };
         let call = world.send(operation.method.clone(), host, &path).header("cookie", cookie);
         contract::platform().send(call).await?.assert_problem(503, "database_unavailable");
     }

@@ -73,7 +73,7 @@ pub static CHOOSE_ACCOUNT: Own = Own {
         summary: "Settles which account this browser uses, where its session and the identity provider disagree.",
         credentials: VISITORS,
         parameters: &[],
-        body: Some(|| fields(&[("account", one_of(&account::Choice::NAMES))], &[("returnTo", text())])),
+        body: Some(|| fields(&[("account", one_of(&account::Choice::NAMES))], &[("returnTo", any_text())])),
         answers: &[Answer {
             status: 303,
             about: "To `returnTo`, a path of this host; with the chosen account.",
