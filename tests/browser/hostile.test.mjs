@@ -115,12 +115,15 @@ test("the owner's routes, other apps' pages and rows are closed to an app", asyn
 });
 
 test("an app neither leaves its frame nor leads it to another app", async () => {
-  const { frame, page, context } = await open();
+  const { frame, page } = await open();
   const here = page.url();
-  await attempt(frame, `top.location = "${app}/?taken"`);
-  await attempt(frame, `top.location.replace("${app}/?taken")`);
-  await attempt(frame, `document.querySelector("#other").click()`);
-  await attempt(frame, `location.assign("/apps/notes/")`);
+  for (const source of [
+    `top.location = "${app}/?taken"`, `top.location.replace("${app}/?taken")`, `document.querySelector("#other").click()`,
+    `location.assign("/apps/notes/")`,
+  ]) {
+    // A refused navigation leaves an error page of the browser in the frame, which runs nothing.
+    await attempt(frame, source).catch(() => undefined);
+  }
   await page.waitForTimeout(500);
   assert.equal(page.url(), here);
   assert.ok(!page.frames().some((frame) => frame.url().includes("/apps/notes/")), page.frames().map((it) => it.url()).join(" "));
@@ -130,7 +133,6 @@ test("an app neither leaves its frame nor leads it to another app", async () => 
   const [popup] = await Promise.all([second.context().waitForEvent("page"), fresh.locator("#out").click()]);
   await popup.waitForLoadState();
   assert.notEqual(await popup.evaluate(() => window.origin), app);
-  assert.ok(context);
 });
 
 test("an app's page opened on its own runs in an origin of its own", async () => {
