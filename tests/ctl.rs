@@ -365,6 +365,7 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
         &["backup", "accept", "ada"],
         &["pointer", "rebuild", "user_1"],
         &["alarm", "release", "servers_missing"],
+        &["operator", "revoke", "bea"],
         &["deploy", "start", "v2"],
         &["provision", "user_1", "--handle", "ada", "--accept-loss"],
     ];
