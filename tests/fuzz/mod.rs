@@ -1,15 +1,12 @@
 //! Parsers of what comes from outside, given documents that somebody has changed: none of them panics, and none accepts what
 //! is outside the rules.
 //!
-//! A [`Target`] is a parser with its rules. Valid documents are made and then mutated, because random bytes are refused at
-//! their first. What once broke a rule is kept below `tests/corpus/<target>`, and is always played again. The short form
+//! A [`Target`] is a parser with its rules, which `cargo xtask fuzz` plays by libFuzzer, too. Valid documents are made and then
+//! mutated, because random bytes are refused at their first. What once broke a rule is kept below `tests/corpus/<target>`, and is always played again. The short form
 //! plays a few cases for every change, the long one (`cargo xtask test --long`) for a minute by the clock.
 
-mod archive;
-mod environment;
 mod mutation;
-mod objects;
-mod release;
+mod parsers;
 mod userdata;
 
 use std::path::PathBuf;
@@ -21,24 +18,11 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use mutation::{Mutation, mutate};
+use parsers::Target;
 
 const LONG: Duration = Duration::from_secs(60);
 /// Of a round of the long form: the clock is looked at in between.
 const ROUND: u32 = 400;
-
-/// A parser, and what must hold of it.
-struct Target {
-    /// Of its corpus.
-    name: &'static str,
-    /// Documents that are in order.
-    valid: BoxedStrategy<Vec<u8>>,
-    /// Holds of any bytes: refused, or accepted within the rules. The error says which rule is broken.
-    holds: fn(&[u8]) -> Result<(), String>,
-    /// A document that is in order is accepted, and says what it said. Without it, refusing all would hold.
-    accepts: fn(&[u8]) -> Result<(), String>,
-    /// Of the short form.
-    cases: u32,
-}
 
 /// What is given to the parser: a valid document as it is, or changed.
 type Case = (Vec<u8>, Vec<Mutation>);
@@ -88,17 +72,9 @@ impl Target {
     }
 }
 
+/// cloud-init reads user-data, which is another program; the others are libFuzzer's, too.
 fn targets() -> Vec<Target> {
-    vec![
-        objects::pointer(),
-        objects::side_record(),
-        release::manifest(),
-        release::signature(),
-        archive::unpacked(),
-        environment::env_file(),
-        environment::boot_env(),
-        userdata::user_data(),
-    ]
+    parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
 
 fn target(name: &str) -> Target {
@@ -154,7 +130,32 @@ fuzzed! {
     a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
     a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
     a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
+    changed_app_manifest_names_no_more, long_changed_app_manifest_names_no_more, "app-manifest";
+    changed_bridge_request_stays_one_statement, long_changed_bridge_request_stays_one_statement, "bridge-request";
+    changed_bridge_filter_means_the_same_nested, long_changed_bridge_filter_means_the_same_nested, "bridge-filter";
+    changed_cursor_resumes_its_own_order_alone, long_changed_cursor_resumes_its_own_order_alone, "bridge-cursor";
+    changed_jwt_is_never_another_user, long_changed_jwt_is_never_another_user, "jwt";
+    changed_proof_is_never_another_principal, long_changed_proof_is_never_another_principal, "proof";
+    changed_heartbeat_is_stored_within_bounds, long_changed_heartbeat_is_stored_within_bounds, "heartbeat";
+    changed_hook_input_sends_no_content, long_changed_hook_input_sends_no_content, "hook-input";
+    changed_agent_frames_are_written_back, long_changed_agent_frames_are_written_back, "agent-frames";
+    changed_agent_output_keeps_bounded_texts, long_changed_agent_output_keeps_bounded_texts, "agent-output";
+    changed_event_id_is_refused, long_changed_event_id_is_refused, "event-id";
     a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";
+}
+
+/// A target without an executable would be searched by nothing.
+#[test]
+fn libfuzzer_has_every_target() {
+    let manifest = include_str!("../libfuzzer/Cargo.toml");
+    let binaries: Vec<_> = manifest
+        .split("[[bin]]")
+        .skip(1)
+        .filter_map(|part| part.lines().find_map(|line| line.strip_prefix("name = ")))
+        .map(|name| name.trim_matches('"'))
+        .collect();
+    let names: Vec<_> = parsers::targets().iter().map(|target| target.name).collect();
+    assert_eq!(binaries, names);
 }
 
 #[test]

@@ -17,8 +17,10 @@ mod watch;
 
 pub use bundled::run as install_bundled;
 pub use column::{Column, ColumnType, Origin};
+#[cfg(feature = "fuzzing")]
+pub use ddl::registration_sql;
 pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
-#[cfg(test)]
+#[cfg(any(test, feature = "fuzzing"))]
 pub use manifest::Manifest;
 pub use manifest::Table;
 pub use name::{Name, Slug};

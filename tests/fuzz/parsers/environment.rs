@@ -7,6 +7,7 @@ use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 
 use super::Target;
+use super::systemd;
 
 pub fn env_file() -> Target {
     Target {
@@ -28,7 +29,7 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..12).prop_map(|lines| lines.concat().into_bytes())
 }
 
-/// Names are names; what was read and is written again is read as the same.
+/// Names are names; systemd reads the same; what was read and is written again is read as the same.
 fn file_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let pairs = match parse_env_file(text) {
@@ -40,6 +41,10 @@ fn file_holds(bytes: &[u8]) -> Result<(), String> {
     let good = |name: &str| name.chars().all(named) && !name.starts_with(|c: char| c.is_ascii_digit());
     if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !good(name)) {
         return Err(format!("{name:?} was taken for a name"));
+    }
+    let read = systemd::read_env_file(text);
+    if read != pairs {
+        return Err(format!("{pairs:?} was read, and systemd reads {read:?}"));
     }
     let again: String = pairs.iter().map(|(name, value)| env_line(name, value)).collect();
     if parse_env_file(&again).as_ref() == Ok(&pairs) {
