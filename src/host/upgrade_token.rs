@@ -23,6 +23,8 @@ use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::machine::id::MachineId;
 
+/// Places where a test may stop the process, in the order they are reached.
+pub const POINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_BYTES: u64 = 4096;
 const VARIABLE: &str = "UPGRADE_TOKEN";

@@ -17,6 +17,9 @@ use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
+/// Places where a test may stop the process, in the order they are reached.
+pub const POINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
+
 /// When tokens rotate.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTiming {

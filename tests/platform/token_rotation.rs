@@ -138,7 +138,7 @@ async fn restored_database_accepts_the_later_token_of_a_host() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn platform_killed_while_a_token_is_taken_up_locks_no_host_out() {
-    for point in ["token-take-up-before-commit", "token-take-up-after-commit"] {
+    for point in svc::platform::token_rotation::POINTS {
         let stack = Stack::start().await;
         let mut process =
             stack.platform_with(&[SHORT_OVERLAP[0], ("FAILPOINTS", &format!("{point}=return(kill)"))]);

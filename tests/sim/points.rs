@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use svc::host::records::book;
-use svc::host::{backup, heartbeat, register, restore, update, watch};
+use svc::host::{backup, heartbeat, register, restore, update, upgrade_token, watch};
 use svc::platform::operations::{OperationKind, points};
-use svc::platform::rollouts;
+use svc::platform::{rollouts, token_rotation};
 
 /// Enumerations, each with the test that kills at every one of its points.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 15] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 17] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (backup::DRILL_POINTS, "svc::host::backup::DRILL_POINTS", "tests/vault/checks.rs"),
@@ -25,6 +25,8 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 15]
         (book::POINTS, "POINTS", "tests/records/exact.rs"),
         (watch::POINTS, "svc::host::watch::POINTS", "tests/audit/life.rs"),
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
+        (upgrade_token::POINTS, "svc::host::upgrade_token::POINTS", "tests/vault/token_rotation.rs"),
+        (token_rotation::POINTS, "svc::platform::token_rotation::POINTS", "tests/platform/token_rotation.rs"),
         (rollouts::POINTS, "svc::platform::rollouts::POINTS", "tests/platform/kills.rs"),
     ]
 }
