@@ -66,7 +66,7 @@ mod tests {
         for key in 0..3 * SWEEP_INTERVAL {
             limit.check(&key).unwrap();
         }
-        let held = limit.buckets.as_ref().map_or(0, |buckets| buckets.len());
+        let held = limit.buckets.as_ref().map_or(0, RateLimiter::len);
         assert!(held <= SWEEP_INTERVAL as usize, "{held}");
     }
 }
