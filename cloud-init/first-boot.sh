@@ -14,10 +14,11 @@ say() { printf '%s\n' "$*" >&2; }
 
 # The value of a variable in an env file, which quotes it as systemd does.
 value() { sed -n "s/^$2=\"\(.*\)\"\$/\1/p" "$svc/env/$1.env" | sed 's/\\\(.\)/\1/g' | tail -n 1; }
-machine=$(value host SVC_MACHINE_ID)
-platform=$(value host PLATFORM_INTERNAL_URL)
-registration=$(value boot REGISTRATION_TOKEN)
-image=$(value boot SVC_POSTGRES_IMAGE)
+# What root acts on is in root's own file: after the stage bundle the others are svc-gateway's.
+machine=$(value update SVC_MACHINE_ID)
+platform=$(value update PLATFORM_INTERNAL_URL)
+registration=$(value boot REGISTRATION_TOKEN | tr -cd 'A-Za-z0-9_-')
+image=$(value update SVC_POSTGRES_IMAGE)
 image=${image:-docker.io/library/postgres:16}
 
 as() {
@@ -121,12 +122,13 @@ patiently pull &
 pulling=$!
 
 program=$svc/current/bin/svc
-url=$(value boot SVC_HOST_BUNDLE_URL)
+url=$(value update SVC_HOST_BUNDLE_URL)
+sha256=$(value update SVC_BUNDLE_SHA256)
 mkdir -p "$svc/bootstrap"
 cd "$svc/bootstrap"
 if [ ! -x "$program" ]; then
   token=
-  [ -z "$(value boot SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(value host UPGRADE_TOKEN)
+  [ -z "$(value update SVC_HOST_BUNDLE_WITH_TOKEN)" ] || token=$(value host UPGRADE_TOKEN | tr -cd 'A-Za-z0-9_-')
   # An address may have a signature in it: it is no argument, either.
   download() {
     ended=0
@@ -140,7 +142,7 @@ if [ ! -x "$program" ]; then
     return 1
   }
   fetch() { patiently download || fail "the bundle could not be downloaded: $(tail -n 1 download.err)"; }
-  whole() { echo "$(value boot SVC_BUNDLE_SHA256)  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
+  whole() { echo "$sha256  bundle.tar.gz" | sha256sum --check --status 2>/dev/null; }
   whole || fetch
   # Once anew: the beginning may be of another time.
   whole || { rm -f bundle.tar.gz; fetch; }
@@ -151,7 +153,7 @@ if [ ! -x "$program" ]; then
 fi
 # A release that is there already only gets what a cut kept from it: links, units, the database's password.
 ended=0
-SVC_HOST_BUNDLE_URL=$url "$program" svc-update boot 2>boot.err || ended=$?
+SVC_HOST_BUNDLE_URL=$url SVC_BUNDLE_SHA256=$sha256 "$program" svc-update boot 2>boot.err || ended=$?
 cat boot.err >&2
 [ "$ended" = 0 ] || fail "$(tail -n 1 boot.err)"
 cd /

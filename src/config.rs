@@ -5,10 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use secrecy::SecretString;
+
+/// The largest env file; user-data as a whole has less.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// All that is wrong with the configuration, one line each; leaves with exit 78.
 #[derive(Debug, thiserror::Error)]
@@ -50,15 +55,15 @@ impl Env {
 
     /// Adds the variables of an env file below those already there. An absent file adds nothing.
     pub fn with_file(self, path: &Path) -> Self {
-        self.with_file_except(path, &[])
+        self.with_file_where(path, |_, _| true)
     }
 
-    /// As [`Self::with_file`], without these variables.
-    pub fn with_file_except(mut self, path: &Path, except: &[&str]) -> Self {
-        match std::fs::read_to_string(path) {
+    /// As [`Self::with_file`], of the variables whose name and value are taken.
+    pub fn with_file_where(mut self, path: &Path, is_taken: impl Fn(&str, &str) -> bool) -> Self {
+        match read_bounded(path) {
             Ok(text) => match parse_env_file(&text) {
                 Ok(pairs) => pairs.into_iter().for_each(|(name, value)| {
-                    if !value.is_empty() && !except.contains(&name.as_str()) {
+                    if !value.is_empty() && is_taken(&name, &value) {
                         self.vars.entry(name).or_insert(value);
                     }
                 }),
@@ -137,6 +142,15 @@ impl Env {
             _ => Err(ConfigError { mistakes: self.mistakes }),
         }
     }
+}
+
+fn read_bounded(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let size = File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)? as u64;
+    if size > MAX_FILE_BYTES {
+        return Err(io::Error::other(format!("it has more than {MAX_FILE_BYTES} bytes")));
+    }
+    Ok(text)
 }
 
 /// A setting that is on or off.

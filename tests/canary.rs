@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use channels::Watch;
 use detector::{Detector, Leak};
 
-const ADMIN: &str = "canary-admin-token-0123456789";
+const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
 /// What the owner keeps in a row, also where it does not fit.
 const ROW: &str = "canary-of-a-row-value";
 const ASKED: &str = "canary-request-from-the-router-1";

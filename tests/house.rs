@@ -110,6 +110,16 @@ fn every_variable_is_in_the_reference() {
 }
 
 #[test]
+fn every_host_setting_is_judged_for_root() {
+    assert_none(&documented::unlisted_for_root(&files()));
+}
+
+#[test]
+fn every_dependency_has_its_reason() {
+    assert_none(&documented::unexplained_dependencies(&files()));
+}
+
+#[test]
 fn every_metric_is_in_the_readme() {
     assert_none(&documented::untold_metrics(&files()));
 }

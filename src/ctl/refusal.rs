@@ -70,7 +70,7 @@ impl Refusal {
             401 | 403 => Exit::Permission,
             429 | 503 | 504 => Exit::TryAgain,
             502 => Exit::Unavailable,
-            400..=499 => Exit::Refused,
+            507 | 400..=499 => Exit::Refused,
             _ => Exit::Internal,
         }
     }
@@ -154,6 +154,10 @@ fn by_options(detail: &str, body: &Value) -> String {
 fn option_of(pointer: &str) -> String {
     let name = match pointer.trim_start_matches(['/', '?']) {
         "snapshotKey" => "snapshot".to_owned(),
+        "startDate" => "from".to_owned(),
+        "endDate" => "to".to_owned(),
+        "groupBy" => "by".to_owned(),
+        "userId" => "user".to_owned(),
         name => name.chars().fold(String::new(), |mut option, letter| {
             if letter.is_ascii_uppercase() {
                 option.push('-');
@@ -251,6 +255,9 @@ fn advice(code: &str) -> Option<&'static str> {
         "superseded" => "nothing: the machine was replaced, and stops by itself",
         "host_unreachable" => {
             "`svcctl status <machine>` says when its host was last heard; `svcctl recover <user>` if it is lost"
+        }
+        "host_refused" | "host_answer_invalid" => {
+            "the detail says what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"
         }
         "provisioning_error" => {
             "the platform's log has the provider's answer under the request id; check quota, location and server type"

@@ -1,14 +1,14 @@
 //! What every host applet knows of its machine: `host.env`, `r2.env` and `boot.env`, below the process environment.
 
 use std::fmt;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::PathBuf;
 
 use secrecy::SecretString;
 use url::Url;
 
 use super::epoch;
 use super::layout::Layout;
+use super::root_settings;
 use super::upgrade_token::UpgradeToken;
 use crate::config::{ConfigError, Env};
 use crate::http::proof::ProofKeys;
@@ -17,21 +17,27 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::telemetry;
 
-/// Variables that name programs.
-const PROGRAMS: [&str; 1] = ["SVC_PG_BIN_DIR"];
-
-/// The environment of a host applet: process, then the env files below `SVC_ROOT`. Root takes no variable that names a
-/// program from a file that another user can write.
+/// The environment of a host applet: process, then the env files below `SVC_ROOT`. Root takes from a file that another user
+/// can write what [`root_settings::FROM_OTHERS`] lists, and has its own file above it.
 pub fn environment(layout: &Layout) -> Env {
-    let files = [layout.host_env(), layout.store_env(), layout.boot_env()];
-    files.iter().fold(Env::from_process(), |env, file| {
-        let except = if is_root_reading_others(file) { &PROGRAMS[..] } else { &[] };
-        env.with_file_except(file, except)
-    })
+    if nix::unistd::geteuid().is_root() {
+        let own = Env::from_process().with_file(&layout.update_env());
+        return root_settings::with_files_of_others(own, &service_files(layout));
+    }
+    environment_of_services(layout)
 }
 
-fn is_root_reading_others(file: &Path) -> bool {
-    nix::unistd::geteuid().is_root() && std::fs::metadata(file).is_ok_and(|meta| meta.uid() != 0)
+/// The environment as the machine's services have it, also where root looks: without root's own file.
+pub fn environment_of_services(layout: &Layout) -> Env {
+    let files = service_files(layout);
+    if nix::unistd::geteuid().is_root() {
+        return root_settings::with_files_of_others(Env::from_process(), &files);
+    }
+    files.iter().fold(Env::from_process(), |env, file| env.with_file(file))
+}
+
+fn service_files(layout: &Layout) -> [PathBuf; 3] {
+    [layout.host_env(), layout.store_env(), layout.boot_env()]
 }
 
 /// Starts an applet's log with this machine's name; a configuration that is wrong is told of when it is read.
@@ -131,29 +137,5 @@ impl DatabaseUrl {
         self.0.expose_secret().parse().map_err(|_| ConfigError {
             mistakes: vec!["DATABASE_URL: must be postgres://user:password@host:port/database".to_owned()],
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Needs root, to give a file to another user.
-    #[test]
-    fn root_runs_no_program_that_a_users_file_names() {
-        let dir = tempfile::tempdir().unwrap();
-        let layout = Layout::new(dir.path());
-        let text = "SVC_PG_BIN_DIR=/tmp/planted\nSVC_HANDLE=ada\n";
-        crate::fsx::write_atomic(&layout.host_env(), text.as_bytes(), 0o600).unwrap();
-        let named = || environment(&layout).text("SVC_PG_BIN_DIR").filter(|dir| dir == "/tmp/planted");
-        if std::env::var_os("SVC_PG_BIN_DIR").is_none() {
-            assert!(named().is_some(), "from a file of one's own");
-        }
-        if std::os::unix::fs::chown(layout.host_env(), Some(940), Some(940)).is_err() {
-            eprintln!("skipped: only root can give a file to another user");
-            return;
-        }
-        assert_eq!(named(), None);
-        assert_eq!(environment(&layout).text("SVC_HANDLE").as_deref(), Some("ada"));
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod agent_run;
 pub mod agents;
+pub mod app_sizes;
 pub mod archive;
 pub mod backup;
 pub mod backup_progress;
@@ -33,6 +34,7 @@ pub mod registered;
 pub mod release;
 pub mod restore;
 pub mod role_facts;
+pub mod root_settings;
 pub mod runner;
 pub mod scratch;
 pub mod settings;

@@ -30,14 +30,31 @@ pub struct Settings {
     pub time_zone: String,
     pub limits: Limits,
     pub agents: AgentSettings,
+    pub storage: StorageQuotas,
     /// Of the file as it is now, where these settings are an earlier one's.
     pub mistake: Option<String>,
+}
+
+/// `storage` of `config.json`: how many bytes the tables of an app may take.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct StorageQuotas {
+    app_bytes: Option<u64>,
+    apps: BTreeMap<String, u64>,
+}
+
+impl StorageQuotas {
+    /// The quota of an app by its slug, if the owner has set one for it or for all.
+    pub fn of(&self, slug: &str) -> Option<u64> {
+        self.apps.get(slug).copied().or(self.app_bytes)
+    }
 }
 
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 struct ConfigFile {
     cost_limits: CostLimits,
+    storage: StorageQuotas,
     agents: BTreeMap<String, AgentFile>,
     dispatch: DispatchFile,
     prices: BTreeMap<String, Price>,
@@ -59,6 +76,7 @@ impl Default for Settings {
             time_zone: "UTC".to_owned(),
             limits: Limits::default(),
             agents: AgentSettings::default(),
+            storage: StorageQuotas::default(),
             mistake: None,
         }
     }
@@ -80,7 +98,7 @@ impl Settings {
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
         let agents = AgentSettings::checked(file.agents, file.dispatch, file.prices)?;
         let limits = Limits { daily, monthly, reservation };
-        Ok(Self { calendar, time_zone, limits, agents, mistake: None })
+        Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
     }
 
     /// The file's; where it is broken, which is said in them, those that were last good.

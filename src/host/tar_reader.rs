@@ -1,7 +1,7 @@
 //! The one reader of tar archives that come from outside: bundles and owners' archives.
 //!
 //! It hands out files, directories and links by their full names, GNU and PAX long names included, and refuses all other
-//! kinds of entries. What it holds in memory is bounded by [`TarLimits`], whatever a header claims: a record is measured
+//! kinds of entries. What it holds in memory is bounded by [`TarLimits`] and not by what a header claims: a record is measured
 //! before it is read, and the `tar` crate, which would allocate what a record claims, only ever reads raw headers.
 
 use std::collections::HashSet;

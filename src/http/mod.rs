@@ -19,3 +19,4 @@ pub mod segments;
 pub mod server;
 pub mod shards;
 pub mod tls;
+pub mod usage;

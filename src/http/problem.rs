@@ -54,11 +54,14 @@ codes! {
     CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "The cost limit is reached"
     ProvisioningError BAD_GATEWAY "provisioning_error" "The provider could not do this"
     HostUnreachable BAD_GATEWAY "host_unreachable" "The host could not be asked"
+    HostRefused BAD_GATEWAY "host_refused" "The host refused the platform's request"
+    HostAnswerInvalid BAD_GATEWAY "host_answer_invalid" "The host's answer cannot be used"
     UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not answer"
     Disabled SERVICE_UNAVAILABLE "disabled" "This is switched off"
     StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "The object store cannot be reached"
     DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "The database cannot be reached"
     Unavailable SERVICE_UNAVAILABLE "unavailable" "Not available now"
+    StorageQuotaReached INSUFFICIENT_STORAGE "storage_quota_reached" "The app's storage quota is reached"
     DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "This took too long"
     Internal INTERNAL_SERVER_ERROR "internal" "Something went wrong on our side"
 }
@@ -84,6 +87,21 @@ pub struct FieldError {
     pub detail: String,
 }
 
+/// The errors of one request that its answer names.
+const MAX_ERRORS: usize = 32;
+/// Of a pointer, and of its detail; a request can have a field name of its whole size.
+const MAX_ERROR_CHARS: usize = 256;
+
+impl FieldError {
+    fn shortened(&self) -> Self {
+        let short = |text: &str| match text.char_indices().nth(MAX_ERROR_CHARS) {
+            Some((end, _)) => format!("{}…", &text[..end]),
+            None => text.to_owned(),
+        };
+        Self { pointer: short(&self.pointer), detail: short(&self.detail) }
+    }
+}
+
 /// A refusal or failure on its way to the caller.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{}: {detail}", .code.as_str())]
@@ -101,10 +119,14 @@ impl Problem {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
 
+    /// Names the first [`MAX_ERRORS`] of the errors, so that no request gets an answer many times its size.
     pub fn invalid(errors: &[FieldError]) -> Self {
-        let detail =
-            errors.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect::<Vec<_>>().join("; ");
-        Self::new(Code::InvalidRequest, detail).with("errors", serde_json::json!(errors))
+        let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
+        let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();
+        if errors.len() > MAX_ERRORS {
+            detail.push(format!("and {} more", errors.len() - MAX_ERRORS));
+        }
+        Self::new(Code::InvalidRequest, detail.join("; ")).with("errors", serde_json::json!(shown))
     }
 
     pub fn field(pointer: impl Into<String>, detail: impl Into<String>) -> Self {
@@ -158,5 +180,20 @@ impl IntoResponse for Problem {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusal_of_many_errors_is_bounded() {
+        let error =
+            FieldError { pointer: format!("/{}", "é".repeat(100_000)), detail: "is unknown".to_owned() };
+        let problem = Problem::invalid(&vec![error; 1000]);
+        assert!(problem.detail.ends_with("; and 968 more"), "{}", problem.detail);
+        assert_eq!(problem.members["errors"].as_array().map(Vec::len), Some(MAX_ERRORS));
+        assert!(problem.detail.len() < 32 << 10, "{}", problem.detail.len());
     }
 }

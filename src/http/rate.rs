@@ -11,7 +11,7 @@ use governor::{DefaultKeyedRateLimiter, Quota, RateLimiter};
 /// Full buckets are dropped after this many checks, so that memory follows the keys that are in use.
 const SWEEP_INTERVAL: u32 = 4096;
 
-/// Admits so many requests a second for each key, and a burst of some seconds' worth.
+/// A rate in requests per second for each key, with a burst of some seconds' worth.
 pub struct RateLimit<K: Hash + Eq + Clone> {
     /// `None`: no limit.
     buckets: Option<DefaultKeyedRateLimiter<K>>,

@@ -16,6 +16,7 @@ use url::Url;
 use super::db;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
+use super::rates::RateConfig;
 use super::router::RouterConfig;
 use super::token_rotation::TokenTiming;
 use crate::config::{ConfigError, Env, Flag};
@@ -40,6 +41,7 @@ pub struct PlatformConfig {
     pub store: StoreConfig,
     pub host_credentials: HostCredentials,
     pub connections: Connections,
+    pub rates: RateConfig,
     pub timing: Timing,
 }
 
@@ -173,6 +175,7 @@ impl PlatformConfig {
         let store = StoreConfig::read(env);
         let host_credentials = HostCredentials::read(env, store.as_ref());
         let connections = Connections::read(env);
+        let rates = RateConfig::read(env);
         let timing = Timing {
             registration_ttl: seconds(env, "REGISTRATION_TTL_SECONDS", 1800),
             last_backup_deadline: seconds(env, "LAST_BACKUP_DEADLINE_SECONDS", 60),
@@ -221,6 +224,7 @@ impl PlatformConfig {
             store: store?,
             host_credentials: host_credentials?,
             connections,
+            rates,
             timing,
         })
     }

@@ -11,6 +11,7 @@ use super::db::Db;
 use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
+use super::rates::ApiRates;
 use super::router::Freshness;
 use super::server_checks::ServerChecks;
 use super::tokens::TokenMint;
@@ -43,5 +44,7 @@ pub struct Platform {
     pub reconcile: Notify,
     /// Which heartbeats of this process's hosts may have the provider asked.
     pub server_checks: ServerChecks,
+    /// Of the control API, in this process.
+    pub rates: ApiRates,
     pub stop: CancellationToken,
 }

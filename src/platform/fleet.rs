@@ -20,7 +20,7 @@ const STUCK_ATTEMPTS: i32 = 8;
 const BOOT_SLOW: f64 = 600.0;
 /// A machine that an operator has had switched off for longer may have been forgotten.
 const POWERED_OFF_LONG: f64 = 3600.0;
-/// A host takes its next token with the first heartbeat after it is due; after so much longer it does not.
+/// A host takes its next token with the first heartbeat after it is due; this much later counts as not rotated.
 const TOKEN_OVERDUE: f64 = 7.0 * 86_400.0;
 /// Machines that are listed as needing attention; the total says how many there are.
 pub const MOST_LISTED: usize = 1000;

@@ -22,6 +22,7 @@ pub mod operators;
 mod probe;
 pub mod process_clock;
 pub mod rate_budget;
+pub mod rates;
 pub mod rollouts;
 pub mod router;
 pub mod server_checks;
@@ -48,6 +49,7 @@ use self::host_store::HostStore;
 use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
+use self::rates::ApiRates;
 use self::router::{Freshness, RouterContext};
 use self::server_checks::ServerChecks;
 use self::tokens::TokenMint;
@@ -166,6 +168,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         nudge: Notify::new(),
         reconcile: Notify::new(),
         server_checks: ServerChecks::new(config.timing.server_check),
+        rates: ApiRates::new(&config.rates),
         stop: stop.clone(),
         config,
     });
@@ -178,7 +181,9 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     tasks.spawn(rollouts::run(platform.clone()));
     println!("listening api {}", api.url);
     let control = api::routes(platform.clone()).layer(Extension(scrape));
-    tasks.spawn(server::serve(api.listener, api.tls, control, Limits::default(), stop.clone()));
+    let trusted_proxies = platform.config.rates.trusted_proxies.clone();
+    let limits = Limits { trusted_proxies, ..Limits::default() };
+    tasks.spawn(server::serve(api.listener, api.tls, control, limits, stop.clone()));
     let routes = router::router(routes).or_exit(Exit::Internal)?;
     println!("listening router {}", public.url);
     let trusted_proxies = platform.config.routing.trusted_proxies.clone();

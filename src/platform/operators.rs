@@ -1,6 +1,6 @@
 //! Who calls the control API as an operator, and what each may do. Pure: tokens are verified in `api::access`.
 //!
-//! Scopes are a plain set: none implies another, and nobody gives an operator a scope that they do not have themselves.
+//! Scopes are a plain set: none implies another, and an operator gives only scopes that they have themselves.
 
 use std::collections::BTreeSet;
 use std::fmt;

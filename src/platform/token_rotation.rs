@@ -29,7 +29,7 @@ pub struct TokenTiming {
     pub overlap: Duration,
 }
 
-/// What is stored of a machine's token.
+/// A machine's token as the database keeps it.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
     pub hash: Vec<u8>,
@@ -148,7 +148,7 @@ mod tests {
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator changes the platform key; the one in force becomes the previous one.
+        /// The operator changes the platform key; the current one becomes the previous one.
         ChangeKey,
         /// The operator drops the previous key, where the platform says that it is not needed.
         DropKey,
@@ -185,7 +185,7 @@ mod tests {
         copy: Option<UpgradeToken>,
         /// What the host has stored.
         file: SecretString,
-        /// All that it ever had: somebody may have copied it.
+        /// Every earlier token: an attacker may have copied it.
         copied: Vec<SecretString>,
     }
 

@@ -54,14 +54,12 @@ pub fn render(
     keys: &ProofKeys,
     mint: &TokenMint,
 ) -> Result<SecretString, RenderError> {
-    let mut secret = vec![
+    let secret = [
         ("/opt/svc/env/host.env", host_env(machine, hosts, keys, mint)),
         ("/opt/svc/env/r2.env", store.env_file()),
-        ("/opt/svc/env/boot.env", boot_env(machine, hosts, mint)),
+        ("/opt/svc/env/boot.env", boot_env(machine, mint)),
+        ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
-    if let Some(keys) = &hosts.bundle_public_keys {
-        secret.push(("/opt/svc/env/update.env", env_line("SVC_BUNDLE_PUBLIC_KEYS", keys)));
-    }
     for (path, content) in &secret {
         if let Some(name) = not_a_line(content) {
             return Err(RenderError::NotALine { path, name });
@@ -136,18 +134,30 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
     text
 }
 
-fn boot_env(machine: &MachineRow, hosts: &HostSettings, mint: &TokenMint) -> String {
+fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     let token = mint.first_token(machine.id, Purpose::Registration, &machine.registration_token_hash);
-    let bundle_url = hosts.bundle_url.of(&machine.image_version);
     let mut text = lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
-        ("SVC_HOST_BUNDLE_URL", &bundle_url),
-        ("SVC_BUNDLE_SHA256", &machine.bundle_sha256),
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
     ]);
     if let Some(key) = &machine.restore_snapshot {
         text.push_str(&env_line("SVC_RESTORE_SNAPSHOT", key));
+    }
+    text
+}
+
+/// What root acts on: only root can change the file.
+fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
+    let bundle_url = hosts.bundle_url.of(&machine.image_version);
+    let mut text = lines(&[
+        ("PLATFORM_INTERNAL_URL", hosts.internal_url.as_str().trim_end_matches('/')),
+        ("SVC_MACHINE_ID", &machine.id.to_string()),
+        ("SVC_HOST_BUNDLE_URL", &bundle_url),
+        ("SVC_BUNDLE_SHA256", &machine.bundle_sha256),
+    ]);
+    if let Some(keys) = &hosts.bundle_public_keys {
+        text.push_str(&env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
     }
     // The token is for the platform alone, by whichever of its addresses.
     if hosts.is_of_platform(&bundle_url) {

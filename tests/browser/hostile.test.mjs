@@ -11,7 +11,7 @@ const SLUG = "hostile";
 const folder = join(stack.owner.home, "apps", SLUG);
 let chrome;
 let visits = [];
-/** A site of somebody else, which notes every request. */
+/** An attacker's site, which records every request. */
 let thief;
 const stolen = [];
 

@@ -255,6 +255,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
         fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
     dead.has("platform", "problem", "cannot be reached");
     dead.has("clock", "skipped", "cannot be reached");
+    dead.has("configuration", "problem", "update.env is another");
     let past = at_another_time("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
     late.has("clock", "problem", "ahead of the platform's");

@@ -1,4 +1,4 @@
-//! The reader of archives that come from outside: whatever is in one, what it hands out is within the limits.
+//! The reader of archives from outside: every entry that it returns is within the limits, for any input.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -62,7 +62,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// What is in order, as the `tar` crate reads it, is handed out whole.
+/// A valid archive, as the `tar` crate reads it, is returned whole.
 fn accepts(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {

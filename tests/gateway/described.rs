@@ -13,7 +13,7 @@ use svc::machine::id::MachineId;
 use super::host::{Host, Machine, USER, signer, unique};
 use crate::contract::{self, Contract, Reply, Side, Stranger, right_body, right_call, variants, wrong_ways};
 
-const ADMIN: &str = "admin-s3cret";
+const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const NOWHERE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
@@ -341,6 +341,10 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     contract::gateway().plant("a-s3cret-value");
     world.send(world.query(&insert)).await;
     world.send(world.query(&insert)).await.assert_problem(409, "conflict");
+    let quota = json!({ "storage": { "appBytes": 1 } }).to_string();
+    world.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
+    let by_app = world.by("app", &Method::POST, "/api/bridge/query");
+    world.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
     for (body, status, code) in [
         (of("get", json!({ "id": uuid::Uuid::now_v7() })), 404, "not_found"),
         (of("find", json!({ "app": "unknown" })), 404, "not_found"),

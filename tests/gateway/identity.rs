@@ -9,6 +9,8 @@ use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, answer, signer};
 
+const ADMIN: &str = "admin-secret-0123456789-0123456789";
+
 /// No database: identity comes before it.
 const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
@@ -89,7 +91,7 @@ async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
 #[tokio::test]
 async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
     let mut machine = Machine::new(NOWHERE)?;
-    machine.env.insert("ADMIN_TOKEN".into(), "admin-secret".into());
+    machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
     let get = |request: &str| {
         host.by_socket(&format!("GET /api/backups HTTP/1.1\nhost: h\nconnection: close\n{request}\n"))
@@ -98,14 +100,57 @@ async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
     assert!(get("x-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Bearer nonsense\n")?.starts_with("HTTP/1.1 401"));
     assert!(get("authorization: Basic eDp5\n")?.starts_with("HTTP/1.1 401"));
-    assert!(get("authorization: Bearer admin-secret\n")?.starts_with("HTTP/1.1 200"));
-    assert!(get("authorization: Bearer admin-secret\nx-svc-proof: a.b.c\n")?.starts_with("HTTP/1.1 401"));
+    assert!(get(&format!("authorization: Bearer {ADMIN}\n"))?.starts_with("HTTP/1.1 200"));
+    assert!(
+        get(&format!("authorization: Bearer {ADMIN}\nx-svc-proof: a.b.c\n"))?.starts_with("HTTP/1.1 401")
+    );
     let bad_beside_good = host.owner(Method::GET, "/api/backups").bearer_auth("nonsense");
     assert_eq!(bad_beside_good.send().await?.status(), StatusCode::UNAUTHORIZED);
-    let admin_alone = host.bare(Method::GET, "/api/backups").bearer_auth("admin-secret");
+    let admin_alone = host.bare(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(admin_alone.send().await?.status(), StatusCode::UNAUTHORIZED, "neither proof nor JWT");
-    let with_proof = host.owner(Method::GET, "/api/backups").bearer_auth("admin-secret");
+    let with_proof = host.owner(Method::GET, "/api/backups").bearer_auth(ADMIN);
     assert_eq!(with_proof.send().await?.status(), StatusCode::OK);
+    Ok(())
+}
+
+#[tokio::test]
+async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
+    let short = &ADMIN[..31];
+    let mut machine = Machine::new(NOWHERE)?;
+    machine.env.insert("ADMIN_TOKEN".into(), short.into());
+    let host = machine.start()?;
+    let by_admin = host.owner(Method::GET, "/api/backups").bearer_auth(short);
+    assert_eq!(by_admin.send().await?.status(), StatusCode::UNAUTHORIZED);
+    assert_eq!(host.owner(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK, "the owner");
+    let log = host.log();
+    assert!(log.contains("ADMIN_TOKEN is ignored") && !log.contains(short), "{log}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn platform_reads_usage_and_nothing_else_of_the_owner() -> Result<()> {
+    let host = Machine::new(NOWHERE)?.start()?;
+    let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
+        let mut claims = host.machine.claims(Route::Internal);
+        claims.method = Some(method.to_string());
+        claims.path = Some(signed.to_owned());
+        claims.jti = Some(uuid::Uuid::new_v4().to_string());
+        let proof = host.machine.signer.sign(&claims);
+        Ok(host.bare(method, path).header("x-svc-proof", proof).send().await?.status())
+    };
+    assert_eq!(send(Method::GET, "/api/usage?groupBy=user", "/api/usage").await?, StatusCode::OK);
+    let elsewhere = send(Method::GET, "/api/usage", "/_svc/internal/backup").await?;
+    assert_eq!(elsewhere, StatusCode::FORBIDDEN, "a proof for another path");
+    for (method, path) in [
+        (Method::GET, "/api/limits"),
+        (Method::PUT, "/api/limits"),
+        (Method::GET, "/api/interactions"),
+        (Method::GET, "/api/audit"),
+        (Method::GET, "/api/backups"),
+        (Method::POST, "/api/dispatch"),
+    ] {
+        assert_eq!(send(method.clone(), path, path).await?, StatusCode::FORBIDDEN, "{method} {path}");
+    }
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 mod agents;
 mod app_files;
+mod app_quota;
 mod apps;
 mod bridge;
 mod bridge_bounds;
@@ -17,7 +18,7 @@ mod bridge_write;
 mod described;
 mod dispatch;
 mod dispatch_queue;
-mod host;
+pub mod host;
 mod identity;
 mod isolation;
 mod journal;

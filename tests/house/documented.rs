@@ -1,5 +1,9 @@
 //! Every variable that the product reads stands in the README's reference.
 
+use std::collections::BTreeMap;
+
+use svc::host::root_settings::FROM_OTHERS;
+
 use super::{File, at};
 
 /// Set by systemd for its services, not by a person.
@@ -67,6 +71,85 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
             }
         }
     }
+    found
+}
+
+/// Settings of hosts that root takes from its own process and `update.env` alone, or that only services of other users read.
+const NOT_FROM_OTHERS: [&str; 21] = [
+    "BRIDGE_CHANGES_KEEP_SECONDS",
+    "BRIDGE_STATEMENT_TIMEOUT_MS",
+    "GATEWAY_AUTH",
+    "HEARTBEAT_SECONDS",
+    "IDP_AUDIENCE",
+    "IDP_ISSUER",
+    "IDP_JWKS_URL",
+    "REGISTER_GATEWAY_DEADLINE_SECONDS",
+    "REGISTER_PLATFORM_DEADLINE_SECONDS",
+    "SVC_BUNDLE_PUBLIC_KEYS",
+    "SVC_BUNDLE_SHA256",
+    "SVC_ENVIRONMENT",
+    "SVC_HOST_BUNDLE_URL",
+    "SVC_PG_BIN_DIR",
+    "SVC_PRODUCTION",
+    "SVC_ROOT",
+    "SVC_SYSTEMCTL",
+    "SVC_UPDATE_HEALTH_SECONDS",
+    "SVC_UPDATE_SNAPSHOT_SECONDS",
+    "VPS_META_AT_LEAST_SECONDS",
+    "VPS_META_SECONDS",
+];
+
+/// Each setting that a host's code reads is in one of two lists: root takes it from files of other users, or does not.
+pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
+    let is_host = |path: &str| ["src/host/", "src/store/"].iter().any(|folder| path.starts_with(folder));
+    let mut read = BTreeMap::new();
+    for file in files.iter().filter(|file| is_host(&file.path) && file.path.ends_with(".rs")) {
+        let product = file.text.split("#[cfg(test)]").next().unwrap_or_default();
+        for (number, line) in product.lines().enumerate() {
+            for name in read_in(line) {
+                read.entry(name).or_insert_with(|| at(&file.path, number + 1, name));
+            }
+        }
+    }
+    let taken: Vec<_> = FROM_OTHERS.iter().map(|(name, _)| *name).collect();
+    let mut found: Vec<_> = read
+        .iter()
+        .filter(|(name, _)| !taken.contains(name) && !NOT_FROM_OTHERS.contains(name))
+        .map(|(_, place)| {
+            format!("{place} is neither in FROM_OTHERS of root_settings.rs nor in NOT_FROM_OTHERS here")
+        })
+        .collect();
+    let listed = taken.iter().chain(&NOT_FROM_OTHERS);
+    found.extend(listed.filter(|name| !read.contains_key(*name)).map(|name| format!("no host reads {name}")));
+    found
+}
+
+/// Each crate that a member names has one row in `docs/dependencies.md`, and each row is one of these.
+pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
+    let mut named = BTreeMap::new();
+    for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
+        let mut is_list = false;
+        for (number, line) in file.text.lines().enumerate() {
+            if line.starts_with('[') {
+                is_list = matches!(line, "[dependencies]" | "[dev-dependencies]");
+            }
+            let name = line.split(['.', ' ', '=']).next().unwrap_or_default();
+            if is_list && name.starts_with(|c: char| c.is_ascii_lowercase()) {
+                named.entry(name).or_insert_with(|| at(&file.path, number + 1, name));
+            }
+        }
+    }
+    let page = files.iter().find(|file| file.path == "docs/dependencies.md").map_or("", |file| &file.text);
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let rows: Vec<_> = rows.map(|(name, _)| name).collect();
+    let mut found: Vec<_> = named
+        .iter()
+        .filter(|(name, _)| rows.iter().filter(|row| row == name).count() != 1)
+        .map(|(_, place)| format!("{place} has not one row in docs/dependencies.md"))
+        .collect();
+    found.extend(
+        rows.iter().filter(|row| !named.contains_key(*row)).map(|row| format!("no member names {row}")),
+    );
     found
 }
 

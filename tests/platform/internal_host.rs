@@ -30,6 +30,8 @@ pub struct Script {
     pub more_dispatches: u64,
     /// What it says of its backups.
     pub progress: Value,
+    /// What it answers when its usage is read.
+    pub usage: (StatusCode, String),
 }
 
 pub struct Host {
@@ -90,13 +92,19 @@ fn answer(script: &mut Script, method: &str, path: &str) -> Response {
         }
         ("GET", "/_svc/internal/backup") if !script.reports_backups => StatusCode::NOT_FOUND.into_response(),
         ("GET", "/_svc/internal/backup") => axum::Json(script.progress.clone()).into_response(),
+        ("GET", "/api/usage") => script.usage.clone().into_response(),
         _ => (StatusCode::ACCEPTED, axum::Json(json!({}))).into_response(),
     }
 }
 
 /// A running machine of `user_1`, whose host answers.
 pub async fn host(stack: &Stack, process: &Process) -> Host {
-    let made = stack.provision(process, "user_1").await;
+    host_of(stack, process, "user_1").await
+}
+
+/// The same of another user.
+pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
+    let made = stack.provision(process, user).await;
     let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;
     let server = stack.provider.server_by_name(&format!("svc-{}", guest.machine)).unwrap();
     let identity = tls::self_signed(&["host".to_owned()]).unwrap();
@@ -115,6 +123,7 @@ pub async fn host(stack: &Stack, process: &Process) -> Host {
         dispatches: 0,
         more_dispatches: 0,
         progress: json!({"running": true}),
+        usage: (StatusCode::FORBIDDEN, String::new()),
     };
     let script = Arc::new(Mutex::new(script));
     let (accepted, behaviour) = (keys.clone(), script.clone());

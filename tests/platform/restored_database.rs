@@ -432,3 +432,17 @@ async fn replaced_machine_is_neither_switched_on_nor_resized() {
     let holder = id(&recovery, "machineId");
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }
+
+/// It read as epoch 0, that of no machine.
+#[tokio::test(flavor = "multi_thread")]
+async fn heartbeat_with_an_impossible_epoch_is_refused() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    for epoch in [u64::from(u32::MAX) + 1, u64::from(u32::MAX), 1 << 60] {
+        let mut beat = beat_of(&guest);
+        beat["epoch"] = json!(epoch);
+        stack.beat(&process, &guest, &beat).await.assert_problem(400, "invalid_request");
+    }
+    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+}

@@ -130,7 +130,7 @@ async fn restored_database_accepts_the_later_token_of_a_host() {
     for copied in [&first, &second] {
         beat(&stack, &process, copied).await.assert_problem(401, "unauthorized");
     }
-    // A number that nobody signed proves nothing.
+    // An unsigned number proves nothing.
     let forged = third.upgrade_token.replace("_3_", "_9_");
     let forged = Guest { upgrade_token: forged, ..third.clone() };
     beat(&stack, &process, &forged).await.assert_problem(401, "unauthorized");

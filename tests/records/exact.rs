@@ -16,7 +16,7 @@ use serde_json::Value;
 use svc::host::layout::Layout;
 use svc::host::records::book::{Book, POINTS};
 use svc::host::records::entry::{Interaction, Status};
-use svc::host::records::ledger::{Asked, GroupBy, Report};
+use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
 use svc::host::records::writer::Writer;
 
@@ -210,7 +210,7 @@ impl Campaign {
         let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
             let expected = grouped(&sums, group_by);
-            let report = book.report(&Asked { group_by, ..Asked::default() });
+            let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             ensure!(told(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
             let shown = self.shown(word)?;
             ensure!(shown == (expected, sum::all(&sums)), "the terminal by {word}: {shown:?}");

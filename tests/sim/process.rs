@@ -21,6 +21,7 @@ use svc::platform::context::Platform;
 use svc::platform::host_store::HostStore;
 use svc::platform::operations::{reconcile, runner};
 use svc::platform::process_clock::ProcessClock;
+use svc::platform::rates::ApiRates;
 use svc::platform::router::{self, Freshness, RouterContext};
 use svc::platform::server_checks::ServerChecks;
 use svc::platform::tokens::TokenMint;
@@ -118,6 +119,7 @@ impl Process {
             nudge: Notify::new(),
             reconcile: Notify::new(),
             server_checks: ServerChecks::new(config.timing.server_check),
+            rates: ApiRates::new(&config.rates),
             stop,
             config,
         });

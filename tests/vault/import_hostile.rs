@@ -1,4 +1,4 @@
-//! Archives that somebody else has made: their SQL runs without rights and leaves no code, and they take no memory that
+//! Archives from another author: their SQL runs without rights and leaves no code, and they take no memory that
 //! they only claim.
 
 use std::fs::{self, File};
@@ -95,7 +95,7 @@ fn import(machine: &Machine, archive: &Path) -> Result<Ended> {
     machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--no-backup"])
 }
 
-/// Nothing is left of a refused import: databases, roles, rights, settings.
+/// A refused import leaves nothing behind: databases, roles, rights, settings.
 async fn traces(machine: &Machine) -> Result<Vec<String>> {
     let client = machine.postgres().connect("postgres").await?;
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'

@@ -151,8 +151,6 @@ impl Machine {
     pub fn write_boot(&self, instead: &[(&str, &str)]) -> Result<()> {
         let mut pairs = vec![
             ("REGISTRATION_TOKEN", "registration-token-of-a-machine"),
-            ("SVC_HOST_BUNDLE_URL", "http://127.0.0.1:9/svc-host-bundle.tar.gz"),
-            ("SVC_BUNDLE_SHA256", "0000000000000000000000000000000000000000000000000000000000000000"),
             ("SVC_IMAGE_VERSION", "1.0.0"),
             ("SVC_RESTORE_MODE", "required"),
         ];
@@ -161,6 +159,12 @@ impl Machine {
         let pairs: Vec<_> =
             pairs.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         self.write_env("boot.env", &pairs)
+    }
+
+    /// `update.env` with the release of provisioning, which root alone reads.
+    pub fn write_update(&self, url: &str, sha256: &str) -> Result<()> {
+        let pairs = [("SVC_HOST_BUNDLE_URL", url), ("SVC_BUNDLE_SHA256", sha256)];
+        self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
 
     fn write_env(&self, file: &str, pairs: &[(String, String)]) -> Result<()> {

@@ -1,10 +1,15 @@
 //! Registration: once, and byte for byte the same until it is answered, across restarts.
 
+use std::fs;
+use std::os::unix::fs::symlink;
+
 use anyhow::{Context, Result};
 use serde_json::json;
 
 use super::machine::{Ended, Extra, Machine};
 use super::platform::{Answer, Platform, gateway};
+
+const DIGEST: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
 
 fn registered() -> Answer {
     Answer::Json(200, json!({ "status": "running", "epoch": 1 }))
@@ -17,8 +22,13 @@ async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
+/// A machine whose release is installed: its digest lies beside it, for the service's user cannot read `update.env`.
 async fn ready(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
+    let release = machine.path("opt/svc/releases/1.0.0");
+    fs::create_dir_all(&release)?;
+    fs::write(release.join(svc::host::release::DIGEST), format!("{DIGEST}\n"))?;
+    symlink("releases/1.0.0", machine.path("opt/svc/current"))?;
     platform.serves(&machine)?;
     let listen = gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))
@@ -43,7 +53,7 @@ async fn a_machine_is_registered_once() -> Result<()> {
     assert_eq!(body["machineId"], machine.id.to_string());
     assert_eq!(body["tlsSpkiSha256"], identity.pin()?.to_string());
     assert_eq!(body["imageVersion"], "1.0.0");
-    assert_eq!(body["bundleSha256"], "0".repeat(64));
+    assert_eq!(body["bundleSha256"], DIGEST);
     assert!(body["bootMs"].is_u64());
     Ok(())
 }

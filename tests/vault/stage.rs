@@ -95,14 +95,11 @@ impl Stage {
         let old = Published::new(OLD, &[])?;
         let source = Source::start(old.archive.clone()).await?;
         let base = format!("http://{}", source.addr);
-        machine.write_boot(&[
-            ("SVC_HOST_BUNDLE_URL", &format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz")),
-            ("SVC_BUNDLE_SHA256", &old.manifest.sha256),
-            ("SVC_IMAGE_VERSION", OLD),
-        ])?;
+        machine.write_boot(&[("SVC_IMAGE_VERSION", OLD)])?;
+        let url = format!("{base}/system-bundles/{OLD}/svc-host-bundle.tar.gz");
+        machine.write_update(&url, &old.manifest.sha256)?;
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
-        let keys = format!("SVC_BUNDLE_PUBLIC_KEYS=\"{}\"\n", key()?.public_key_base64());
-        fs::write(machine.path("opt/svc/env/update.env"), keys)?;
+        machine.add_env("update.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &key()?.public_key_base64())])?;
         fs::write(machine.path("opt/svc/restore-complete"), "")?;
         fs::create_dir_all(machine.path("var/lib/svc"))?;
         let systemctl = machine.path("systemctl");

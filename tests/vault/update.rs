@@ -19,11 +19,8 @@ async fn source() -> Result<(Source, String)> {
 fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     let machine = Machine::bare(1)?;
     let url = format!("http://{addr}/system-bundles/{VERSION}/svc-host-bundle.tar.gz?signature=secret");
-    machine.write_boot(&[
-        ("SVC_HOST_BUNDLE_URL", &url),
-        ("SVC_BUNDLE_SHA256", digest),
-        ("SVC_IMAGE_VERSION", VERSION),
-    ])?;
+    machine.write_boot(&[("SVC_IMAGE_VERSION", VERSION)])?;
+    machine.write_update(&url, digest)?;
     Ok(machine)
 }
 
@@ -144,7 +141,7 @@ async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
     is_untouched(&machine)?;
 
     source.replace(b"no archive".to_vec());
-    machine.add_env("boot.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
+    machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
     boot(&machine, &[]).await?.expect(70);
     is_untouched(&machine)?;
     let _ = digest;

@@ -10,6 +10,7 @@ mod operation;
 mod operator;
 #[cfg(test)]
 mod quoted_tests;
+mod usage;
 
 use std::path::PathBuf;
 
@@ -28,6 +29,7 @@ pub use self::noun::{
 };
 pub use self::operation::{Operation, OperationCommand};
 pub use self::operator::{Audit, OperatorCommand, TokenOptions};
+pub use self::usage::Usage;
 use crate::applet;
 
 /// How long `--wait` without a number waits: a registration token's life, and what comes around it.
@@ -181,6 +183,12 @@ Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     )]
     Operator(OperatorCommand),
+    /// Show what the dispatches of a machine have cost
+    #[command(
+        after_help = "It needs the scope billing; with that alone, name the machine by its id. The audit keeps who read it, \
+and for which days.\n\nExample: svcctl usage ada --from 2026-11-01 --to 2026-11-30 --by model"
+    )]
+    Usage(Usage),
     /// Show who changed what, and who read an owner's data
     #[command(after_help = "Example: svcctl audit --actor ada --since 24h")]
     Audit(Audit),

@@ -198,7 +198,11 @@ pub async fn find(api: &Api, target: &Target) -> Result<Machine, Failure> {
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
 
-async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
+/// The id of the machine that is active as this.
+///
+/// # Errors
+/// `Refused` where there is none, or several slots have one.
+pub async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
     match active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {

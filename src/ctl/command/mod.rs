@@ -13,6 +13,7 @@ mod pointer;
 mod power;
 mod risk;
 mod slot;
+mod usage;
 
 use std::path::Path;
 use std::time::Duration;
@@ -76,6 +77,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
         Command::Discard(args) => kept::discard(api, args, out).await,
         Command::Operation(args) => operation::run(api, args, out).await,
         Command::Operator(command) => operator::run(api, command, out).await,
+        Command::Usage(args) => usage::run(api, args, out).await,
         Command::Audit(args) => audit::run(api, args, out).await,
         Command::Bundle(_) | Command::Completions { .. } | Command::Doctor(_) | Command::VerifyRollout(_) => {
             unreachable!("these need no platform and were run before")

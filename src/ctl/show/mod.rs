@@ -19,6 +19,7 @@ pub mod report;
 pub mod slot;
 mod table;
 pub mod token;
+pub mod usage;
 
 use std::io::IsTerminal;
 

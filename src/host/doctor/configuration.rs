@@ -2,7 +2,7 @@
 
 use crate::config::Env;
 use crate::diagnosis::Findings;
-use crate::host::config::{self, DatabaseUrl, Identity, PlatformLink, environment};
+use crate::host::config::{self, DatabaseUrl, Identity, PlatformLink, environment_of_services};
 use crate::host::layout::Layout;
 use crate::store::config::StoreConfig;
 
@@ -10,9 +10,15 @@ const NEXT: &str =
     "provisioning wrote these files and nobody edits them: put the value back, or recover the machine";
 
 pub fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("configuration");
-    match read(environment(layout), layout) {
-        Ok(identity) => findings.ok(format!(
+    let mut findings = Findings::of("configuration");
+    if has_other_platform_for_root(layout) {
+        findings = findings.problem(
+            "PLATFORM_INTERNAL_URL in update.env is another than in host.env: updates come from there",
+            "as root, put the platform's address into both",
+        );
+    }
+    match read(environment_of_services(layout), layout) {
+        Ok(identity) => findings.or_ok(format!(
             "machine {} of {}, slot {}, epoch {}",
             identity.machine, identity.user, identity.slot, identity.epoch
         )),
@@ -20,6 +26,13 @@ pub fn check(layout: &Layout) -> Findings {
             mistakes.into_iter().fold(findings, |findings, mistake| findings.problem(mistake, NEXT))
         }
     }
+}
+
+/// Whether root's file names another platform than the services' does; a file that this process may not read has none.
+fn has_other_platform_for_root(layout: &Layout) -> bool {
+    let named = |file| Env::default().with_file(file).text("PLATFORM_INTERNAL_URL");
+    let (services, root) = (named(&layout.host_env()), named(&layout.update_env()));
+    services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
 fn read(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {

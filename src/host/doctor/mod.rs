@@ -17,7 +17,7 @@ mod units;
 
 use std::time::Duration;
 
-use super::config::environment;
+use super::config::environment_of_services;
 use super::layout::Layout;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Findings, Report};
@@ -43,7 +43,7 @@ pub fn gateway_socket() -> std::path::PathBuf {
 /// Why it is not, or is not known.
 pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
     let layout = Layout::from_process();
-    let port = database::own_port(&layout, &mut environment(&layout))?;
+    let port = database::own_port(&layout, &mut environment_of_services(&layout))?;
     let server = server.ok_or("the gateway does not say to which server it is connected")?;
     database::is_own(server, port)
 }
@@ -92,5 +92,5 @@ impl<'a> Here<'a> {
 
 /// The machine's settings; what is wrong with them is the check `configuration`'s to say.
 fn settings(layout: &Layout) -> Env {
-    environment(layout)
+    environment_of_services(layout)
 }

@@ -31,7 +31,7 @@ const LINKS: &str = "svc-update boot sets the links and installs the units of th
 pub fn current(layout: &Layout) -> Findings {
     let findings = Findings::of("release");
     let Some(version) = release::current(layout) else {
-        let next = "`svc svc-update boot` fetches and installs the release that boot.env names";
+        let next = "`svc svc-update boot` fetches and installs the release that update.env names";
         return findings.problem(format!("{} names no release", layout.current().display()), next);
     };
     let dir = layout.release(&version);

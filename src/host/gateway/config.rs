@@ -5,7 +5,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use secrecy::SecretString;
+use secrecy::{ExposeSecret, SecretString};
 
 use crate::config::{ConfigError, Env, Flag};
 use crate::host::config::{DatabaseUrl, Identity, environment, first_proof_keys};
@@ -13,6 +13,9 @@ use crate::host::layout::Layout;
 use crate::http::jwt::Trust;
 use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;
+
+/// Of `ADMIN_TOKEN`, as of the platform's secret.
+const MIN_ADMIN_TOKEN_CHARS: usize = 32;
 
 /// The gateway's configuration, whole and checked.
 #[derive(Debug, Clone)]
@@ -48,7 +51,7 @@ impl Config {
     fn read(mut env: Env, layout: Layout) -> Result<Self, ConfigError> {
         let listen = env.or("GATEWAY_LISTEN", SocketAddr::from((Ipv4Addr::UNSPECIFIED, 443)));
         let owner = owner(&mut env, listen);
-        let admin_token = env.secret("ADMIN_TOKEN");
+        let admin_token = admin_token(&mut env);
         let issuer = issuer(&mut env);
         let timeout = env.or("BRIDGE_STATEMENT_TIMEOUT_MS", 10_000_u64);
         if timeout == 0 {
@@ -90,6 +93,19 @@ impl Config {
             OwnerConfig::DevDefault => Epoch::NONE,
         }
     }
+}
+
+/// None where it is too short to be safe: such a token is ignored, because an owner's machine must start in any case, also
+/// by an update to a release that has this rule.
+fn admin_token(env: &mut Env) -> Option<SecretString> {
+    let token = env.secret("ADMIN_TOKEN")?;
+    let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
+    if !is_long_enough {
+        tracing::error!(
+            "ADMIN_TOKEN is ignored: it needs at least {MIN_ADMIN_TOKEN_CHARS} characters, as `openssl rand -hex 32` makes"
+        );
+    }
+    is_long_enough.then_some(token)
 }
 
 /// All of `IDP_ISSUER` and `IDP_AUDIENCE`, or none.
@@ -198,6 +214,15 @@ mod tests {
             ("GATEWAY_LISTEN", "0.0.0.0:443"),
         ] {
             assert!(read(&with(&DEV, &[change])).is_err(), "{change:?}");
+        }
+    }
+
+    #[test]
+    fn short_admin_token_is_ignored() {
+        let token = |text: &str| read(&with(&GOOD, &[("ADMIN_TOKEN", text)])).unwrap().admin_token.is_some();
+        assert!(token(&"x".repeat(MIN_ADMIN_TOKEN_CHARS)));
+        for short in ["", "x", &"x".repeat(MIN_ADMIN_TOKEN_CHARS - 1)] {
+            assert!(!token(short), "{short:?}");
         }
     }
 

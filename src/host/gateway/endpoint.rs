@@ -60,6 +60,8 @@ pub const PLATFORM: Credential = Credential {
 pub const OWNERS: &[Credential] = &[OWNER, ADMIN];
 /// Whoever may read the owner's records, but not act for the owner.
 pub const READERS: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN];
+/// The same, and the platform on behalf of its operators.
+pub const READERS_AND_PLATFORM: &[Credential] = &[OWNER, OWNERS_PROCESS, ADMIN, PLATFORM];
 /// Whoever sees pages of apps.
 pub const VIEWERS: &[Credential] = &[OWNER, OWNERS_PROCESS, APP, ADMIN];
 /// Anybody but the platform.

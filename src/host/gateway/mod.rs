@@ -121,6 +121,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let gateway = Gateway::new(config, change_ids)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
+    tokio::spawn(apps::measure_sizes(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
     let tended = tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
     tokio::spawn(gateway.dispatcher.clone().tend(stop.clone()));

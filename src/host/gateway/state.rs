@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::apps::{GzipCache, Registry};
+use super::apps::{GzipCache, Quotas, Registry};
 use super::auth::{AgentTokens, Seam};
 use super::bridge::{Changes, IdSecret};
 use super::config::Config;
@@ -18,6 +18,7 @@ pub struct Gateway {
     pub agent_tokens: Arc<AgentTokens>,
     pub database: Arc<Database>,
     pub apps: Registry,
+    pub quotas: Quotas,
     pub gzip_cache: GzipCache,
     pub changes: Arc<Changes>,
     pub change_ids: IdSecret,
@@ -44,6 +45,7 @@ impl Gateway {
             agent_tokens,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),
+            quotas: Quotas::new(&config.layout),
             gzip_cache: GzipCache::default(),
             changes: Arc::default(),
             change_ids,

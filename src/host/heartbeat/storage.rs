@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock;
 use crate::fsx::FileError;
+use crate::host::app_sizes;
 use crate::host::jsonl;
 use crate::host::layout::Layout;
 use crate::host::pgconn::{ConnectError, Server};
@@ -144,24 +145,11 @@ fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<A
 
 /// The size of all of it, and of each app's schema by its slug.
 async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
-    const SCHEMAS: &str = "SELECT n.nspname::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::int8 \
-        FROM pg_namespace n LEFT JOIN pg_class c ON c.relnamespace = n.oid AND c.relkind IN ('r', 'm', 'S') \
-        WHERE starts_with(n.nspname, 'app_') GROUP BY n.nspname";
     let client = server.connect(server.database(), "svc-heartbeat").await?;
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
-    let bytes = |row: &tokio_postgres::Row, at: usize| -> Result<u64, StorageError> {
-        let bytes: i64 = row.try_get(at).map_err(StorageError::Database)?;
-        Ok(u64::try_from(bytes).unwrap_or(0))
-    };
-    let all = bytes(&size.map_err(StorageError::Database)?, 0)?;
-    let mut schemas = BTreeMap::new();
-    for row in client.query(SCHEMAS, &[]).await.map_err(StorageError::Database)? {
-        let name: &str = row.try_get(0).map_err(StorageError::Database)?;
-        // A slug has no underscore: a schema is one app's.
-        let slug = name.strip_prefix("app_").unwrap_or(name).replace('_', "-");
-        schemas.insert(slug, bytes(&row, 1)?);
-    }
-    Ok((all, schemas))
+    let size = size.and_then(|row| row.try_get::<_, i64>(0)).map_err(StorageError::Database)?;
+    let schemas = app_sizes::measure(&client).await.map_err(StorageError::Database)?;
+    Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 
 /// Whether this day has its line.

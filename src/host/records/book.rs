@@ -19,7 +19,7 @@ use serde::Deserialize;
 
 use super::entry::Interaction;
 use super::files;
-use super::ledger::{Asked, Ledger, Report, Totals};
+use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
@@ -86,7 +86,7 @@ impl Book {
         accepted
     }
 
-    pub fn report(&self, asked: &Asked) -> Report {
+    pub fn report(&self, asked: &UsageQuery) -> Report {
         self.lock().report(asked)
     }
 

@@ -8,6 +8,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::money::Dollars;
+pub use crate::http::usage::{GroupBy, UsageQuery};
 
 /// A user or a model; names are many times the same.
 type Name = u32;
@@ -111,47 +112,6 @@ impl UsageLine<'_> {
         let Self { cost, tokens_in, tokens_out, dispatches, .. } = *self;
         Totals { cost, tokens_in, tokens_out, dispatches }
     }
-}
-
-/// By what a report is grouped.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum GroupBy {
-    #[default]
-    Day,
-    /// From Monday on
-    Week,
-    Month,
-    Model,
-    User,
-}
-
-impl GroupBy {
-    pub const WORDS: [&str; 5] = ["day", "week", "month", "model", "user"];
-}
-
-impl std::str::FromStr for GroupBy {
-    type Err = &'static str;
-
-    fn from_str(word: &str) -> Result<Self, Self::Err> {
-        match word {
-            "day" => Ok(Self::Day),
-            "week" => Ok(Self::Week),
-            "month" => Ok(Self::Month),
-            "model" => Ok(Self::Model),
-            "user" => Ok(Self::User),
-            _ => Err("must be day, week, month, model or user"),
-        }
-    }
-}
-
-/// What a report is asked for.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Asked {
-    pub user_id: Option<String>,
-    /// The first day and the last, both in it.
-    pub start: Option<Date>,
-    pub end: Option<Date>,
-    pub group_by: GroupBy,
 }
 
 /// One group of a report.
@@ -358,7 +318,7 @@ impl Ledger {
         all.filter(|of| of.totals.dispatches > 0).map(|of| self.known(of.who.user)).collect()
     }
 
-    pub fn report(&self, asked: &Asked) -> Report {
+    pub fn report(&self, asked: &UsageQuery) -> Report {
         let wanted = asked.user_id.as_deref().map(|user| self.by_name.get(user).copied());
         // Nobody has heard of this user.
         let Some(wanted) = wanted.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };

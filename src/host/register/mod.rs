@@ -103,7 +103,8 @@ impl Settings {
         let platform = PlatformLink::read(env, layout);
         let token = env.required_secret("REGISTRATION_TOKEN");
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
-        let stated = env.required::<String>("SVC_BUNDLE_SHA256");
+        // Root's `update.env` has it, which this user cannot read: it is here only where nothing is installed.
+        let stated = env.optional::<String>("SVC_BUNDLE_SHA256");
         let version = config::image_version(env);
         let gateway_deadline = Duration::from_secs(env.or("REGISTER_GATEWAY_DEADLINE_SECONDS", 120));
         let platform_deadline = Duration::from_secs(env.or("REGISTER_PLATFORM_DEADLINE_SECONDS", 120));
@@ -114,7 +115,7 @@ impl Settings {
         let stated = stated.and_then(|text| bundle::parse_digest(&text));
         let bundle_sha256 = installed.or(stated);
         if bundle_sha256.is_none() {
-            env.mistake("SVC_BUNDLE_SHA256", "must be 64 hexadecimal digits");
+            env.mistake("SVC_BUNDLE_SHA256", "must be 64 hexadecimal digits where no release is installed");
         }
         Some(Self {
             identity: identity?,

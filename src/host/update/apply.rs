@@ -14,6 +14,7 @@ use crate::host::config::{self, PlatformLink};
 use crate::host::layout::Layout;
 use crate::host::lock::{Lock, LockError};
 use crate::host::probe;
+use crate::host::root_settings;
 use crate::host::updated::{End, Outcome};
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
@@ -64,6 +65,7 @@ enum Asker {
 
 fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
+    root_settings::keep_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set("DATABASE_URL");
     let platform = PlatformLink::read(&mut env, &layout);

@@ -19,6 +19,7 @@ use crate::fsx::FileError;
 use crate::host::config::{self, PlatformLink};
 use crate::host::layout::Layout;
 use crate::host::lock::{Lock, LockError};
+use crate::host::root_settings;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
 
@@ -76,14 +77,26 @@ impl BootError {
 }
 
 struct Settings {
-    source: Source,
-    sha256: String,
-    version: ImageVersion,
+    release: Release,
     /// `None` in a directory that stands for a machine.
     services: Option<Systemctl>,
 }
 
-impl Settings {
+/// The release to run.
+enum Release {
+    /// The one that is here.
+    Current(ImageVersion),
+    First(Bundle),
+}
+
+/// The bundle of the first release.
+struct Bundle {
+    source: Source,
+    sha256: String,
+    version: ImageVersion,
+}
+
+impl Bundle {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let url = env.required("SVC_HOST_BUNDLE_URL");
         let stated: Option<String> = env.required("SVC_BUNDLE_SHA256");
@@ -97,8 +110,17 @@ impl Settings {
         let version = config::image_version(env);
         let platform = PlatformLink::read(env, layout);
         let source = Source::new(url?, platform?);
-        let services = Systemctl::find(layout);
-        Some(Self { source, sha256: sha256?, version: version?, services })
+        Some(Self { source, sha256: sha256?, version: version? })
+    }
+}
+
+impl Settings {
+    fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
+        let release = match place::current(layout) {
+            Some(current) => Release::Current(current),
+            None => Release::First(Bundle::read(env, layout)?),
+        };
+        Some(Self { release, services: Systemctl::find(layout) })
     }
 }
 
@@ -107,13 +129,13 @@ impl Settings {
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
 pub async fn run(layout: Layout) -> Result<(), Failure> {
-    let mut env = config::environment(&layout);
-    let settings = Settings::read(&mut env, &layout);
-    let settings = env.finish(settings)?;
     let _lock = Lock::take(&layout.update_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
+    let mut env = config::environment(&layout);
+    let settings = Settings::read(&mut env, &layout);
+    let settings = env.finish(settings)?;
     let version = bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     tracing::info!(%version, "the release is current");
     Ok(())
@@ -125,19 +147,20 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, Boo
         return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
     }
     place::remove_leftovers(layout)?;
-    let version = match place::current(layout) {
-        Some(current) => current,
-        None => {
-            let expected = Expected { sha256: &settings.sha256, size_bytes: None };
-            bring::bring(layout, &settings.source, &settings.version, &expected).await?;
-            settings.version.clone()
+    let version = match &settings.release {
+        Release::Current(version) => version,
+        Release::First(Bundle { source, sha256, version }) => {
+            let expected = Expected { sha256, size_bytes: None };
+            bring::bring(layout, source, version, &expected).await?;
+            version
         }
     };
-    place::switch(layout, &version)?;
-    units::install(layout, &version)?;
+    root_settings::keep_platform_url(layout)?;
+    place::switch(layout, version)?;
+    units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Some(services) = &settings.services {
         services.reload().await?;
     }
-    Ok(version)
+    Ok(version.clone())
 }

@@ -107,7 +107,7 @@ impl Operation {
                 codes.push(Code::Unauthorized);
             }
             if self.credentials.iter().any(|one| one.scheme == Scheme::ScopedBearer) {
-                codes.push(Code::Forbidden);
+                codes.extend([Code::Forbidden, Code::RateLimited]);
             }
         }
         if self.body.is_some() {

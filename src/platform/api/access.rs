@@ -44,8 +44,8 @@ impl Access {
 /// The operator whose token this is, if they may call a route of this access.
 ///
 /// # Errors
-/// `unauthorized` for a token that is unknown, expired or revoked, `forbidden` where the scope is missing,
-/// `database_unavailable`.
+/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` for an operator who sends too many
+/// requests, `forbidden` where the scope is missing, `database_unavailable`.
 pub async fn admit(
     platform: &Platform,
     access: Access,
@@ -57,6 +57,8 @@ pub async fn admit(
         return Err(unauthorized());
     };
     let operator = authenticate(platform, method, token).await?;
+    platform.rates.accept(token);
+    platform.rates.admit_request(&operator)?;
     if operator.scopes().has_any(scopes) {
         return Ok(operator);
     }

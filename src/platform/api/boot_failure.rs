@@ -30,7 +30,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    let (claimed, token) = call.registration()?;
+    let (claimed, token) = call.registration(&platform)?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
@@ -71,7 +71,12 @@ pub static ENDPOINT: Endpoint = Endpoint {
         answers: &[told(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])
         })],
-        problems: &[Code::RegistrationRejected, Code::InvalidState, Code::DatabaseUnavailable],
+        problems: &[
+            Code::RegistrationRejected,
+            Code::RateLimited,
+            Code::InvalidState,
+            Code::DatabaseUnavailable,
+        ],
     },
     serve: || post(handle),
 };

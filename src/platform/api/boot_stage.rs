@@ -46,7 +46,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    let (claimed, token) = call.registration()?;
+    let (claimed, token) = call.registration(&platform)?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = register::authentic(&tx, claimed, token).await?;
@@ -139,7 +139,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             extensible(fields(&[("stage", stages)], &[("progress", extensible(fields(&[], &figures)))]))
         }),
         answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
-        problems: &[Code::RegistrationRejected, Code::DatabaseUnavailable],
+        problems: &[Code::RegistrationRejected, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),
 };

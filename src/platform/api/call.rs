@@ -1,9 +1,10 @@
 //! One call on its way in, in the contract's order: size, then credential, then JSON. Schema and state come after.
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::Request;
+use axum::extract::{ConnectInfo, Request};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Uri, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
@@ -35,6 +36,8 @@ pub struct Call {
     pub headers: HeaderMap,
     /// What the route declares.
     access: Access,
+    /// The peer of the connection.
+    client: Option<IpAddr>,
     body: Bytes,
 }
 
@@ -69,7 +72,8 @@ impl Call {
             }
         };
         let access = parts.extensions.get().copied().unwrap_or(Access::Open);
-        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, access, body })
+        let client = parts.extensions.get().map(|ConnectInfo(peer): &ConnectInfo<SocketAddr>| peer.ip());
+        Ok(Self { method: parts.method, uri: parts.uri, headers: parts.headers, access, client, body })
     }
 
     fn bearer(&self) -> Result<&str, Problem> {
@@ -78,12 +82,20 @@ impl Call {
         if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
     }
 
+    /// The bearer token, where its address may have one more verified.
+    fn counted_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
+        let token = self.bearer()?;
+        platform.rates.admit_check(self.client, token)?;
+        Ok(token)
+    }
+
     /// The operator who calls, with a scope that the route takes.
     ///
     /// # Errors
     /// As [`access::admit`].
     pub async fn operator(&self, platform: &Platform) -> Result<Operator, Problem> {
-        access::admit(platform, self.access, &self.method, self.bearer()?).await
+        let token = self.counted_bearer(platform)?;
+        access::admit(platform, self.access, &self.method, token).await
     }
 
     /// The machine whose `UPGRADE_TOKEN` this is, whatever has become of it.
@@ -93,13 +105,16 @@ impl Call {
 
     /// The same, with what is known of the token.
     pub async fn host_token(&self, platform: &Platform) -> Result<HostToken, Problem> {
-        let token = self.bearer()?;
+        let token = self.counted_bearer(platform)?;
         let claim = tokens::claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
             Standing::Refused => Err(unauthorized()),
-            standing => Ok(HostToken { machine, standing, hash: tokens::hash(token) }),
+            standing => {
+                platform.rates.accept(token);
+                Ok(HostToken { machine, standing, hash: tokens::hash(token) })
+            }
         }
     }
 
@@ -119,8 +134,9 @@ impl Call {
     }
 
     /// The machine whose registration token this is, and the token; nothing is known of its expiry yet.
-    pub fn registration(&self) -> Result<(MachineId, &str), Problem> {
+    pub fn registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
+        platform.rates.admit_check(self.client, token)?;
         let claim = tokens::claim(token, Purpose::Registration);
         claim.map(|claim| (claim.machine, token)).ok_or_else(registration_rejected)
     }

@@ -26,7 +26,7 @@ use crate::http::openapi::{
 };
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
-use crate::machine::epoch::Epoch;
+use crate::machine::epoch::{Epoch, MAX_EPOCH};
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
@@ -226,10 +226,19 @@ pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> R
     Ok(operation.is_some_and(|operation| !operation.has_ended() && operation.step == "last_backup"))
 }
 
+fn epoch(fields: &mut Fields) -> Option<Epoch> {
+    let number = fields.required_number("epoch")?;
+    let epoch = u32::try_from(number).ok().map(Epoch).filter(|epoch| *epoch <= MAX_EPOCH);
+    if epoch.is_none() {
+        fields.wrong("epoch", format!("must be at most {MAX_EPOCH}"));
+    }
+    epoch
+}
+
 fn beat(call: &Call) -> Result<Beat, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");
-    let epoch = fields.required_number("epoch").map(|epoch| Epoch(u32::try_from(epoch).unwrap_or(0)));
+    let epoch = epoch(&mut fields);
     let health = health(&mut fields);
     let disk = disk(&mut fields);
     let last_backup = last_backup(&mut fields);
@@ -378,7 +387,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         parameters: &[MACHINE_ID],
         body: Some(said),
         answers: &[told(200, "What the host is to know.", known)],
-        problems: &[Code::Forbidden, Code::DatabaseUnavailable],
+        problems: &[Code::Forbidden, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),
 };

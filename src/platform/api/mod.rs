@@ -45,6 +45,7 @@ pub mod shape;
 pub mod slots;
 pub mod storage_credentials;
 pub mod undelete;
+pub mod usage;
 
 use std::sync::Arc;
 
@@ -63,7 +64,7 @@ use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
 /// Every route, in the order of the document.
-pub static ENDPOINTS: [&Endpoint; 50] = [
+pub static ENDPOINTS: [&Endpoint; 51] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
     &recover::ENDPOINT,
@@ -85,6 +86,7 @@ pub static ENDPOINTS: [&Endpoint; 50] = [
     &backup::ACCEPT,
     &backups::ENDPOINT,
     &backup_file::ENDPOINT,
+    &usage::ENDPOINT,
     &heartbeat::ENDPOINT,
     &storage_credentials::ENDPOINT,
     &boot_stage::ENDPOINT,

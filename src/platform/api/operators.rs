@@ -207,7 +207,7 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
         return Ok(());
     }
     let detail = format!(
-        "Operator {} lacks the scope {}, and nobody gives a scope that they do not have: use PLATFORM_SECRET, or an operator \
+        "Operator {} lacks the scope {}, and operators give only scopes that they have: use PLATFORM_SECRET, or an operator \
          with these scopes and admin.",
         operator.actor(),
         missing.join(", ")

@@ -52,7 +52,7 @@ struct Body {
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
     let call = Call::read(request).await?;
-    let (claimed, token) = call.registration()?;
+    let (claimed, token) = call.registration(&platform)?;
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
     admits(token, &machine)?;
@@ -229,6 +229,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         })],
         problems: &[
             Code::RegistrationRejected,
+            Code::RateLimited,
             Code::InvalidState,
             Code::Unavailable,
             Code::StoreUnavailable,

@@ -69,6 +69,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
         answers: &[told(200, "The credentials.", shape)],
         problems: &[
             Code::Forbidden,
+            Code::RateLimited,
             Code::Superseded,
             Code::Disabled,
             Code::StoreUnavailable,

@@ -1,4 +1,4 @@
-//! Calls to the internal routes of a host: updates, drills, backups, and the stop of its writers.
+//! Calls of the platform to a host: updates, drills, backups, the stop of its writers, and its report of usage.
 //!
 //! Each call carries a proof for exactly this machine, method and path, and has a deadline. Whether a snapshot exists is
 //! never taken from an answer alone: the store must say the same.
@@ -9,12 +9,14 @@ use anyhow::Context;
 use http::{Method, StatusCode};
 use jiff::Timestamp;
 use serde_json::{Value, json};
+use url::Url;
 
 use crate::config::Flag;
 use crate::http::client::{self, Deadlines};
 use crate::http::proof::{self, Claims, Route};
 use crate::http::request_id;
 use crate::http::tls::{ChainCheck, pinned_client_config};
+use crate::http::usage::UsageQuery;
 use crate::machine::id::OperationId;
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
@@ -26,6 +28,7 @@ const DRILL: &str = "/_svc/internal/drill";
 const UPDATE: &str = "/_svc/internal/update";
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const RESUME: &str = "/_svc/internal/resume";
+const USAGE: &str = "/api/usage";
 const ASK: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     whole: Some(Duration::from_secs(6)),
@@ -33,6 +36,8 @@ const ASK: Deadlines = Deadlines {
 };
 
 const MAX_ANSWER_BYTES: usize = 64 << 10;
+/// A year by day has some 40 KiB; a report by user has as many entries as there are users and channels.
+const MAX_USAGE_BYTES: usize = 1 << 20;
 
 /// Asks the host of a machine for a backup soon; whether it makes one shows later. When it was asked by its own clock, if
 /// it says so: a run that began before is another.
@@ -155,9 +160,40 @@ pub async fn backup_progress(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<BackupProgress, HostCallError> {
-    let ask = Ask { method: Method::GET, path: BACKUP, body: None };
+    let ask = Ask { method: Method::GET, path: BACKUP, query: Vec::new(), body: None };
     let answer = call(platform, machine, &ask).await?;
     Ok(serde_json::from_slice(&answer).unwrap_or_default())
+}
+
+/// Why a host's report of usage cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum UsageError {
+    #[error(transparent)]
+    Host(#[from] HostCallError),
+    /// It is larger than this many bytes.
+    #[error("the host's report is larger than {0} bytes")]
+    TooLarge(usize),
+}
+
+/// The host's report of usage as it sent it, at most [`MAX_USAGE_BYTES`].
+///
+/// # Errors
+/// [`UsageError`]; 403 from a release that does not serve usage to the platform.
+pub async fn usage(
+    platform: &Platform,
+    machine: &MachineRow,
+    query: &UsageQuery,
+) -> Result<Vec<u8>, UsageError> {
+    let ask = Ask { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
+    let mut answer = accepted(send(platform, machine, &ask).await)?;
+    let mut body = Vec::new();
+    while let Some(piece) = answer.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))? {
+        if body.len() + piece.len() > MAX_USAGE_BYTES {
+            return Err(UsageError::TooLarge(MAX_USAGE_BYTES));
+        }
+        body.extend_from_slice(&piece);
+    }
+    Ok(body)
 }
 
 /// Asks the host of a machine for a backup now: when it took the request, by its own clock.
@@ -193,21 +229,19 @@ struct Taken {
 struct Ask {
     method: Method,
     path: &'static str,
+    query: Vec<(&'static str, String)>,
     body: Option<Value>,
 }
 
 impl Ask {
     fn post(path: &'static str, body: Option<Value>) -> Self {
-        Self { method: Method::POST, path, body }
+        Self { method: Method::POST, path, query: Vec::new(), body }
     }
 }
 
 /// The body of the answer, which a host that has taken the request may cut off.
 async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Vec<u8>, HostCallError> {
-    let mut answer = send(platform, machine, ask).await.map_err(HostCallError::Unreachable)?;
-    if !answer.status().is_success() {
-        return Err(HostCallError::Refused(answer.status()));
-    }
+    let mut answer = accepted(send(platform, machine, ask).await)?;
     let mut body = Vec::new();
     while let Ok(Some(piece)) = answer.chunk().await {
         if body.len() + piece.len() > MAX_ANSWER_BYTES {
@@ -218,10 +252,19 @@ async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Ve
     Ok(body)
 }
 
+/// The answer of a host that has taken the request.
+fn accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
+    let answer = sent.map_err(HostCallError::Unreachable)?;
+    if answer.status().is_success() { Ok(answer) } else { Err(HostCallError::Refused(answer.status())) }
+}
+
 async fn send(platform: &Platform, machine: &MachineRow, ask: &Ask) -> anyhow::Result<reqwest::Response> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
-    let url = format!("https://{address}:{}{}", machine.https_port, ask.path);
+    let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, ask.path))?;
+    if !ask.query.is_empty() {
+        url.query_pairs_mut().extend_pairs(&ask.query);
+    }
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
         Flag::Off => ChainCheck::PinOnly,

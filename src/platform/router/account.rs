@@ -59,7 +59,7 @@ pub(super) fn unsettled(
     }
     let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     let return_to = if sign_in::is_local(path) { path } else { "/" };
-    let body = TEMPLATE
+    let body = page::styled(TEMPLATE)
         .replace("{{session}}", &site.account_name(&session.user))
         .replace("{{provider}}", &site.account_name(&subject.user))
         .replace("{{return_to}}", &in_attribute(return_to));

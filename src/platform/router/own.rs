@@ -124,7 +124,7 @@ async fn list(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Probl
                 )
             })
             .collect();
-        return Ok(page::html(StatusCode::OK, SLOTS_PAGE.replace("{{buttons}}", &buttons)));
+        return Ok(page::html(StatusCode::OK, page::styled(SLOTS_PAGE).replace("{{buttons}}", &buttons)));
     }
     let slots: Vec<_> = rows
         .map(|(row, current)| {

@@ -12,6 +12,8 @@ use crate::http::problem::{Code, Problem};
 use crate::machine::state::Status;
 
 const TEMPLATE: &str = include_str!("page.html");
+/// What all our pages look like.
+const BASE_STYLE: &str = include_str!("base.css");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
 /// How soon a waiting page asks again.
@@ -132,7 +134,7 @@ struct Page {
 
 impl IntoResponse for Page {
     fn into_response(self) -> Response {
-        let body = TEMPLATE
+        let body = styled(TEMPLATE)
             .replace("{{title}}", self.title)
             .replace("{{text}}", self.text)
             .replace("{{mark}}", self.mark)
@@ -141,6 +143,11 @@ impl IntoResponse for Page {
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(REFRESH_SECONDS));
         response
     }
+}
+
+/// A template with the style of all our pages, before any value is in it.
+pub(super) fn styled(template: &str) -> String {
+    template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
 /// A page of ours: never stored, loads nothing, told to nobody.

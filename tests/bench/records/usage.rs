@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use jiff::ToSpan;
 use jiff::civil::Date;
 use svc::host::records::book::Book;
-use svc::host::records::ledger::{Asked, GroupBy};
+use svc::host::records::ledger::{GroupBy, UsageQuery};
 use svc::host::records::writer::Writer;
 
 use crate::{nanos, quantile, tell};
@@ -40,7 +40,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         let mut samples = Vec::new();
         for _ in 0..QUERIES {
             let begun = Instant::now();
-            let report = book.report(&Asked { group_by, ..Asked::default() });
+            let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             let text = serde_json::to_vec(&report)?;
             samples.push(nanos(begun));
             ensure!(
@@ -50,7 +50,7 @@ pub fn measure(dir: &Path) -> Result<()> {
         }
         tell(name, "svc", quantile(&mut samples, 0.99) / 1e6);
     }
-    let asked = Asked { user_id: Some("user_7".to_owned()), ..Asked::default() };
+    let asked = UsageQuery { user_id: Some("user_7".to_owned()), ..UsageQuery::default() };
     let mut samples: Vec<u64> = (0..QUERIES)
         .map(|_| {
             let begun = Instant::now();

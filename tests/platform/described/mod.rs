@@ -338,7 +338,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         let answer = world.send(right_call(&world, operation)).await;
         // The host of a record does not answer, and it has no snapshot.
         let refused = match operation.id {
-            "backUp" | "drill" => Some((502, "host_unreachable")),
+            "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
             // It holds none back.
             "acceptBackup" => Some((409, "invalid_state")),
             "recover" | "rebuildPointer" => Some((409, "snapshot_unusable")),

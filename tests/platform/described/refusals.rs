@@ -1,11 +1,13 @@
 //! Every code that a route says it may answer with is provoked in one world: by a wrong call, by the state that things
 //! are in, and by each part that stands behind the platform being away.
 
+use http::StatusCode;
 use kit::provider::{Fault, FaultRule};
 use reqwest::{Method, RequestBuilder};
 use serde_json::{Value, json};
 use svc::http::openapi::Operation;
 
+use super::super::internal_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{World, ids, operations};
 use crate::contract::{Side, right_call, wrong_ways};
@@ -67,6 +69,8 @@ async fn every_code_that_a_route_names_is_seen() {
     bundles(&mut rows).await;
     rollouts(&mut rows).await;
     operators(&mut rows).await;
+    usage(&mut rows).await;
+    rates(&mut rows, &settings).await;
 
     world.stack.store.down();
     super::without_store(&world).await;
@@ -251,6 +255,38 @@ async fn operators(rows: &mut Rows<'_>) {
     world.send(world.ask(Method::POST, "/operators", &gone)).await;
     world.send(world.ask(Method::POST, "/operators/gone/revoke", &json!({}))).await;
     rows.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
+}
+
+async fn usage(rows: &mut Rows<'_>) {
+    let world = rows.world;
+    let of = |machine: &str| world.ask(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
+    rows.row(of(&world.waits.machine), 409, "invalid_state").await;
+    rows.row(of(&world.runs.machine), 502, "host_unreachable").await;
+    let host = internal_host::host_of(&world.stack, &world.process, "user_usage").await;
+    for (status, body, refused, code) in [
+        (403, "", 502, "host_refused"),
+        (503, "", 503, "unavailable"),
+        (200, "<html>", 502, "host_answer_invalid"),
+    ] {
+        host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        rows.row(of(&host.guest.machine), refused, code).await;
+    }
+}
+
+/// An address that has sent too many wrong tokens.
+async fn rates(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
+    let world = rows.world;
+    let limited = process(&world.stack, settings, &[("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1")]);
+    let with_wrong_token = |method: &Method, path: &str| {
+        world.stack.request(&limited, method.clone(), path).bearer_auth("wrong")
+    };
+    for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
+        for _ in 0..12 {
+            world.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;
+        }
+        let request = with_wrong_token(&operation.method, &world.path(operation));
+        rows.row(request, 429, "rate_limited").await;
+    }
 }
 
 async fn bundles(rows: &mut Rows<'_>) {

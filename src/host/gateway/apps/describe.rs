@@ -9,7 +9,7 @@ use super::list::list;
 use super::pages::page;
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, VIEWERS, told};
 use crate::http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, named, nullable, object, one_of, text,
+    Answer, Content, Operation, Parameter, Place, array, count, named, nullable, object, one_of, text,
 };
 use crate::http::problem::Code;
 
@@ -128,6 +128,7 @@ pub fn told_app() -> Value {
             ("folder", nullable(text())),
             ("url", nullable(text())),
             ("connect", array(text())),
+            ("storage", object(&[("databaseBytes", nullable(count())), ("quotaBytes", count())], &[])),
             ("icon", text()),
             ("tables", array(text())),
             ("error", nullable(text())),

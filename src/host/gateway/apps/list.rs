@@ -13,7 +13,16 @@ use super::registry::Known;
 use crate::host::gateway::state::Gateway;
 
 pub async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Value> {
-    Json(json!({ "apps": told(&gateway.apps.known()) }))
+    let mut apps = told(&gateway.apps.known());
+    let quotas = &gateway.kernel.settings().storage;
+    for app in &mut apps {
+        let Some(slug) = app["slug"].as_str().map(str::to_owned) else { continue };
+        app["storage"] = json!({
+            "databaseBytes": gateway.quotas.measured(&slug),
+            "quotaBytes": gateway.quotas.of(quotas, &slug),
+        });
+    }
+    Json(json!({ "apps": apps }))
 }
 
 /// By slug: what is registered or lies in a folder; then the folders whose app has not even a slug.

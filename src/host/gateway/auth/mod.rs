@@ -31,7 +31,7 @@ pub enum Principal {
     Agent { dispatch: String, apps: Arc<[String]> },
     /// One app, by its slug: its own bridge and pages, nothing else.
     App { slug: String },
-    /// The platform itself, on `/_svc/internal/…`.
+    /// The platform itself, on `/_svc/internal/…` and, reading, on `/api/usage`.
     Platform,
     /// An operator on this machine, by `ADMIN_TOKEN`.
     Admin,

@@ -33,6 +33,7 @@ pub static QUERY: Endpoint = Endpoint {
             Code::Forbidden,
             Code::NotFound,
             Code::Conflict,
+            Code::StorageQuotaReached,
             Code::DatabaseUnavailable,
             Code::Unavailable,
             Code::DeadlineExceeded,

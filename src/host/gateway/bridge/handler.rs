@@ -70,6 +70,9 @@ async fn answer(
     for (index, call) in calls.iter().enumerate() {
         plans.push(planned(&app, call).map_err(|problem| place(problem, index))?);
     }
+    if calls.iter().any(|call| call.operation.adds_data()) {
+        gateway.quotas.admit(|| gateway.kernel.settings(), principal, slug)?;
+    }
     let is_write = plans.iter().any(Plan::is_write);
     let limit = gateway.config.statement_timeout;
     let answer = if is_transaction {
@@ -85,6 +88,7 @@ async fn answer(
         run::run(&app.pool, plan, limit).await.map(|answer| answer::json(answer.status, answer.body))
     };
     if is_write && answer.is_ok() {
+        gateway.quotas.count(slug, body.len());
         gateway.changes.wake();
     }
     answer

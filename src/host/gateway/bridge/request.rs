@@ -68,6 +68,16 @@ pub enum Operation<'a> {
     Delete { change: Change<'a> },
 }
 
+impl Operation<'_> {
+    /// Whether it adds or changes rows.
+    pub fn adds_data(&self) -> bool {
+        match self {
+            Self::Insert { .. } | Self::InsertMany { .. } | Self::Upsert { .. } | Self::Update { .. } => true,
+            Self::Find(_) | Self::Get { .. } | Self::Count { .. } | Self::Delete { .. } => false,
+        }
+    }
+}
+
 /// What an upsert does with a row that is there.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Resolution {

@@ -11,7 +11,6 @@ use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
 use super::Kernel;
-use super::usage::LONGEST_SENDER;
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::fsx::{self, FileError};
 use crate::host::gateway::auth::{Caller, Principal};
@@ -30,6 +29,7 @@ use crate::http::openapi::{
     Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
 };
 use crate::http::problem::{Code, Problem};
+use crate::http::usage::MAX_SENDER_CHARS;
 
 /// The longest name of a time zone.
 const LONGEST_ZONE: usize = 64;
@@ -40,7 +40,7 @@ async fn show(
     RawQuery(query): RawQuery,
 ) -> Result<Json<Value>, Problem> {
     let mut query = Fields::of_query(&query.unwrap_or_default());
-    let user = query.optional_text("userId", LONGEST_SENDER);
+    let user = query.optional_text("userId", MAX_SENDER_CHARS);
     let user = query.finish(Some(user))?;
     Ok(Json(known(&gateway.kernel, &user.unwrap_or_else(|| sender(&gateway, &caller))).await?))
 }
@@ -224,7 +224,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         parameters: &[Parameter {
             name: "userId",
             place: Place::Query,
-            schema: || text_to(LONGEST_SENDER),
+            schema: || text_to(MAX_SENDER_CHARS),
             about: "The user or channel; the owner, where nothing is said.",
         }],
         body: None,

@@ -11,7 +11,7 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::host::layout::Layout;
 use crate::host::records::book;
 use crate::host::records::files::Kind;
-use crate::host::records::ledger::{Asked, GroupBy, Totals};
+use crate::host::records::ledger::{GroupBy, Totals, UsageQuery};
 use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
 
@@ -83,7 +83,7 @@ impl From<Which> for Kind {
 pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     let ledger = book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
     let UsageArgs { by, user, since, until, json } = args;
-    let report = ledger.report(&Asked { user_id: user, start: since, end: until, group_by: by });
+    let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
     if json {
         let text = serde_json::to_string(&report).or_exit(Exit::Internal)?;
         return print(&format!("{text}\n")).map(|_| ());

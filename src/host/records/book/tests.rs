@@ -58,7 +58,7 @@ fn interaction(n: u64) -> Interaction {
 }
 
 fn cost(book: &Book) -> Dollars {
-    book.report(&Asked::default()).total.cost
+    book.report(&UsageQuery::default()).total.cost
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn a_book_is_opened_as_it_was_closed_and_counts_only_what_is_not_sealed() {
     for n in 0..100 {
         book.record(day(if n < 60 { "2026-11-21" } else { "2026-11-22" }), &interaction(n)).unwrap();
     }
-    let before = book.report(&Asked::default());
+    let before = book.report(&UsageQuery::default());
     book.seal();
     drop((book, writer));
     assert_eq!(place.read("interactions-2026-11-21.jsonl").lines().count(), 60);
@@ -80,7 +80,7 @@ fn a_book_is_opened_as_it_was_closed_and_counts_only_what_is_not_sealed() {
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
     let (writer, book) = place.open();
-    assert_eq!(book.report(&Asked::default()), before);
+    assert_eq!(book.report(&UsageQuery::default()), before);
     book.seal();
     drop((book, writer));
     assert_eq!(place.read("usage.jsonl"), usage, "nothing new, nothing written");
@@ -88,7 +88,7 @@ fn a_book_is_opened_as_it_was_closed_and_counts_only_what_is_not_sealed() {
     // Its file has had its time: the day comes from usage.jsonl alone.
     fs::remove_file(&path).unwrap();
     let (_writer, book) = place.open();
-    assert_eq!(book.report(&Asked::default()), before);
+    assert_eq!(book.report(&UsageQuery::default()), before);
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn what_is_no_line_of_its_record_is_left_out() {
     fs::write(place.logs().join("interactions-2026-11-22.jsonl"), "{\"cost\":-1}\n\n").unwrap();
     fs::create_dir(place.logs().join("interactions-2026-11-23.jsonl")).unwrap();
     let (_writer, book) = place.open();
-    assert_eq!(book.report(&Asked::default()), Report::default());
+    assert_eq!(book.report(&UsageQuery::default()), Report::default());
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn usage_with_many_lines_for_few_keys_is_written_anew_and_says_the_same() {
         }
         book.write();
     }
-    let before = book.report(&Asked::default());
+    let before = book.report(&UsageQuery::default());
     assert!(writer.records().flush(Duration::from_secs(20)));
     assert_eq!(place.read("usage.jsonl").lines().count(), 240);
     book.compact();
@@ -183,7 +183,7 @@ fn usage_with_many_lines_for_few_keys_is_written_anew_and_says_the_same() {
     fs::write(place.logs().join(NEW_USAGE), "{\"version\":1,\"da").unwrap();
     fs::remove_file(place.logs().join("interactions-2026-11-22.jsonl")).unwrap();
     let (_writer, book) = place.open();
-    assert_eq!(book.report(&Asked::default()).total.cost, before.total.cost + interaction(0).cost);
+    assert_eq!(book.report(&UsageQuery::default()).total.cost, before.total.cost + interaction(0).cost);
     assert!(!place.logs().join(NEW_USAGE).exists());
 }
 

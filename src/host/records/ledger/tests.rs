@@ -13,7 +13,7 @@ fn cents(cents: u64) -> Totals {
 }
 
 fn grouped(ledger: &Ledger, group_by: GroupBy) -> Vec<(String, u64)> {
-    let report = ledger.report(&Asked { group_by, ..Asked::default() });
+    let report = ledger.report(&UsageQuery { group_by, ..UsageQuery::default() });
     let name =
         |entry: &Entry| entry.model.clone().or(entry.user_id.clone()).unwrap_or(entry.date.to_string());
     report.entries.iter().map(|entry| (name(entry), entry.totals.dispatches)).collect()
@@ -45,18 +45,22 @@ fn a_report_is_by_days_weeks_months_models_or_users() {
     assert_eq!(grouped(&ledger, GroupBy::Month), pairs(&[("2026-11-01", 3), ("2026-12-01", 1)]));
     assert_eq!(grouped(&ledger, GroupBy::Model), pairs(&[("big", 2), ("small", 2)]));
     assert_eq!(grouped(&ledger, GroupBy::User), pairs(&[("ada", 3), ("bob", 1)]));
-    let asked = Asked {
+    let asked = UsageQuery {
         user_id: Some("ada".to_owned()),
         start: Some(date("2026-11-23")),
         end: Some(date("2026-11-30")),
-        ..Asked::default()
+        ..UsageQuery::default()
     };
     assert_eq!(ledger.report(&asked).total, cents(150));
     assert_eq!(
-        ledger.report(&Asked { user_id: Some("eve".to_owned()), ..Asked::default() }),
+        ledger.report(&UsageQuery { user_id: Some("eve".to_owned()), ..UsageQuery::default() }),
         Report::default()
     );
-    let wrong = Asked { start: Some(date("2026-12-01")), end: Some(date("2026-11-01")), ..Asked::default() };
+    let wrong = UsageQuery {
+        start: Some(date("2026-12-01")),
+        end: Some(date("2026-11-01")),
+        ..UsageQuery::default()
+    };
     assert_eq!(ledger.report(&wrong), Report::default());
     assert_eq!(
         ledger.spent("ada", date("2026-11-01"), date("2026-11-30")),
@@ -150,14 +154,14 @@ proptest! {
                 }
             }
             let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., one)| { sum.add(one); sum });
-            prop_assert_eq!(ledger.report(&Asked::default()).total, sum);
+            prop_assert_eq!(ledger.report(&UsageQuery::default()).total, sum);
             // And what would be read, were all lines written now.
             let mut read = Ledger::default();
             let mut lines = file.clone();
             lines.extend(ledger.lines().map(owned));
             lines.iter().for_each(|line| read.settle(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
-                let asked = Asked { group_by, ..Asked::default() };
+                let asked = UsageQuery { group_by, ..UsageQuery::default() };
                 prop_assert_eq!(read.report(&asked), ledger.report(&asked));
             }
         }

@@ -1,6 +1,6 @@
 //! What the SQL of an archive has made, read from the catalog of the new database before anything else is done with it.
 //!
-//! Whatever a dump says of itself, a database with one of these is not taken: code of any kind, rights that were granted,
+//! A database with one of these is refused, also where the dump does not list it: code of any kind, rights that were granted,
 //! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the gateway)
 //! evaluate checks, defaults and indexes of these tables.
 

@@ -1,6 +1,6 @@
 //! An archive's dump in a new database, loaded by a role that can do nothing else.
 //!
-//! `pg_restore` sends SQL that whoever made the archive has written. It runs as this user, and in the server as a role of
+//! `pg_restore` sends SQL that the author of the archive has written. It runs as this user, and in the server as a role of
 //! this import alone: no superuser, a member of nothing, which owns the new database and reaches no other. Owners, rights and
 //! extensions are given by us. Before the superuser reads a row of it, its catalog is inspected (`catalog.rs`).
 

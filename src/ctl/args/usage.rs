@@ -1,0 +1,25 @@
+//! The arguments of `usage`.
+
+use clap::Args;
+use jiff::civil::Date;
+
+use super::Target;
+use crate::http::usage::GroupBy;
+
+#[derive(Debug, Args)]
+pub struct Usage {
+    /// A machine's id, its user's handle, or USER/SLOT
+    pub machine: Target,
+    /// The first day, such as 2026-11-01
+    #[arg(long, value_name = "DAY")]
+    pub from: Option<Date>,
+    /// The last day, included
+    #[arg(long, value_name = "DAY")]
+    pub to: Option<Date>,
+    /// Only of this user or channel, such as telegram:7
+    #[arg(long, value_name = "ID")]
+    pub user: Option<String>,
+    /// What each line sums up
+    #[arg(long, value_enum, default_value_t = GroupBy::Day)]
+    pub by: GroupBy,
+}

@@ -1,0 +1,185 @@
+//! The query and the answer of a usage report: the same from the host for its owner, and from the platform for operators.
+//!
+//! Owns the parameters and the schema; the sums are the host's.
+
+use std::str::FromStr;
+
+use jiff::civil::Date;
+use serde_json::{Value, json};
+
+use super::fields::Fields;
+use super::openapi::{Parameter, Place, array, count, number, object, one_of, text, text_to};
+
+/// Of the name of a user or channel.
+pub const MAX_SENDER_CHARS: usize = 256;
+
+/// By what a report is grouped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum GroupBy {
+    #[default]
+    Day,
+    /// From Monday on
+    Week,
+    Month,
+    Model,
+    User,
+}
+
+impl GroupBy {
+    pub const WORDS: [&str; 5] = ["day", "week", "month", "model", "user"];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Day => "day",
+            Self::Week => "week",
+            Self::Month => "month",
+            Self::Model => "model",
+            Self::User => "user",
+        }
+    }
+}
+
+impl FromStr for GroupBy {
+    type Err = &'static str;
+
+    fn from_str(word: &str) -> Result<Self, Self::Err> {
+        match word {
+            "day" => Ok(Self::Day),
+            "week" => Ok(Self::Week),
+            "month" => Ok(Self::Month),
+            "model" => Ok(Self::Model),
+            "user" => Ok(Self::User),
+            _ => Err("must be day, week, month, model or user"),
+        }
+    }
+}
+
+/// Which usage is summed up, and by what.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct UsageQuery {
+    pub user_id: Option<String>,
+    /// The first day and the last, both included.
+    pub start: Option<Date>,
+    pub end: Option<Date>,
+    pub group_by: GroupBy,
+}
+
+impl UsageQuery {
+    /// Takes the parameters; mistakes are noted in `query`.
+    pub fn read(query: &mut Fields) -> Self {
+        let user_id = query.optional_text("userId", MAX_SENDER_CHARS);
+        let (start, end) = (date(query, "startDate"), date(query, "endDate"));
+        let group_by: Option<GroupBy> = query.optional("groupBy");
+        if let (Some(start), Some(end)) = (start, end)
+            && start > end
+        {
+            query.wrong("endDate", "must not be before startDate");
+        }
+        Self { user_id, start, end, group_by: group_by.unwrap_or_default() }
+    }
+
+    /// The parameters that [`Self::read`] takes.
+    pub fn pairs(&self) -> Vec<(&'static str, String)> {
+        let named = [
+            ("userId", self.user_id.clone()),
+            ("startDate", self.start.map(|day| day.to_string())),
+            ("endDate", self.end.map(|day| day.to_string())),
+            ("groupBy", Some(self.group_by.as_str().to_owned())),
+        ];
+        named.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+}
+
+/// A day as `2026-11-22`, and in no other form.
+fn date(query: &mut Fields, name: &str) -> Option<Date> {
+    let text: String = query.optional(name)?;
+    let date = text.parse::<Date>().ok().filter(|date| date.to_string() == text);
+    if date.is_none() {
+        query.wrong(name, "must be a date such as 2026-11-22");
+    }
+    date
+}
+
+fn day() -> Value {
+    json!({ "type": "string", "format": "date" })
+}
+
+pub const USER_ID: Parameter = Parameter {
+    name: "userId",
+    place: Place::Query,
+    schema: || text_to(MAX_SENDER_CHARS),
+    about: "Only of this user or channel.",
+};
+pub const START_DATE: Parameter =
+    Parameter { name: "startDate", place: Place::Query, schema: day, about: "The first day." };
+pub const END_DATE: Parameter =
+    Parameter { name: "endDate", place: Place::Query, schema: day, about: "The last day, included." };
+pub const GROUP_BY: Parameter = Parameter {
+    name: "groupBy",
+    place: Place::Query,
+    schema: || one_of(&GroupBy::WORDS),
+    about: "What each entry sums up; by default a day.",
+};
+
+/// The schema of a report.
+pub fn report() -> Value {
+    let sums = [("cost", number()), ("tokensIn", count()), ("tokensOut", count()), ("dispatches", count())];
+    let mut entry = vec![("date", day())];
+    entry.extend(sums);
+    let entry = object(&entry, &[("model", text()), ("userId", text())]);
+    object(
+        &[
+            ("totalCost", number()),
+            ("totalTokensIn", count()),
+            ("totalTokensOut", count()),
+            ("totalDispatches", count()),
+            ("entries", array(entry)),
+        ],
+        &[],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use url::form_urlencoded::Serializer;
+
+    use super::*;
+
+    fn read(query: &str) -> Result<UsageQuery, String> {
+        let mut fields = Fields::of_query(query);
+        let read = UsageQuery::read(&mut fields);
+        fields.finish(Some(read)).map_err(|problem| problem.detail)
+    }
+
+    #[test]
+    fn query_reads_back_from_its_pairs() {
+        let query = UsageQuery {
+            user_id: Some("telegram:7&x=1 ü".to_owned()),
+            start: Some("2026-11-01".parse().unwrap()),
+            end: Some("2026-11-30".parse().unwrap()),
+            group_by: GroupBy::Model,
+        };
+        for query in [query, UsageQuery::default()] {
+            let text = Serializer::new(String::new()).extend_pairs(query.pairs()).finish();
+            assert_eq!(read(&text), Ok(query));
+        }
+        for word in GroupBy::WORDS {
+            assert_eq!(word.parse::<GroupBy>().unwrap().as_str(), word);
+        }
+    }
+
+    #[test]
+    fn query_refuses_each_wrong_parameter_by_name() {
+        for (query, named) in [
+            ("startDate=yesterday", "?startDate: must be a date"),
+            ("endDate=2026-02-30", "?endDate: must be a date"),
+            ("startDate=2026-11-02&endDate=2026-11-01", "?endDate: must not be before startDate"),
+            ("groupBy=hour", "?groupBy: must be day, week"),
+            ("userId=", "?userId: must have 1 to 256"),
+            ("other=1", "?other: is not a field"),
+        ] {
+            let refused = read(query).unwrap_err();
+            assert!(refused.contains(named), "{query}: {refused}");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Rates of the control API: unverified bearer tokens of each address, and requests of each operator.
+//!
+//! A token that this process has accepted lately is not counted against its address, so guesses from the network of an
+//! operator or a host do not delay them. It is verified again on every request all the same.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::config::Env;
+use crate::http::addresses::network;
+use crate::http::networks::Networks;
+use crate::http::problem::{Code, Problem};
+use crate::http::rate::RateLimit;
+use crate::platform::operators::Operator;
+use crate::platform::tokens;
+
+/// An operator's script in a loop stays below it; a runaway one leaves room for others.
+const OPERATOR_REQUESTS_PER_SECOND: u32 = 200;
+/// A fleet of 6,000 machines behind one address, once a minute after a restart of the platform.
+const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
+const BURST_SECONDS: u32 = 10;
+const ACCEPTED_TTL: Duration = Duration::from_secs(600);
+/// Beyond it the accepted tokens are forgotten, and count once more.
+const MAX_ACCEPTED: usize = 32_768;
+
+/// The settings of [`ApiRates`].
+#[derive(Debug, Clone)]
+pub struct RateConfig {
+    /// Requests per second of each operator; 0 for no limit.
+    pub operator_rate: u32,
+    /// Unverified tokens per second of each address; 0 for no limit.
+    pub check_rate: u32,
+    /// Proxies in front of the API, whose address stands for many clients: no limit by address applies.
+    pub trusted_proxies: Networks,
+}
+
+impl RateConfig {
+    /// Reads `PLATFORM_OPERATOR_REQUESTS_PER_SECOND`, `PLATFORM_ADDRESS_CHECKS_PER_SECOND` and
+    /// `PLATFORM_TRUSTED_PROXIES`.
+    pub fn read(env: &mut Env) -> Self {
+        Self {
+            operator_rate: env.or("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", OPERATOR_REQUESTS_PER_SECOND),
+            check_rate: env.or("PLATFORM_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND),
+            trusted_proxies: env.or("PLATFORM_TRUSTED_PROXIES", Networks::default()),
+        }
+    }
+}
+
+/// The rates of one process.
+pub struct ApiRates {
+    operators: RateLimit<String>,
+    addresses: RateLimit<IpAddr>,
+    trusted_proxies: Networks,
+    accepted: Mutex<HashMap<Vec<u8>, Instant>>,
+}
+
+impl ApiRates {
+    pub fn new(config: &RateConfig) -> Self {
+        Self {
+            operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
+            addresses: RateLimit::new(config.check_rate, BURST_SECONDS),
+            trusted_proxies: config.trusted_proxies.clone(),
+            accepted: Mutex::default(),
+        }
+    }
+
+    /// Admits the verification of a token; `client` is the connected peer.
+    ///
+    /// # Errors
+    /// `rate_limited`.
+    pub fn admit_check(&self, client: Option<IpAddr>, token: &str) -> Result<(), Problem> {
+        let Some(address) = client.filter(|address| !self.trusted_proxies.contain(*address)) else {
+            return Ok(());
+        };
+        let hash = tokens::hash(token);
+        if self.accepted().get(&hash).is_some_and(|until| *until > Instant::now()) {
+            return Ok(());
+        }
+        self.addresses
+            .check(&network(address))
+            .map_err(|wait| too_many("Too many unverified tokens came from this address.", wait))
+    }
+
+    /// Remembers a token that was found valid.
+    pub fn accept(&self, token: &str) {
+        let mut accepted = self.accepted();
+        let now = Instant::now();
+        if accepted.len() >= MAX_ACCEPTED {
+            accepted.retain(|_, until| *until > now);
+            if accepted.len() >= MAX_ACCEPTED {
+                accepted.clear();
+            }
+        }
+        accepted.insert(tokens::hash(token), now + ACCEPTED_TTL);
+    }
+
+    /// Counts a request of a verified operator.
+    ///
+    /// # Errors
+    /// `rate_limited`.
+    pub fn admit_request(&self, operator: &Operator) -> Result<(), Problem> {
+        let actor = operator.actor();
+        self.operators
+            .check(&actor.to_string())
+            .map_err(|wait| too_many(&format!("Operator {actor} sends too many requests."), wait))
+    }
+
+    fn accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {
+        self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn too_many(cause: &str, wait: Duration) -> Problem {
+    let detail = format!("{cause} Try again after the time that Retry-After gives.");
+    Problem::new(Code::RateLimited, detail).retry_after(wait.as_secs() + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CLIENT: Option<IpAddr> = Some(IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1)));
+
+    fn rates(trusted_proxies: &str) -> ApiRates {
+        let trusted_proxies = trusted_proxies.parse().unwrap();
+        ApiRates::new(&RateConfig { operator_rate: 1, check_rate: 1, trusted_proxies })
+    }
+
+    fn exhaust(rates: &ApiRates) {
+        let refused = (0..20).filter(|number| rates.admit_check(CLIENT, &format!("guess {number}")).is_err());
+        assert!(refused.count() >= 9);
+    }
+
+    #[test]
+    fn guesses_do_not_delay_an_accepted_token() {
+        let rates = rates("10.0.0.0/8");
+        rates.admit_check(CLIENT, "known").unwrap();
+        rates.accept("known");
+        exhaust(&rates);
+        rates.admit_check(CLIENT, "known").unwrap();
+        assert!(rates.admit_check(CLIENT, "unknown").is_err());
+    }
+
+    #[test]
+    fn clients_of_a_proxy_share_no_limit() {
+        let rates = rates("192.0.2.0/24");
+        for number in 0..100 {
+            rates.admit_check(CLIENT, &format!("guess {number}")).unwrap();
+        }
+    }
+
+    #[test]
+    fn accepted_tokens_are_bounded() {
+        let rates = rates("10.0.0.0/8");
+        for number in 0..2 * MAX_ACCEPTED {
+            rates.accept(&number.to_string());
+        }
+        assert!(rates.accepted().len() <= MAX_ACCEPTED);
+    }
+}

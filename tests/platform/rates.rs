@@ -1,0 +1,68 @@
+//! Rates of the control API: wrong tokens of an address, and requests of one operator.
+
+use reqwest::Method;
+use serde_json::json;
+
+use super::stack::{Answer, Process, SECRET, Stack, beat_of};
+
+async fn fleet(stack: &Stack, process: &Process, token: &str) -> Answer {
+    stack.send(stack.request(process, Method::GET, "/vps/fleet").bearer_auth(token)).await
+}
+
+/// The first refusal by rate among some requests.
+async fn limited(stack: &Stack, process: &Process, token: impl Fn(u32) -> String) -> Answer {
+    for number in 0..40 {
+        let answer = fleet(stack, process, &token(number)).await;
+        if answer.status == 429 {
+            return answer;
+        }
+    }
+    panic!("no request was refused");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_tokens_of_an_address_are_limited() {
+    let stack = Stack::start().await;
+    let settings = [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "2")];
+    let process = stack.platform_with(&settings);
+    let guest = stack.running(&process, "user_1").await;
+    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+
+    let well_formed = |number: u32| format!("svco_{number:032x}_{}", "0".repeat(64));
+    limited(&stack, &process, well_formed).await.assert_problem(429, "rate_limited");
+    for token in ["wrong", "svcu_wrong"] {
+        fleet(&stack, &process, token).await.assert_problem(429, "rate_limited");
+    }
+
+    // Tokens that the process has accepted are not delayed.
+    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_of_a_trusted_proxy_have_no_address_limit() {
+    let stack = Stack::start().await;
+    let settings =
+        [("PLATFORM_ADDRESS_CHECKS_PER_SECOND", "1"), ("PLATFORM_TRUSTED_PROXIES", "127.0.0.1, ::1")];
+    let process = stack.platform_with(&settings);
+    for number in 0..40 {
+        fleet(&stack, &process, &format!("wrong-{number}")).await.assert_problem(401, "unauthorized");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_operators_requests_leave_room_for_others() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let body = json!({"name": "ada", "scopes": ["read"]});
+    let added = stack.post(&process, "/operators", &body).await;
+    let ada = added.body["token"].as_str().unwrap();
+
+    let process = stack.platform_with(&[("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", "1")]);
+    let refused = limited(&stack, &process, |_| ada.to_owned()).await;
+    refused.assert_problem(429, "rate_limited");
+    assert!(refused.body["detail"].as_str().unwrap().contains("ada"), "{refused:?}");
+    assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
+    assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+}

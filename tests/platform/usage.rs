@@ -1,0 +1,166 @@
+//! Usage of a machine for operators: read from its host, under the scope `billing`, with a row in the audit for each read.
+
+use http::StatusCode;
+use jiff::Timestamp;
+use reqwest::Method;
+use serde_json::{Value, json};
+use svc::http::tls::Identity;
+
+use super::internal_host::host;
+use super::stack::{Answer, Process, Stack, beat_of, registration};
+use crate::gateway::host::Machine;
+
+/// No database: usage comes from files.
+const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+
+/// The token of a new operator with this scope.
+async fn operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
+    let answer = stack.post(process, "/operators", &json!({"name": name, "scopes": [scope]})).await;
+    answer.body["token"].as_str().unwrap().to_owned()
+}
+
+async fn read(stack: &Stack, process: &Process, token: &str, machine: &str, query: &str) -> Answer {
+    let request = stack.request(process, Method::GET, &format!("/vps/{machine}/usage{query}"));
+    stack.send(request.bearer_auth(token)).await
+}
+
+/// The audit's reads of usage, the newest first.
+async fn audited(stack: &Stack, process: &Process) -> Vec<Value> {
+    let page = stack.get(process, "/audit?action=usage.read").await;
+    page.body["entries"].as_array().unwrap().clone()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn billing_operator_reads_usage_from_the_host() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let ada = operator(&stack, &process, "ada", "billing").await;
+    let made = stack.provision(&process, "user_1").await;
+    let id = made["machineId"].as_str().unwrap().to_owned();
+    let guest = stack.guest(&process, &id).await;
+    let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
+
+    let mut machine = Machine::new(NOWHERE).unwrap();
+    let listen = format!("{}:{}", server.ipv4, stack.provider.https_port());
+    for (name, value) in [("SVC_MACHINE_ID", &*id), ("SVC_USER_ID", "user_1"), ("GATEWAY_LISTEN", &*listen)] {
+        machine.env.insert(name.into(), value.into());
+    }
+    let now = svc::clock::rfc3339_ms(Timestamp::now());
+    let line = |id: &str, sender: &str, cost: f64| {
+        json!({"version": 1, "id": id, "timestamp": now, "senderId": sender, "conversationId": "c",
+            "model": "big", "agentName": "coder", "tokensIn": 100, "tokensOut": 10, "cost": cost, "durationMs": 5,
+            "tools": [], "status": "success", "batch": false})
+    };
+    let lines = format!("{}\n{}\n", line("d1", "user_1", 0.5), line("d2", "telegram:7", 0.25));
+    let today = &now[..10];
+    machine.write(&format!("home/svc/home/system/logs/interactions-{today}.jsonl"), &lines).unwrap();
+    let gateway = machine.start().unwrap();
+    let path = |name: &str| gateway.machine.path(&format!("var/lib/svc/tls/{name}.pem"));
+    let pin = Identity::read(&path("cert"), &path("key")).unwrap().pin().unwrap();
+    let mut body = registration(&id, 1);
+    body["tlsSpkiSha256"] = json!(pin.to_string());
+    assert_eq!(stack.register_as(&process, &guest.registration_token, &body).await.status, 200);
+
+    // It does not know the platform's keys yet.
+    let unproven = read(&stack, &process, &ada, &id, "").await;
+    unproven.assert_problem(502, "host_refused");
+    assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
+    let beat = stack.beat(&process, &guest, &beat_of(&guest)).await;
+    gateway.machine.write("var/lib/svc/proof-keys.json", &beat.body["proofKeys"].to_string()).unwrap();
+    let query = format!("?groupBy=user&startDate={today}&endDate={today}");
+    let served = || async {
+        let answer = read(&stack, &process, &ada, &id, &query).await;
+        (answer.status == 200).then_some(answer)
+    };
+    let answer = stack.eventually("the host has the keys", served).await;
+    assert_eq!(answer.headers["cache-control"], "no-store");
+    assert_eq!((&answer.body["totalCost"], &answer.body["totalDispatches"]), (&json!(0.75), &json!(2)));
+    let users: Vec<_> = answer.body["entries"].as_array().unwrap().iter().map(|it| &it["userId"]).collect();
+    assert_eq!(users, [&json!("telegram:7"), &json!("user_1")]);
+    let one = read(&stack, &process, &ada, &id, "?userId=telegram:7").await;
+    assert_eq!(
+        (one.status, &one.body["totalCost"]),
+        (200, &json!(0.25)),
+        "the query reaches the host: {one:?}"
+    );
+
+    let rows = audited(&stack, &process).await;
+    let newest = &rows[0];
+    assert_eq!((&newest["actor"], &newest["target"]), (&json!("ada"), &json!(id)));
+    assert_eq!(newest["after"], json!({"userId": "telegram:7", "groupBy": "day", "outcome": "read"}));
+    let ranged = json!({"startDate": today, "endDate": today, "groupBy": "user", "outcome": "read"});
+    assert_eq!(rows[1]["after"], ranged);
+    assert_eq!(rows.last().unwrap()["after"], json!({"groupBy": "day", "outcome": "host_refused"}));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn usage_without_the_billing_scope_is_forbidden() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let host = host(&stack, &process).await;
+    for scope in ["read", "operate", "metrics", "admin"] {
+        let token = operator(&stack, &process, &format!("only-{scope}"), scope).await;
+        read(&stack, &process, &token, &host.guest.machine, "").await.assert_problem(403, "forbidden");
+    }
+    assert_eq!(host.calls("GET", "/api/usage"), 0);
+    assert!(audited(&stack, &process).await.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_failure_of_the_host_is_named_and_audited() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let ada = operator(&stack, &process, "ada", "billing").await;
+    let host = host(&stack, &process).await;
+    let machine = &host.guest.machine;
+    let large = format!(r#"{{"entries": [], "x": "{}"}}"#, "x".repeat(1 << 20));
+    for (status, body, refused, code, detail) in [
+        (401, "", 502, "host_refused", "its clock"),
+        (403, "", 502, "host_refused", "svcctl deploy start"),
+        (404, "", 502, "host_refused", "svcctl deploy start"),
+        (500, "", 502, "host_refused", "answered 500"),
+        (503, "", 503, "unavailable", "try again"),
+        (200, "{}", 502, "host_answer_invalid", "not a usage report"),
+        (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
+    ] {
+        host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());
+        let answer = read(&stack, &process, &ada, machine, "?startDate=2026-11-01").await;
+        answer.assert_problem(refused, code);
+        assert!(answer.body["detail"].as_str().unwrap().contains(detail), "{answer:?}");
+        let row = &audited(&stack, &process).await[0];
+        assert_eq!((&row["actor"], &row["target"]), (&json!("ada"), &json!(machine)));
+        let after = json!({"startDate": "2026-11-01", "groupBy": "day", "outcome": code});
+        assert_eq!(row["after"], after);
+    }
+    let wrong = read(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
+    wrong.assert_problem(400, "invalid_request");
+    assert_eq!(host.calls("GET", "/api/usage"), 7, "a wrong query reaches no host");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn machine_that_does_not_serve_has_no_usage() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let ada = operator(&stack, &process, "ada", "billing").await;
+    let unknown = uuid::Uuid::now_v7().to_string();
+    read(&stack, &process, &ada, &unknown, "").await.assert_problem(404, "machine_not_found");
+    let guest = stack.running(&process, "user_1").await;
+    read(&stack, &process, &ada, &guest.machine, "").await.assert_problem(502, "host_unreachable");
+    stack.post(&process, &format!("/vps/{}/fail", guest.machine), &json!({"reason": "x"})).await;
+    let failed = read(&stack, &process, &ada, &guest.machine, "").await;
+    failed.assert_problem(409, "invalid_state");
+    assert_eq!(failed.body["machineStatus"], "failed");
+    stack.delete(&process, &format!("/vps/{}?now=true&acceptLoss=true", guest.machine)).await;
+    let gone = || async {
+        let answer = read(&stack, &process, &ada, &guest.machine, "").await;
+        (answer.status == 404).then_some(answer)
+    };
+    let gone = stack.eventually("it is deleted", gone).await;
+    gone.assert_problem(404, "machine_not_found");
+    assert!(gone.body["detail"].as_str().unwrap().contains("has been deleted"), "{gone:?}");
+    let first = audited(&stack, &process).await.pop().unwrap();
+    assert_eq!(
+        (&first["target"], &first["after"]["outcome"]),
+        (&json!(unknown), &json!("machine_not_found"))
+    );
+}
