@@ -167,6 +167,14 @@ impl Machine {
         self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
 
+    /// A release with nothing in it but the digest of its bundle, as the one that runs.
+    pub fn run_release(&self, version: &str, digest: &str) -> Result<()> {
+        let release = self.path("opt/svc/releases").join(version);
+        fs::create_dir_all(&release)?;
+        fs::write(release.join(svc::host::release::DIGEST), format!("{digest}\n"))?;
+        Ok(std::os::unix::fs::symlink(Path::new("releases").join(version), self.path("opt/svc/current"))?)
+    }
+
     fn write_env(&self, file: &str, pairs: &[(String, String)]) -> Result<()> {
         let path = self.path("opt/svc/env").join(file);
         fs::create_dir_all(path.parent().context("a directory")?)?;

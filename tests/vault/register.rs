@@ -1,8 +1,5 @@
 //! Registration: once, and byte for byte the same until it is answered, across restarts.
 
-use std::fs;
-use std::os::unix::fs::symlink;
-
 use anyhow::{Context, Result};
 use serde_json::json;
 
@@ -25,10 +22,7 @@ async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result
 /// A machine whose release is installed: its digest lies beside it, for the service's user cannot read `update.env`.
 async fn ready(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
-    let release = machine.path("opt/svc/releases/1.0.0");
-    fs::create_dir_all(&release)?;
-    fs::write(release.join(svc::host::release::DIGEST), format!("{DIGEST}\n"))?;
-    symlink("releases/1.0.0", machine.path("opt/svc/current"))?;
+    machine.run_release("1.0.0", DIGEST)?;
     platform.serves(&machine)?;
     let listen = gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))

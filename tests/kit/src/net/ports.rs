@@ -42,7 +42,8 @@ fn reservations() -> io::Result<PathBuf> {
 ///
 /// The file descriptor is not inherited by the programs that a test starts, so that those hold no lock.
 fn reserve(folder: &Path, port: u16) -> io::Result<Option<File>> {
-    let file = File::options().create(true).truncate(false).write(true).open(folder.join(port.to_string()))?;
+    let file =
+        File::options().create(true).truncate(false).write(true).open(folder.join(port.to_string()))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),

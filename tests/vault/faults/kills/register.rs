@@ -14,6 +14,7 @@ use kit::long::Figures;
 use serde_json::{Value, json};
 use svc::machine::id::MachineId;
 
+use super::super::super::bundle;
 use super::super::super::machine::{Machine, Running};
 use super::super::super::platform::gateway;
 use super::{FEW, Killer, MANY};
@@ -58,6 +59,7 @@ struct Campaign {
 impl Campaign {
     async fn new(seed: u64) -> Result<Self> {
         let machine = Machine::bare(1)?;
+        machine.run_release("1.0.0", &bundle::digest(b"a release"))?;
         let desk = Desk::default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
