@@ -15,7 +15,7 @@ use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
 use svc::platform::db::machine_row::{Kind, MachineRow};
 use svc::platform::host_settings::{BundleUrl, HostSettings};
-use svc::platform::host_store::{HostCredentials, HostStore, Life};
+use svc::platform::host_store::{Grant, HostCredentials, HostStore};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
@@ -110,7 +110,7 @@ impl Parts {
         let store = HostStore::new(&store, &HostCredentials::Static)?;
         let store = store.reached_by_hosts_at(hosts.store_endpoint.as_ref());
         let machine = self.machine()?;
-        let access = store.access(&machine, Life::Whole).await?;
+        let access = store.access(&machine, Grant::Working).await?;
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
         let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));

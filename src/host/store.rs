@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::config::PlatformLink;
 use super::layout::Layout;
-use super::store_credentials::Renewed;
+use super::store_credentials::{DuringOutage, Renewed};
 use crate::applet::Exit;
 use crate::config::Env;
 use crate::machine::id::MachineId;
@@ -68,11 +68,19 @@ impl StoreLink {
     /// # Errors
     /// When no client can be made.
     pub fn open(self) -> anyhow::Result<Bucket> {
+        self.open_for(DuringOutage::Wait)
+    }
+
+    /// The same, for a backup, which may store snapshots while the platform is unreachable.
+    ///
+    /// # Errors
+    /// When no client can be made.
+    pub fn open_for(self, during_outage: DuringOutage) -> anyhow::Result<Bucket> {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
                 let renewed = Renewed::new(machine, platform, layout.store_credentials(), &first)?;
-                Some(Arc::new(renewed) as Arc<dyn Source>)
+                Some(Arc::new(renewed.during_outage(during_outage)) as Arc<dyn Source>)
             }
         };
         self.store.open_with(source)

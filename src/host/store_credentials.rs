@@ -3,6 +3,9 @@
 //! They begin with those of `r2.env`. What the platform gives in their place is kept in a file, so that the next applet
 //! and the next boot begin with it. Within a process one renewal is under way at a time. Expiry is counted from the
 //! moment that an answer came, by its own `Date`, so that a clock that is wrong does not spoil it.
+//!
+//! With them comes an outage session, which lives longer and can only store snapshots. A backup uses it while the platform
+//! is unreachable; a refusal of the platform never leads to it.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -40,8 +43,18 @@ const ATTEMPTS: u32 = 4;
 /// How long a renewal that failed is not tried again, while the credentials at hand still hold.
 const PAUSE: SignedDuration = SignedDuration::from_secs(30);
 
+/// Whether an applet may use the outage session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DuringOutage {
+    /// A backup stores its snapshot.
+    StoreSnapshots,
+    /// Without the platform the store is unavailable.
+    Wait,
+}
+
 /// The source of a host's credentials.
 pub struct Renewed {
+    during_outage: DuringOutage,
     machine: MachineId,
     platform: PlatformLink,
     client: reqwest::Client,
@@ -64,6 +77,20 @@ struct Held {
     /// By this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
+    outage: Option<Outage>,
+}
+
+/// The session for storing snapshots while the platform is unreachable.
+#[derive(Clone)]
+struct Outage {
+    key: Arc<AwsCredential>,
+    expires_at: Timestamp,
+}
+
+impl Outage {
+    fn is_usable(&self, now: Timestamp) -> bool {
+        now < self.expires_at.saturating_sub(MARGIN).unwrap_or(Timestamp::MIN)
+    }
 }
 
 impl Held {
@@ -79,7 +106,11 @@ impl Held {
         };
         let early = SignedDuration::from_secs(left) + SignedDuration::from_secs(spread * random() / 512);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
-        Self { key: Arc::new(key), expires_at, renew_at }
+        Self { key: Arc::new(key), expires_at, renew_at, outage: None }
+    }
+
+    fn with_outage(self, outage: Option<Outage>) -> Self {
+        Self { outage, ..self }
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
@@ -110,8 +141,43 @@ impl Renewed {
         let client = client::build(Deadlines::CALL)?;
         let first = Held::new(first.signing(), first.expires_at, USUAL_LIFE);
         let state = State { held: first, not_before: Timestamp::MIN, is_withdrawn: false };
-        let renewed = Self { machine, platform, client, file, state: Mutex::new(state) };
-        Ok(renewed)
+        let during_outage = DuringOutage::Wait;
+        Ok(Self { during_outage, machine, platform, client, file, state: Mutex::new(state) })
+    }
+
+    #[must_use]
+    pub fn during_outage(self, during_outage: DuringOutage) -> Self {
+        Self { during_outage, ..self }
+    }
+
+    /// The key of the outage session, where this applet may use it and it has not expired.
+    fn outage_key(&self, state: &State, now: Timestamp) -> Option<Arc<AwsCredential>> {
+        if self.during_outage == DuringOutage::Wait {
+            return None;
+        }
+        let outage = state.held.outage.as_ref().filter(|outage| outage.is_usable(now))?;
+        Some(Arc::clone(&outage.key))
+    }
+
+    /// New credentials; while the platform is unreachable, those of the outage session.
+    async fn renew_or_outage(
+        &self,
+        state: &mut State,
+        now: Timestamp,
+    ) -> Result<Arc<AwsCredential>, CredentialError> {
+        let outage = self.outage_key(state, now);
+        if let Some(key) = outage.as_ref().filter(|_| now < state.not_before) {
+            return Ok(Arc::clone(key));
+        }
+        let attempts = if outage.is_some() { 1 } else { ATTEMPTS };
+        match (self.renew(state, attempts).await, outage) {
+            (Ok(()), _) => Ok(Arc::clone(&state.held.key)),
+            (Err(error @ CredentialError::Unavailable(_)), Some(key)) => {
+                tracing::warn!(%error, "the platform is unreachable: snapshots are stored, and none becomes the latest");
+                Ok(key)
+            }
+            (Err(error), _) => Err(error),
+        }
     }
 
     /// What another process of this machine has got, if it holds longer.
@@ -163,25 +229,27 @@ impl Renewed {
         }
         let given: Given = serde_json::from_slice(&body)
             .map_err(|_| CredentialError::Unavailable("the platform's answer is not readable".to_owned()))?;
-        let life = given.expires_at.duration_since(date.unwrap_or(now));
-        let expires_at = now.saturating_add(life).unwrap_or(given.expires_at);
-        self.keep(&given, expires_at, life);
-        tracing::info!(%expires_at, "the platform renewed the credentials for the object store");
-        Ok(Held::new(given.signing(), expires_at, life))
-    }
-
-    /// What cannot be kept is had all the same; the next process then asks for its own.
-    fn keep(&self, given: &Given, expires_at: Timestamp, life: SignedDuration) {
+        let life = given.session.expires_at.duration_since(date.unwrap_or(now));
+        let expires_at = now.saturating_add(life).unwrap_or(given.session.expires_at);
         let kept = Kept {
             version: FORMAT,
             machine_id: self.machine,
-            access_key_id: given.access_key_id.clone(),
-            secret_access_key: given.secret_access_key.expose_secret().to_owned(),
-            session_token: given.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
-            expires_at,
+            session: given.session.kept(expires_at),
             life_seconds: life.as_secs(),
+            outage: given.outage.map(|outage| {
+                let life = outage.expires_at.duration_since(date.unwrap_or(now));
+                let expires_at = now.saturating_add(life).unwrap_or(outage.expires_at);
+                outage.kept(expires_at)
+            }),
         };
-        let text = serde_json::to_vec(&kept).expect("plain fields are JSON");
+        self.keep(&kept);
+        tracing::info!(%expires_at, "the platform renewed the credentials for the object store");
+        Ok(kept.held())
+    }
+
+    /// What cannot be kept is had all the same; the next process then asks for its own.
+    fn keep(&self, kept: &Kept) {
+        let text = serde_json::to_vec(kept).expect("plain fields are JSON");
         if let Err(error) = tokio::task::block_in_place(|| fsx::write_atomic(&self.file, &text, 0o600)) {
             tracing::warn!(%error, "could not keep the renewed credentials");
         }
@@ -203,8 +271,9 @@ impl Source for Renewed {
             return Ok(Arc::clone(&state.held.key));
         }
         if !state.held.is_usable(now) {
-            self.renew(&mut state, ATTEMPTS).await?;
-        } else if now >= state.not_before
+            return self.renew_or_outage(&mut state, now).await;
+        }
+        if now >= state.not_before
             && let Err(error) = self.renew(&mut state, 1).await
         {
             if matches!(error, CredentialError::Withdrawn) {
@@ -220,29 +289,44 @@ impl Source for Renewed {
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);
         }
-        if state.held.key.key_id == access_key || !state.held.is_usable(Timestamp::now()) {
-            self.renew(&mut state, ATTEMPTS).await?;
+        let now = Timestamp::now();
+        if state.held.key.key_id != access_key && state.held.is_usable(now) {
+            return Ok(Arc::clone(&state.held.key));
         }
-        Ok(Arc::clone(&state.held.key))
+        // The store knows best what has expired.
+        if let Some(outage) = state.held.outage.take_if(|outage| outage.key.key_id == access_key) {
+            tracing::warn!(expires_at = %outage.expires_at, "the store takes the outage session for expired");
+        }
+        self.renew_or_outage(&mut state, now).await
     }
 }
 
 /// The answer of the route. Where the store is was said by `r2.env`.
 #[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
 struct Given {
+    #[serde(flatten)]
+    session: GivenSession,
+    /// Not known to a platform of an earlier release.
+    outage: Option<GivenSession>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct GivenSession {
     access_key_id: String,
     secret_access_key: SecretString,
     session_token: Option<SecretString>,
     expires_at: Timestamp,
 }
 
-impl Given {
-    fn signing(&self) -> AwsCredential {
-        AwsCredential {
-            key_id: self.access_key_id.clone(),
-            secret_key: self.secret_access_key.expose_secret().to_owned(),
-            token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+impl GivenSession {
+    /// With the end by this machine's clock.
+    fn kept(&self, expires_at: Timestamp) -> KeptSession {
+        KeptSession {
+            access_key_id: self.access_key_id.clone(),
+            secret_access_key: self.secret_access_key.expose_secret().to_owned(),
+            session_token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
+            expires_at,
         }
     }
 }
@@ -253,12 +337,41 @@ impl Given {
 struct Kept {
     version: u32,
     machine_id: MachineId,
+    #[serde(flatten)]
+    session: KeptSession,
+    life_seconds: i64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    outage: Option<KeptSession>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct KeptSession {
     access_key_id: String,
     secret_access_key: String,
     session_token: Option<String>,
     #[serde(with = "clock::wire")]
     expires_at: Timestamp,
-    life_seconds: i64,
+}
+
+impl KeptSession {
+    fn signing(self) -> AwsCredential {
+        AwsCredential {
+            key_id: self.access_key_id,
+            secret_key: self.secret_access_key,
+            token: self.session_token,
+        }
+    }
+}
+
+impl Kept {
+    fn held(self) -> Held {
+        let (expires_at, life) = (self.session.expires_at, SignedDuration::from_secs(self.life_seconds));
+        let outage = self
+            .outage
+            .map(|session| Outage { expires_at: session.expires_at, key: Arc::new(session.signing()) });
+        Held::new(self.session.signing(), expires_at, life).with_outage(outage)
+    }
 }
 
 /// What is kept for this machine; a file of another format or machine is none.
@@ -266,14 +379,7 @@ fn kept(file: &std::path::Path, machine: MachineId) -> Result<Option<Held>, fsx:
     let Some(text) = fsx::read_if_there(file)? else { return Ok(None) };
     let kept = serde_json::from_slice::<Kept>(&text).ok();
     let kept = kept.filter(|kept| kept.version == FORMAT && kept.machine_id == machine);
-    Ok(kept.map(|kept| {
-        let key = AwsCredential {
-            key_id: kept.access_key_id,
-            secret_key: kept.secret_access_key,
-            token: kept.session_token,
-        };
-        Held::new(key, kept.expires_at, SignedDuration::from_secs(kept.life_seconds))
-    }))
+    Ok(kept.map(Kept::held))
 }
 
 /// The moment of an answer by the clock of who sent it.

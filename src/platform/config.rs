@@ -448,7 +448,7 @@ mod tests {
             panic!("the role alone is enough");
         };
         assert_eq!(sts.endpoint.as_str(), "https://sts.eu-central-1.amazonaws.com/");
-        assert_eq!(sts.life, Duration::from_secs(43_200));
+        assert_eq!(sts.outage_ttl, Duration::from_secs(43_200));
         let Ok(HostCredentials::Sts(sts)) =
             credentials(&[unsaid, role, ("OBJECT_STORE_ENDPOINT", "http://127.0.0.1:9000")])
         else {

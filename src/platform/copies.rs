@@ -19,7 +19,9 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, Unusable};
+use crate::store::pointer::SnapshotRef;
+use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshots::{self, Window};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -76,9 +78,13 @@ impl Copies {
     /// The copies with the newest snapshot of the store; where that does not answer in time, the newest reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> Value {
         let slot = SlotPrefix::new(&self.user, &self.slot);
-        let named = tokio::time::timeout(STORE_TIMEOUT, snapshot::latest(bucket, &slot)).await;
+        let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
+        let named = tokio::time::timeout_at(deadline, snapshot::latest(bucket, &slot)).await;
+        let mut newer = None;
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
+                let found = tokio::time::timeout_at(deadline, newer_than(bucket, &slot, &named)).await;
+                newer = found.ok().flatten();
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
@@ -92,7 +98,11 @@ impl Copies {
             }
             Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
         };
-        self.record(newest.as_ref(), problem.as_deref())
+        let mut record = self.record(newest.as_ref(), problem.as_deref());
+        record["newerSnapshot"] = newer.map_or(Value::Null, |side| {
+            json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
+        });
+        record
     }
 
     fn record(&self, newest: Option<&NewestSnapshot>, problem: Option<&str>) -> Value {
@@ -112,6 +122,19 @@ impl Copies {
             "snapshotProblem": problem,
             "exposedSeconds": self.live.as_ref().map(|live| exposed(live, newest, self.now)),
         })
+    }
+}
+
+/// The newest whole snapshot, where the pointer names an older one: its host could not move the pointer, or held it back.
+/// One page of keys and one record are read.
+async fn newer_than(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> Option<SideRecord> {
+    let window = Window { before: None, latest: Some(named.taken_at), limit: 1 };
+    match snapshots::page(bucket, slot, window).await {
+        Ok(page) => page.records.into_iter().next().filter(|newest| newest.key > named.key),
+        Err(error) => {
+            tracing::warn!(error = %chain(&error), "newer snapshots than the latest are not known");
+            None
+        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! What hosts are told of the object store: where it is, and credentials for their own slot of it.
 //!
-//! With `sts`, no host ever holds a credential that reaches another slot, deletes anything, or lives long. With
-//! `static`, every host holds the platform's own.
+//! With `sts`, no host ever holds a credential that reaches another slot or deletes anything, and what it works with
+//! lives for a quarter of an hour, so that a machine that has been replaced loses it soon. For a platform that is
+//! unreachable a host has an outage session as well: it lives longer, adds snapshots, and cannot make one the latest.
+//! With `static`, every host holds the platform's own.
 
 use std::time::Duration;
 
@@ -11,6 +13,7 @@ use serde_json::{Value, json};
 use url::Url;
 
 use super::db::machine_row::MachineRow;
+use crate::chain::chain;
 use crate::clock::rfc3339_ms;
 use crate::config::{Env, Flag, env_line};
 use crate::machine::name::Slot;
@@ -20,11 +23,11 @@ use crate::store::key::SlotPrefix;
 use crate::store::policy::{self, SnapshotWrites};
 use crate::store::sts::{Sts, StsError};
 
-/// The bounds that STS sets for a session: AWS grants at most 12 hours, other stores up to 7 days.
-const SHORTEST: Duration = Duration::from_secs(900);
-const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
-/// Hosts back up for as long while the platform is away.
-const DEFAULT: Duration = Duration::from_secs(43_200);
+/// The life of the session that a host works with: the shortest that STS grants.
+const WORKING_TTL: Duration = Duration::from_secs(900);
+/// AWS grants at most 12 hours, other stores up to 7 days.
+const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
+const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
 /// What every role grants: a longer session may be more than this one's maximum.
 const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
 
@@ -40,7 +43,8 @@ pub enum HostCredentials {
 pub struct StsConfig {
     pub endpoint: Url,
     pub role_arn: String,
-    pub life: Duration,
+    /// For how long hosts store snapshots while the platform is unreachable.
+    pub outage_ttl: Duration,
     /// `STORE_WRITE_ONCE`.
     pub writes: SnapshotWrites,
 }
@@ -71,8 +75,8 @@ impl HostCredentials {
             return Some(Self::Static);
         }
         let role_arn = env.required::<String>("STS_ROLE_ARN");
-        let life = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT.as_secs()));
-        if !(SHORTEST..=LONGEST).contains(&life) {
+        let outage_ttl = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT_OUTAGE_TTL.as_secs()));
+        if !(WORKING_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
             env.mistake("STS_DURATION_SECONDS", "must be 900 to 604800");
         }
         let StoreConfig::S3(s3) = store? else {
@@ -84,7 +88,7 @@ impl HostCredentials {
             Flag::Off => SnapshotWrites::Any,
         };
         let endpoint = endpoint(env, s3);
-        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, life, writes }))
+        Some(Self::Sts(StsConfig { endpoint: endpoint?, role_arn: role_arn?, outage_ttl, writes }))
     }
 }
 
@@ -105,12 +109,13 @@ fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     text.parse().map_err(|why| env.mistake("STS_ENDPOINT", why)).ok()
 }
 
-/// How long credentials are to live.
+/// Which sessions a host gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
-    Whole,
-    /// For a machine that is on its way out.
-    Shortest,
+pub enum Grant {
+    /// The one that it works with.
+    Working,
+    /// Also one for when the platform is unreachable.
+    WithOutage,
 }
 
 /// Gives hosts their access.
@@ -121,12 +126,32 @@ pub struct HostStore {
 
 struct Assumer {
     sts: Sts,
-    life: Duration,
+    outage_ttl: Duration,
     partition: String,
     writes: SnapshotWrites,
 }
 
 impl Assumer {
+    /// A session for storing snapshots of the machine's epoch. `None` where its life would be no longer than that of the one
+    /// that the host works with, or where STS gives none.
+    async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<Temporary> {
+        if self.outage_ttl <= WORKING_TTL {
+            return None;
+        }
+        let slot = SlotPrefix::new(&machine.user, &machine.slot);
+        let from = Timestamp::now();
+        let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
+        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
+        let policy = policy::of_outage(&self.partition, bucket, (&slot, machine.epoch), window, self.writes);
+        match self.assume(&format!("svc-outage-{}", machine.id), &policy, self.outage_ttl).await {
+            Ok(session) => Some(session),
+            Err(error) => {
+                tracing::warn!(machine = %machine.id, error = %chain(&error), "no outage session for a host");
+                None
+            }
+        }
+    }
+
     /// A role that does not grant so long a session gives the one that all grant.
     async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
         match self.sts.assume(session, policy, life).await {
@@ -157,7 +182,7 @@ impl HostStore {
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
-                Some(Assumer { sts, life: config.life, partition, writes: config.writes })
+                Some(Assumer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
             }
             _ => None,
         };
@@ -195,24 +220,25 @@ impl HostStore {
     pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
-        Some(assumer.sts.assume("svc-doctor", &policy, SHORTEST).await)
+        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_TTL).await)
     }
 
     /// What a machine's host is told.
     ///
     /// # Errors
-    /// [`StsError`].
-    pub async fn access(&self, machine: &MachineRow, life: Life) -> Result<StoreAccess, StsError> {
+    /// [`StsError`] of the session that the host works with.
+    pub async fn access(&self, machine: &MachineRow, grant: Grant) -> Result<StoreAccess, StsError> {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
-        let session = match (&self.store, &self.sts) {
-            (StoreConfig::S3(s3), Some(assumer)) => {
-                let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
-                let life = if life == Life::Whole { assumer.life } else { SHORTEST };
-                Some(assumer.assume(&format!("svc-{}", machine.id), &policy, life).await?)
+        let (mut session, mut outage) = (None, None);
+        if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
+            let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
+            let name = format!("svc-{}", machine.id);
+            session = Some(assumer.assume(&name, &policy, WORKING_TTL).await?);
+            if grant == Grant::WithOutage {
+                outage = assumer.outage(&s3.bucket, machine).await;
             }
-            _ => None,
-        };
-        Ok(StoreAccess { store: self.store.clone(), prefix, session })
+        }
+        Ok(StoreAccess { store: self.store.clone(), prefix, session, outage })
     }
 }
 
@@ -221,6 +247,7 @@ pub struct StoreAccess {
     store: StoreConfig,
     prefix: SlotPrefix,
     session: Option<Temporary>,
+    outage: Option<Temporary>,
 }
 
 impl StoreAccess {
@@ -274,8 +301,18 @@ impl StoreAccess {
             "endpoint": s3.endpoint,
             "bucket": s3.bucket,
             "prefix": format!("{}/", self.prefix.root()),
+            "outage": self.outage.as_ref().map(session_json),
         }))
     }
+}
+
+fn session_json(session: &Temporary) -> Value {
+    json!({
+        "accessKeyId": session.access_key,
+        "secretAccessKey": session.secret_key.expose_secret(),
+        "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
+        "expiresAt": rfc3339_ms(session.expires_at),
+    })
 }
 
 fn in_an_hour() -> Timestamp {

@@ -121,6 +121,25 @@ async fn newest_snapshot_is_the_one_that_the_store_names() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn newer_snapshot_that_the_pointer_does_not_name_is_shown() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    // As a host leaves them that could not move the pointer.
+    let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    stack.snapshot_by("user_1", &guest.machine, &later);
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert_eq!((&known["newestSnapshotAt"], &known["newerSnapshot"]), (&json!(later), &Value::Null));
+    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    let known = copies(&stack, &process, &guest.machine).await;
+    assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
+    let newer = &known["newerSnapshot"];
+    assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
+    let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
+    assert_eq!(stack.post(&process, "/vps/recover", &recovery).await.status, 202);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn snapshot_of_another_machine_does_not_cover_what_this_one_wrote() {
     let stack = Stack::start().await;
     let process = stack.platform();

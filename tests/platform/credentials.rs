@@ -16,7 +16,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::name::Slot;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::config::StoreConfig;
-use svc::store::key::SlotPrefix;
+use svc::store::key::{self, SlotPrefix};
 use svc::store::snapshot::SideRecord;
 use svc::store::upload::{Parts, Upload};
 use svc::store::{Bucket, pointer_io, snapshot};
@@ -129,9 +129,55 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
         );
     }
     assert_eq!(of_machine(&stack, &guest.machine).len(), 2);
+    for session in of_machine(&stack, &guest.machine) {
+        assert_eq!(session.asked_life, Duration::from_secs(900), "{session:?}");
+    }
     for given in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
         assert!(!stack.log().contains(given.as_str()), "no credential in the log");
     }
+}
+
+/// The session of the answer for when the platform is unreachable.
+fn outage_of(answer: &Answer) -> Bucket {
+    let mut answer = answer.clone();
+    for name in ["accessKeyId", "secretAccessKey", "sessionToken"] {
+        answer.body[name] = answer.body["outage"][name].clone();
+    }
+    opened(&answer)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outage_session_adds_snapshots_of_its_epoch_alone() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    stack.snapshot("user_2");
+    let answer = ask(&stack, &process, &guest).await;
+    let name = format!("svc-outage-{}", guest.machine);
+    let sessions = stack.store.sessions();
+    let given: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
+    assert_eq!(given.len(), 1);
+    assert_eq!(given[0].asked_life, Duration::from_secs(43_200));
+
+    let bucket = outage_of(&answer);
+    let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+    let at = |epoch| slot.snapshot(&key::snapshot_key(Timestamp::now(), Epoch(epoch))).unwrap();
+    bucket.put(&at(1), &b"dump"[..]).await.unwrap();
+    assert!(pointer_io::read(&bucket, &slot).await.unwrap().is_some(), "the pointer can be read");
+    for refused in [at(2), slot.pointer(), slot.pointer_entry(9), slot.vps_meta()] {
+        let error = bucket.put_if(&refused, &b"x"[..], Condition::Absent).await.unwrap_err();
+        assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
+    }
+    let other = Path::from("user_2/primary/system/db/latest");
+    for refused in [&other, &slot.vps_meta()] {
+        assert!(bucket.get(refused, 1000).await.is_err(), "{refused}");
+    }
+
+    // A life of the shortest kind means none.
+    let process = stack.platform_with(&[("STS_DURATION_SECONDS", "900")]);
+    let answer = ask(&stack, &process, &guest).await;
+    assert_eq!((answer.status, &answer.body["outage"]), (200, &Value::Null));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -259,6 +305,7 @@ async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
         .into_iter()
         .find(|session| session.access_key == answer.body["accessKeyId"]);
     assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "as short as STS gives them");
+    assert_eq!(answer.body["outage"], Value::Null, "and none that outlives it");
     let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", asked).await;
     old.backs_up(&stack, "user_1");

@@ -388,7 +388,7 @@ impl Guest {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Answer {
     pub status: u16,
     pub headers: reqwest::header::HeaderMap,

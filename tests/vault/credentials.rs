@@ -14,6 +14,7 @@ use http::{HeaderMap, StatusCode, Uri};
 use jiff::{SignedDuration, Timestamp};
 use kit::s3::{Fault, Rule, S3Server};
 use nix::sys::signal::Signal;
+use object_store::ObjectStoreExt;
 use object_store::aws::AwsCredential;
 use secrecy::ExposeSecret;
 use serde_json::{Value, json};
@@ -21,8 +22,11 @@ use svc::clock::rfc3339_ms;
 use svc::host::config::PlatformLink;
 use svc::host::store_credentials::Renewed;
 use svc::host::upgrade_token::UpgradeToken;
+use svc::machine::epoch::Epoch;
+use svc::store::bucket::{Condition, StoreError};
 use svc::store::credentials::{CredentialError, Source, Temporary};
-use svc::store::policy::{self, SnapshotWrites};
+use svc::store::policy::{self, SnapshotWrites, Window};
+use svc::store::snapshots;
 use svc::store::sts::Sts;
 
 use super::machine::{self, BUCKET, Machine, USER, slot, until};
@@ -123,16 +127,34 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
     }
     let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
     match office.sts.assume("svc-host", &policy, HOUR).await {
-        Ok(session) => axum::Json(json!({
-            "accessKeyId": session.access_key,
-            "secretAccessKey": session.secret_key.expose_secret(),
-            "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
-            "expiresAt": rfc3339_ms(session.expires_at),
-            "region": "auto", "endpoint": null, "bucket": BUCKET, "prefix": format!("{USER}/primary/"),
-        }))
-        .into_response(),
+        Ok(session) => {
+            let mut answer = session_json(&session);
+            answer["region"] = json!("auto");
+            answer["bucket"] = json!(BUCKET);
+            answer["prefix"] = json!(format!("{USER}/primary/"));
+            answer["outage"] =
+                outage(&office.sts).await.map_or(Value::Null, |session| session_json(&session));
+            axum::Json(answer).into_response()
+        }
         Err(_) => problem(503, "store_unavailable"),
     }
+}
+
+fn session_json(session: &Temporary) -> Value {
+    json!({
+        "accessKeyId": session.access_key,
+        "secretAccessKey": session.secret_key.expose_secret(),
+        "sessionToken": session.session_token.as_ref().map(ExposeSecret::expose_secret),
+        "expiresAt": rfc3339_ms(session.expires_at),
+    })
+}
+
+/// The outage session of a machine of epoch 1.
+async fn outage(sts: &Sts) -> Option<Temporary> {
+    let (from, life) = (Timestamp::now(), HOUR * 12);
+    let window = Window { from, until: from.checked_add(life).ok()? };
+    let policy = policy::of_outage("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
+    sts.assume("svc-outage", &policy, life).await.ok()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -282,6 +304,108 @@ async fn a_platform_that_is_away_matters_only_once_the_credentials_ran_out() -> 
     machine.run(&["svc-db-backup"])?.expect(69);
     platform.mood(Mood::Gives);
     machine.run(&["svc-db-backup"])?.expect(0);
+    Ok(())
+}
+
+/// A machine whose platform is unreachable, and whose working session has run out. It has an outage session.
+async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
+    let machine = in_use(store, platform, SignedDuration::from_secs(-60)).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let kept = machine.path("var/lib/svc/store-credentials.json");
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
+    std::fs::write(&kept, serde_json::to_vec(&file)?)?;
+    platform.mood(Mood::Away);
+    Ok(machine)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outage_session_stores_snapshots_and_moves_no_pointer() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = cut_off(&store, &platform).await?;
+    let before = machine::pointer(&store).await?.context("a pointer")?;
+    let ended = machine.run(&["svc-db-backup"])?.expect(69);
+    assert!(ended.stderr.contains("is stored, and is not the latest"), "{}", ended.stderr);
+    assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
+    let (bucket, slot) = (machine::bucket(&store)?, slot());
+    let window = snapshots::Window { before: None, latest: None, limit: 10 };
+    let records = snapshots::page(&bucket, &slot, window).await?.records;
+    assert_eq!(records.len(), 2, "the one of the outage is whole");
+    let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
+    assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
+    // Snapshots are read again with a working session alone.
+    machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(69);
+
+    platform.mood(Mood::Gives);
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let latest = svc::store::snapshot::latest(&bucket, &slot).await?;
+    assert!(latest.key > records[0].key, "the next run takes its own: {}", latest.key);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = cut_off(&store, &platform).await?;
+    let running = machine.spawn(&["svc-db-backup", "run", "--retry"], &[("BACKUP_RETRY_SECONDS", "1")])?;
+    let stored = until("a snapshot is stored", || {
+        let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump.json"));
+        dumps.count() == 2
+    });
+    stored.await?;
+    platform.mood(Mood::Gives);
+    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
+    assert_eq!(dumps.count(), 2, "no third snapshot was taken");
+    let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
+    let last: Value = serde_json::from_str(log.lines().last().context("a line")?)?;
+    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    assert_eq!((&last["status"], &last["key"]), (&json!("success"), &json!(latest.key)), "{last}");
+    assert_eq!(last["sizeBytes"], json!(latest.size_bytes), "{last}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    machine.run(&["svc-db-backup"])?.expect(0);
+    let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
+    let session = outage(&platform.office.sts).await.context("a session")?;
+    let bucket = machine::bucket_as(&store, &session)?;
+    let own = slot().snapshot(&latest.key).context("a key")?;
+    assert!(bucket.head(&own).await?.is_some(), "what it has stored itself");
+    let foreign = own.to_string().replace("-1.dump", "-2.dump");
+    let day_before = own.to_string().replacen("/20", "/19", 1);
+    for key in [foreign, day_before, slot().pointer().to_string(), slot().vps_meta().to_string()] {
+        let refused = bucket.put(&object_store::path::Path::from(key.as_str()), &b"x"[..]).await.unwrap_err();
+        assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
+    }
+    let refused = bucket.put(&own, &b"x"[..]).await.unwrap_err();
+    assert!(matches!(refused, StoreError::Denied { .. }), "written once: {refused:?}");
+    let entry = slot().pointer_entry(9);
+    let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
+    assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
+    assert!(bucket.raw().delete(&own).await.is_err(), "nothing is deleted");
+    assert!(bucket.get(&slot().vps_meta(), 9).await.is_err(), "nothing else is read");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replaced_machine_gets_no_use_of_its_outage_session() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = cut_off(&store, &platform).await?;
+    for mood in [Mood::Supersedes, Mood::Refuses] {
+        platform.mood(mood);
+        let code = if mood == Mood::Supersedes { 77 } else { 69 };
+        machine.run(&["svc-db-backup"])?.expect(code);
+        let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
+        assert_eq!(dumps.count(), 1, "nothing is stored");
+    }
     Ok(())
 }
 

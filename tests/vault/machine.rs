@@ -13,6 +13,8 @@ use kit::s3::S3Server;
 use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::Bucket;
+use svc::store::config::{S3Config, StoreConfig};
+use svc::store::credentials::Temporary;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::Pointer;
 use svc::store::pointer_io;
@@ -39,11 +41,29 @@ pub fn slot() -> SlotPrefix {
 
 /// The bucket as the platform sees it.
 pub fn bucket(store: &S3Server) -> Result<Bucket> {
+    config(store)?.open()
+}
+
+/// The bucket as whoever has this session sees it.
+pub fn bucket_as(store: &S3Server, session: &Temporary) -> Result<Bucket> {
+    let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store speaks S3") };
+    let session = session.clone();
+    let s3 = S3Config {
+        access_key: session.access_key,
+        secret_key: session.secret_key,
+        session_token: session.session_token,
+        expires_at: Some(session.expires_at),
+        ..s3
+    };
+    StoreConfig::S3(s3).open()
+}
+
+fn config(store: &S3Server) -> Result<StoreConfig> {
     let pairs = store.env(BUCKET);
     let mut env =
         svc::config::Env::from_pairs(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     svc::http::tls::install_provider();
-    svc::store::config::StoreConfig::read(&mut env).context("the store's settings")?.open()
+    StoreConfig::read(&mut env).context("the store's settings")
 }
 
 pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {

@@ -19,6 +19,8 @@ pub struct Copies {
     pub kept: Vec<KeptServer>,
     pub newest_snapshot_at: Option<String>,
     pub newest_snapshot: Option<NewestSnapshot>,
+    /// A whole snapshot that the pointer does not name.
+    pub newer_snapshot: Option<NewerSnapshot>,
     /// Why the store's newest snapshot is not known, or cannot be restored.
     pub snapshot_problem: Option<String>,
     pub exposed_seconds: Option<u64>,
@@ -30,6 +32,13 @@ pub struct NewestSnapshot {
     pub machine_id: String,
     /// `store`, or `reported` by a host where the store did not say.
     pub source: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NewerSnapshot {
+    pub taken_at: String,
+    pub key: String,
 }
 
 /// The server of the machine that holds the slot.
@@ -73,6 +82,9 @@ impl Copies {
             (name, self.kept_cell(view, kept))
         }));
         rows.push(("snapshot", self.snapshot_cell(view, machine)));
+        rows.extend(
+            self.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))),
+        );
         rows.push(("at risk", self.risk_cell()));
         rows
     }
@@ -204,6 +216,17 @@ fn no_live(machine: &Machine) -> String {
 
 fn missing(view: &View, since: &str) -> String {
     format!("not at the provider, first noticed {}", when(view.now, since))
+}
+
+/// It was stored while the platform was unreachable, or its host holds it back.
+fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
+    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
+    let line = format!(
+        "{}, stored and not the latest; the next backup replaces it, and `svcctl recover {user} --slot {slot} \
+         --snapshot {key}` restores it",
+        when(view.now, &newer.taken_at)
+    );
+    Cell::painted(Some(Colour::Moving), line)
 }
 
 /// `43 min of changes that no snapshot has`, of a machine that left its slot then, if that is known.

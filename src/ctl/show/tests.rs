@@ -191,6 +191,19 @@ fn status_shows_copies_while_all_is_well() {
 }
 
 #[test]
+fn status_names_a_newer_snapshot_and_how_to_restore_it() {
+    let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
+    let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
+        "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
+    let shown = machine::one(&plain(), &with_copies(running(), copies));
+    let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
+    assert!(
+        line.contains("stored and not the latest") && line.contains(&format!("--snapshot {key}`")),
+        "{line}"
+    );
+}
+
+#[test]
 fn status_names_what_kept_servers_hold_and_how_they_end() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
     let shown = |live: Value, kept: Value| {

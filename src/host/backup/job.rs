@@ -30,9 +30,9 @@ use crate::host::pgconn::ConnectError;
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::key;
-use crate::store::pointer::Fenced;
+use crate::store::pointer::{Fenced, SnapshotRef};
 use crate::store::pointer_io::{self, PointerError};
-use crate::store::snapshot::{self as stored, DatabaseIdentity, SideRecord};
+use crate::store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
 use crate::store::upload::{Parts, Upload, UploadError};
 
 /// The places of a run where a test can stop it.
@@ -103,6 +103,8 @@ enum BackupError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Pointer(PointerError),
+    #[error("the snapshot {key} is stored, and is not the latest, because the pointer cannot be moved")]
+    Unpublished { key: String, source: PointerError },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
     #[error(transparent)]
@@ -134,6 +136,7 @@ impl BackupError {
     fn exit(&self) -> Exit {
         match self {
             Self::Superseded | Self::Fenced(_) | Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
+            Self::Unpublished { .. } => Exit::Unavailable,
             Self::Store(error)
             | Self::Pointer(PointerError::Store(error))
             | Self::Upload(UploadError::Store(error)) => host::store::exit(error),
@@ -149,11 +152,21 @@ impl BackupError {
     }
 }
 
+/// A snapshot that an attempt has stored without being able to move the pointer. The next attempt of the same run moves it,
+/// rather than taking another snapshot.
+pub struct Unpublished {
+    snapshot: Recorded,
+    /// The snapshot that the pointer named: where it names another one by now, that is newer than this one.
+    before: Option<String>,
+}
+
 /// What a run has come to know, for its record.
 struct Progress {
     stage: Stage,
     key: Option<String>,
     dump: Option<VerifiedDump>,
+    /// Set once it may become the latest.
+    stored: Option<Unpublished>,
     tracker: Tracker,
 }
 
@@ -169,9 +182,23 @@ impl Progress {
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
 pub async fn run(
+    lock: &Lock,
+    settings: &Settings,
+    mandate: Mandate,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    attempt(lock, settings, mandate, &mut None, stop).await
+}
+
+/// [`run`], for a caller that tries again: `unpublished` goes from one attempt to the next.
+///
+/// # Errors
+/// As [`run`].
+pub async fn attempt(
     _lock: &Lock,
     settings: &Settings,
     mandate: Mandate,
+    unpublished: &mut Option<Unpublished>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let began = Instant::now();
@@ -180,10 +207,14 @@ pub async fn run(
         stage: Stage::Gate,
         key: None,
         dump: None,
+        stored: unpublished.take(),
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
     let end = back_up(settings, mandate, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
+    if end.is_err() {
+        *unpublished = progress.stored;
+    }
     let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
     match end {
         Ok(()) => {
@@ -206,13 +237,15 @@ fn record_of(
     progress: &Progress,
     error: Option<&BackupError>,
 ) -> Record {
+    let stored = progress.stored.as_ref().map(|stored| stored.snapshot.named());
+    let dump = progress.dump.as_ref();
     Record {
         timestamp,
         status: if error.is_none() { Status::Success } else { Status::Error },
         stage: progress.stage,
         key: progress.key.clone(),
-        size_bytes: progress.dump.as_ref().map(|dump| dump.size_bytes),
-        sha256: progress.dump.as_ref().map(|dump| dump.sha256.clone()),
+        size_bytes: dump.map(|dump| dump.size_bytes).or(stored.map(|stored| stored.size_bytes)),
+        sha256: dump.map(|dump| &dump.sha256).or(stored.map(|stored| &stored.sha256)).cloned(),
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| chain(error)),
         held: match error {
@@ -236,7 +269,14 @@ async fn back_up(
         return Err(BackupError::GateShut);
     }
     let identity = identify(settings).await?;
-    let before = before(settings).await?.filter(|_| mandate.empty == Empty::Refused);
+    let latest = latest(settings).await?;
+    if is_publishable(progress, latest.as_ref()) {
+        return publish(settings, progress).await;
+    }
+    let before = match &latest {
+        Some(latest) => side_record(settings, latest).await?.filter(|_| mandate.empty == Empty::Refused),
+        None => None,
+    };
     unfinished::give_up(&settings.layout, &settings.bucket).await;
 
     progress.enter(Stage::Snapshot);
@@ -259,7 +299,31 @@ async fn back_up(
     {
         return Err(held.into());
     }
-    pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
+    progress.stored = Some(Unpublished { snapshot, before: latest.map(|latest| latest.key) });
+    publish(settings, progress).await
+}
+
+/// Whether an earlier attempt has stored a snapshot that nothing newer has replaced.
+fn is_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
+    let latest = latest.map(|latest| &latest.key);
+    let is_newest = |stored: &Unpublished| {
+        latest == stored.before.as_ref() || latest == Some(&stored.snapshot.named().key)
+    };
+    progress.stored = progress.stored.take().filter(is_newest);
+    progress.key = progress.stored.as_ref().map(|stored| stored.snapshot.named().key.clone());
+    progress.stored.is_some()
+}
+
+/// Makes the snapshot that is stored the latest.
+async fn publish(settings: &Settings, progress: &mut Progress) -> Result<(), BackupError> {
+    progress.enter(Stage::Pointer);
+    if let Some(stored) = &progress.stored {
+        let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
+        moved.map_err(|error| match error {
+            PointerError::Fenced(fenced) => BackupError::Fenced(fenced),
+            source => BackupError::Unpublished { key: stored.snapshot.named().key.clone(), source },
+        })?;
+    }
     failpoint::pass("backup.pointer")?;
     HeldSnapshot::clear(&settings.layout)?;
 
@@ -275,15 +339,18 @@ async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, Backu
     Ok(database_identity::verify(&settings.layout, &client).await?)
 }
 
-/// The record of the snapshot whose place the new one takes.
+/// The snapshot whose place the new one takes.
 ///
-/// A replaced machine need not dump first to learn it. What the store says at the end decides all the same.
-async fn before(settings: &Settings) -> Result<Option<SideRecord>, BackupError> {
+/// A replaced machine need not dump first to learn that it is. What the store says at the end decides all the same.
+async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, BackupError> {
     let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
     let mine = &settings.identity;
     pointer.value.admit(mine.epoch, mine.machine).map_err(BackupError::Fenced)?;
-    let Some(named) = pointer.value.snapshot else { return Ok(None) };
-    match stored::side_record(&settings.bucket, &settings.slot, &named).await {
+    Ok(pointer.value.snapshot)
+}
+
+async fn side_record(settings: &Settings, named: &SnapshotRef) -> Result<Option<SideRecord>, BackupError> {
+    match stored::side_record(&settings.bucket, &settings.slot, named).await {
         Ok(side) => Ok(Some(side)),
         // A snapshot that cannot be restored is the better replaced.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {

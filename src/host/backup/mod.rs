@@ -41,6 +41,7 @@ use super::pgtools::{Compression, PgTools};
 use super::scratch::{self, Means};
 use super::side::{Action, Chosen, Copy, Mode};
 use super::store::StoreLink;
+use super::store_credentials::DuringOutage;
 use super::user;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::chain::chain;
@@ -48,7 +49,7 @@ use crate::config::Env;
 use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::{SlotPrefix, SnapshotKey};
-use job::Mandate;
+use job::{Mandate, Unpublished};
 use request::Request;
 use retry::Retry;
 use shrink_guard::Trigger;
@@ -212,7 +213,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    fn read(layout: Layout) -> Result<Self, Failure> {
+    fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read_current(&mut env, &layout);
         let store = StoreLink::read(&mut env, &layout);
@@ -225,7 +226,7 @@ impl Settings {
         let ((identity, store), database) = env.finish(parts)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open().or_exit(Exit::Config)?,
+            bucket: store.open_for(during_outage).or_exit(Exit::Config)?,
             server: Server::new(database.config()?),
             layout,
             identity,
@@ -285,7 +286,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             Command::Export { output } => export::run(&layout, &output, stopped()?).await,
             Command::ExportArchive => {
                 request_id::own(async {
-                    let settings = Settings::read(layout)?;
+                    let settings = Settings::read(layout, DuringOutage::Wait)?;
                     export::write_archive(&settings).await
                 })
                 .await
@@ -300,7 +301,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 }
 
 async fn accept(layout: Layout) -> Result<(), Failure> {
-    let settings = Settings::read(layout)?;
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
     let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_WAIT).await;
     let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
     shrink_guard::accept(&lock, &settings).await
@@ -324,7 +325,7 @@ async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     }
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
-    let end = match Settings::read(layout) {
+    let end = match Settings::read(layout, DuringOutage::StoreSnapshots) {
         Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
         Err(failure) => Err(failure),
     };
@@ -341,8 +342,9 @@ async fn back_up_with_retries(
     request: Option<&Request>,
 ) -> Result<(), Failure> {
     let mut retry = Retry::read(&mut config::environment(&settings.layout));
+    let mut unpublished = None;
     loop {
-        let failure = match back_up(settings, args, request).await {
+        let failure = match back_up(settings, args, request, &mut unpublished).await {
             Err(failure) if args.retry => failure,
             end => return end,
         };
@@ -356,7 +358,12 @@ async fn back_up_with_retries(
     }
 }
 
-async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>) -> Result<(), Failure> {
+async fn back_up(
+    settings: &Settings,
+    args: &RunArgs,
+    request: Option<&Request>,
+    unpublished: &mut Option<Unpublished>,
+) -> Result<(), Failure> {
     let wait = if request.is_some() { REQUEST_WAIT } else { PROBE_WAIT };
     let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
     let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
@@ -366,7 +373,7 @@ async fn back_up(settings: &Settings, args: &RunArgs, request: Option<&Request>)
     let empty = if args.allow_empty { job::Empty::Meant } else { job::Empty::Refused };
     // Only the hourly unit retries.
     let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
-    job::run(&lock, settings, Mandate { empty, trigger }, stopped()?).await
+    job::attempt(&lock, settings, Mandate { empty, trigger }, unpublished, stopped()?).await
 }
 
 async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {
@@ -380,7 +387,7 @@ async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {
 
 /// A look at snapshots: they are read, or with `None`, the latest is restored.
 async fn look(layout: Layout, which: Option<Which>, wait: Duration) -> Result<(), Failure> {
-    let settings = Settings::read(layout)?;
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
     let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
     match which {
@@ -401,7 +408,7 @@ async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
         SideCommand::Close => Some(Action::Close),
         SideCommand::Serve => None,
     };
-    let settings = Settings::read(layout)?;
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
     // A drill has the same place for its dump and its databases.
     let wait = if action.is_none() { REQUEST_WAIT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;

@@ -270,12 +270,15 @@ fn copies() -> Value {
         ],
         &[],
     );
+    let newer = object(&[("takenAt", time()), ("machineId", uuid()), ("key", text())], &[]);
     object(
         &[
             ("live", nullable(live)),
             ("kept", array(kept)),
             ("newestSnapshotAt", nullable(time())),
             ("newestSnapshot", nullable(snapshot)),
+            // Whole, and not what the pointer names.
+            ("newerSnapshot", nullable(newer)),
             ("snapshotProblem", nullable(text())),
             ("exposedSeconds", nullable(count())),
         ],

@@ -18,7 +18,7 @@ use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::host_store::Life;
+use crate::platform::host_store::Grant;
 use axum::routing::post;
 use http::Method;
 use serde_json::Value;
@@ -35,16 +35,16 @@ pub async fn handle(
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
     }
     call.nothing_needed()?;
-    let life = if machine.is_active() {
-        Life::Whole
+    let grant = if machine.is_active() {
+        Grant::WithOutage
     } else if heartbeat::still_needed(&platform, &machine).await? {
-        Life::Shortest
+        Grant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());
     } else {
         return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
     };
-    let access = platform.host_store.access(&machine, life).await.map_err(|error| {
+    let access = platform.host_store.access(&machine, grant).await.map_err(|error| {
         tracing::warn!(machine = %id, error = %chain(&error), "no credentials for a host");
         fault::store_unavailable()
     })?;
@@ -91,6 +91,20 @@ fn shape() -> Value {
             ("endpoint", nullable(text())),
             ("bucket", text()),
             ("prefix", text()),
+            ("outage", nullable(outage())),
+        ],
+        &[],
+    )
+}
+
+/// The session with which a host stores snapshots while the platform is unreachable.
+fn outage() -> Value {
+    object(
+        &[
+            ("accessKeyId", text()),
+            ("secretAccessKey", text()),
+            ("sessionToken", nullable(text())),
+            ("expiresAt", time()),
         ],
         &[],
     )
