@@ -197,8 +197,11 @@ async fn invented_session_cookies_cost_no_query() -> Result<()> {
 async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let mut refused = Vec::new();
-    for number in 0..30 {
+    for number in 0..300 {
         refused.push(read(world.get(APP, "/").bearer_auth(format!("a.b.{number}"))).await);
+        if refused.iter().filter(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).count() == 3 {
+            break;
+        }
     }
     let limited =
         refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).context("no 429")?;
@@ -206,8 +209,13 @@ async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
     // Codes are guessed no faster.
-    let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
-    assert_eq!(read(code).await.status, StatusCode::TOO_MANY_REQUESTS);
+    let mut guessed = Vec::new();
+    for _ in 0..30 {
+        let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
+        guessed.push(read(code).await.status);
+    }
+    let admitted = guessed.iter().filter(|status| **status != StatusCode::TOO_MANY_REQUESTS).count();
+    assert!(admitted < 15, "{guessed:?}");
     Ok(())
 }
 
