@@ -1,14 +1,61 @@
 //! Dispatches that wait: whose turn it is, what one id means, batches, and what outlives the gateway.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
 use reqwest::{Method, StatusCode};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::dispatch::{ask, events, kinds, machine, stream, until_over, until_recorded, until_running};
 use super::host::answer;
+
+/// Takes messages in svc-watch's place: their phases and dispatches.
+fn watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
+    std::fs::create_dir_all(socket.parent().context("a folder")?)?;
+    let listener = UnixListener::bind(socket)?;
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let mut line = String::new();
+            if BufReader::new(&stream).read_line(&mut line).is_err() {
+                continue;
+            }
+            let message: Value = serde_json::from_str(&line).unwrap_or_default();
+            let text = |name: &str| message[name].as_str().unwrap_or_default().to_owned();
+            if stream.write_all(b"{\"heard\":true}\n").is_err()
+                || sender.send((text("phase"), text("dispatchId"))).is_err()
+            {
+                return;
+            }
+        }
+    });
+    Ok(receiver)
+}
+
+#[tokio::test]
+async fn killed_gateways_dispatches_end_for_the_watcher() -> Result<()> {
+    let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
+    let messages = watcher(&machine.path("run/svc/watch/watch.sock"))?;
+    let next = || messages.recv_timeout(Duration::from_secs(20)).context("a message");
+    let host = machine.start()?;
+    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    ask(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
+    assert_eq!(next()?, ("dispatchBegin".to_owned(), "first".to_owned()));
+    let host = host.restart()?;
+    let mut seen = vec![next()?, next()?, next()?];
+    seen.sort();
+    let told = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
+    let expected =
+        [told("dispatchBegin", "waits"), told("dispatchEnd", "first"), told("dispatchEnd", "waits")];
+    assert_eq!(seen, expected, "the one that had not begun is begun once");
+    until_recorded(&host, "first").await?;
+    Ok(())
+}
 
 #[tokio::test]
 async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {

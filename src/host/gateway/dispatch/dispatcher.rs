@@ -108,7 +108,7 @@ pub struct Dispatcher {
     pub(super) journal: Journal,
     socket: PathBuf,
     /// Where svc-watch listens.
-    watcher: PathBuf,
+    pub(super) watcher: PathBuf,
     known: Mutex<Known>,
     pub(super) runs: TaskTracker,
     /// The gateway ends: nothing is started any more, and what runs is told to end.

@@ -2,6 +2,7 @@
 //! what is durable.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use jiff::Timestamp;
@@ -16,6 +17,7 @@ use crate::chain::chain;
 use crate::fsx::FileError;
 use crate::host::gateway::blocking::blocking;
 use crate::host::records::entry::Interaction;
+use crate::host::watched::{self, Message, SeenCalls};
 
 /// How long a disk has to make records durable.
 const DISK: std::time::Duration = std::time::Duration::from_secs(10);
@@ -41,7 +43,10 @@ impl Dispatcher {
             Ok::<_, FileError>((left, found))
         });
         match left.await {
-            Ok((left, Ok(found))) => self.take_up(left, &found),
+            Ok((left, Ok(found))) => {
+                tokio::spawn(end_for_watcher(self.watcher.clone(), begun(&left)));
+                self.take_up(left, &found);
+            }
             // Which of them are recorded is not known: they are not recorded twice, and are looked at again next time.
             Ok((left, Err(error))) => {
                 tracing::error!(left = left.len(), error = %chain(&error), "what an earlier process left stays");
@@ -156,6 +161,22 @@ impl Dispatcher {
                 one.make_safe();
             }
         }
+    }
+}
+
+/// The dispatches whose agents were started.
+fn begun(left: &[Kept]) -> Vec<String> {
+    left.iter()
+        .filter(|kept| kept.started_at.is_some() || kept.ended.is_some())
+        .map(|kept| kept.id.clone())
+        .collect()
+}
+
+/// The process that began them was killed, so that svc-watch still takes their tool calls for open. Which calls their agents'
+/// output had is not known.
+async fn end_for_watcher(watcher: PathBuf, begun: Vec<String>) {
+    for id in begun {
+        watched::tell_of_dispatch(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
     }
 }
 
