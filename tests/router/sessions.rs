@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use http::StatusCode;
 use reqwest::RequestBuilder;
 
@@ -127,6 +127,20 @@ async fn a_person_switches_to_the_providers_account() -> Result<()> {
     assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(read(choose(&world, &both, "account=other")).await.status, StatusCode::BAD_REQUEST);
 
+    let code = |code: String| {
+        let path = format!("/_svc/session?code={code}");
+        world.get(CODE, &path).header("cookie", "svc_code_state=nonce")
+    };
+    let handed = async || {
+        let handed = world.get(APP, "/_svc/code-session?state=nonce").header("cookie", &old);
+        let handed = read(handed).await;
+        handed.location().split_once("code=").map(|(_, code)| code.to_owned()).context("a code")
+    };
+    let editor = read(code(handed().await?)).await.cookie("svc_code_session").context("a session")?;
+    let editor = format!("svc_code_session={editor}");
+    assert_eq!(with_cookie(&world, CODE, "/", &editor).await.status, StatusCode::OK);
+    let unused = handed().await?;
+
     let switched = read(choose(&world, &both, "account=provider&returnTo=https://evil.test")).await;
     assert_eq!((switched.status, switched.location()), (StatusCode::SEE_OTHER, "/"));
     let new = format!("svc_session={}", switched.cookie("svc_session").context("a session")?);
@@ -137,7 +151,13 @@ async fn a_person_switches_to_the_providers_account() -> Result<()> {
         "no machine"
     );
     assert_eq!(with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
+    assert_eq!(read(code(unused)).await.status, StatusCode::UNAUTHORIZED, "its code opens nothing");
     assert_eq!(machine.arrivals().len(), seen);
+    let end = Instant::now() + Duration::from_secs(10);
+    while with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
+        ensure!(Instant::now() < end, "the editor's session outlives the one that it came from");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     let again = read(choose(&world, &new, "account=provider")).await;
     assert_eq!((again.status, again.cookie("svc_session")), (StatusCode::SEE_OTHER, None), "settled");
     Ok(())

@@ -33,11 +33,8 @@ impl Tools {
             return None;
         }
         let input_preview = preview::of_input(input);
-        let event = Event::ToolStarted {
-            id: id.clone(),
-            name: name.clone(),
-            input_preview: input_preview.clone(),
-        };
+        let event =
+            Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
         self.running.push(Running { id, at: self.all.len(), since_ms: at_ms });
         // One that never ends has not succeeded.
         let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error };

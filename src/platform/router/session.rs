@@ -84,6 +84,8 @@ enum Kept {
 
 /// What a one-time code was made for.
 pub(super) struct Handed {
+    /// The session that it was made in, with which the one that it opens ends.
+    pub(super) opened_by: Option<Hash>,
     pub(super) user: IdpUserId,
     pub(super) slot: Option<Slot>,
     pub(super) return_to: String,
@@ -130,16 +132,30 @@ impl Sessions {
         user: &IdpUserId,
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
+        self.open_within(None, door, user, slot).await
+    }
+
+    /// The same, for a session that ends with another one.
+    pub(super) async fn open_within(
+        &self,
+        opened_by: Option<Hash>,
+        door: Door,
+        user: &IdpUserId,
+        slot: Option<&Slot>,
+    ) -> Result<(String, Arc<Session>), SessionError> {
         self.opened.check(user).map_err(SessionError::TooMany)?;
         let token = session_token::mint(&self.keys.borrow().app.current, door)?;
         let hash = hash(token.as_bytes());
         let sql = format!(
-            "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at) \
-             VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5)) RETURNING {COLUMNS}"
+            "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \
+             VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5), $6) RETURNING {COLUMNS}"
         );
         let life = LIFE_SECONDS as f64;
         let slot = slot.map(Slot::as_str);
-        let row = self.row(&sql, &[&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life]).await?;
+        let opened_by = opened_by.as_ref().map(Hash::as_slice);
+        let values: [&(dyn ToSql + Sync); 6] =
+            [&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life, &opened_by];
+        let row = self.row(&sql, &values).await?;
         let session = row.as_ref().map(read).transpose()?.flatten().ok_or(SessionError::Unreadable)?;
         let session = Arc::new(session);
         self.keep(hash, Kept::Live(Arc::clone(&session)));
@@ -175,9 +191,12 @@ impl Sessions {
         Ok(row.try_get(0)?)
     }
 
-    /// Ends one session.
+    /// Ends one session, those that were opened in it, and the codes that would open more.
     pub(super) async fn revoke(&self, session: &Session) -> Result<(), SessionError> {
-        let sql = "UPDATE sessions SET revoked_at = now() WHERE token_hash = $1 AND revoked_at IS NULL";
+        let sql = "WITH codes AS (UPDATE session_codes SET used_at = now() \
+                     WHERE opened_by = $1 AND used_at IS NULL) \
+                   UPDATE sessions SET revoked_at = now() \
+                     WHERE (token_hash = $1 OR opened_by = $1) AND revoked_at IS NULL";
         self.row(sql, &[&session.hash.as_slice()]).await?;
         self.keep(session.hash, Kept::Unknown(Instant::now()));
         Ok(())
@@ -193,11 +212,14 @@ impl Sessions {
         self.opened.check(&handed.user).map_err(SessionError::TooMany)?;
         let code = random()?;
         let hash = code_hash(&code, state);
-        let sql = "INSERT INTO session_codes (code_hash, idp_user_id, slot, return_to, expires_at) \
-                   VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5))";
+        let sql = "INSERT INTO session_codes (code_hash, idp_user_id, slot, return_to, expires_at, opened_by) \
+                   VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5), $6)";
         let slot = handed.slot.as_ref().map(Slot::as_str);
         let life = f64::from(CODE_LIFE_SECONDS);
-        self.row(sql, &[&hash.as_slice(), &handed.user.as_str(), &slot, &handed.return_to, &life]).await?;
+        let opened_by = handed.opened_by.as_ref().map(Hash::as_slice);
+        let values: [&(dyn ToSql + Sync); 6] =
+            [&hash.as_slice(), &handed.user.as_str(), &slot, &handed.return_to, &life, &opened_by];
+        self.row(sql, &values).await?;
         Ok(code)
     }
 
@@ -205,7 +227,7 @@ impl Sessions {
     pub(super) async fn redeem_code(&self, code: &str, state: &str) -> Result<Option<Handed>, SessionError> {
         let hash = code_hash(code, state);
         let sql = "UPDATE session_codes SET used_at = now() WHERE code_hash = $1 AND used_at IS NULL \
-                   AND expires_at > now() RETURNING idp_user_id, slot, return_to";
+                   AND expires_at > now() RETURNING idp_user_id, slot, return_to, opened_by";
         let Some(row) = self.row(sql, &[&hash.as_slice()]).await? else { return Ok(None) };
         let user: &str = row.try_get(0)?;
         let slot: Option<&str> = row.try_get(1)?;
@@ -213,6 +235,11 @@ impl Sessions {
             user: user.parse().map_err(|_| SessionError::Unreadable)?,
             slot: slot.map(str::parse).transpose().map_err(|_| SessionError::Unreadable)?,
             return_to: row.try_get(2)?,
+            opened_by: row
+                .try_get::<_, Option<&[u8]>>(3)?
+                .map(TryInto::try_into)
+                .transpose()
+                .map_err(|_| SessionError::Unreadable)?,
         }))
     }
 

@@ -72,7 +72,12 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
     let return_to: Option<String> = query.optional("return_to");
     let state = query.with_others().finish(state)?;
     let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
-    let handed = Handed { user: identity.user().clone(), slot: identity.slot().cloned(), return_to };
+    let handed = Handed {
+        opened_by: identity.session().map(|session| session.hash),
+        user: identity.user().clone(),
+        slot: identity.slot().cloned(),
+        return_to,
+    };
     let code = site.sessions.issue_code(&handed, &state).await.map_err(|error| failed(&error))?;
     Ok(redirect(StatusCode::FOUND, &format!("{}{TAKE}?code={code}", url_of(site, visit, Door::Code))))
 }
@@ -93,7 +98,8 @@ pub(super) async fn take(site: &Site, visit: &Visit, call: &Call) -> Result<Resp
             "This sign-in is over, or was begun in another browser. Open the page again.",
         )
     })?;
-    let opened = site.sessions.open(Door::Code, &handed.user, handed.slot.as_ref()).await;
+    let opened =
+        site.sessions.open_within(handed.opened_by, Door::Code, &handed.user, handed.slot.as_ref()).await;
     let (token, _) = opened.map_err(|error| failed(&error))?;
     let mut answer = redirect(StatusCode::FOUND, &handed.return_to);
     let headers = answer.headers_mut();
