@@ -1,0 +1,130 @@
+# The attacks of a review, as the owner's user on a machine: as a process of the editor's unit, and as a dispatched agent. What
+# they plant is then met by the gateway and by root's own commands. Prints what held; ends at the first that does not.
+set -eu
+home=/home/svc/home
+broken() { echo "BROKEN $*"; exit 1; }
+secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
+[ -n "$secret" ] || broken "the machine has no UPGRADE_TOKEN"
+as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
+ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+
+cat >$home/lab-attack.sh <<'ATTACK'
+read -r prompt || true
+cd /home/svc/home
+reached() { echo "$*" >>lab-attack.out; }
+# Links from an app's folder, and its manifest as a FIFO.
+mkdir -p apps/lab-linked apps/lab-fifo
+echo '{"name": "lab", "slug": "lab-linked", "version": "1.0.0", "runtime": "static", "build": {"output": "dist"}}' >apps/lab-linked/svc.json
+ln -sfn /opt/svc/env apps/lab-linked/dist
+[ -p apps/lab-fifo/svc.json ] || mkfifo apps/lab-fifo/svc.json
+# What an export meets: links to root's files and a FIFO, and its own folders swapped while it runs.
+mkdir -p lab-export
+ln -sfn /opt/svc/env lab-export/env
+ln -sf /opt/svc/env/host.env lab-export/host.env
+[ -p lab-export/fifo ] || mkfifo lab-export/fifo
+# Names in root's ways.
+for path in /opt/svc/env/host.env /opt/svc/env/update.env /var/lib/svc/tls/key.pem; do
+  cat $path >/dev/null 2>&1 && reached "read $path"
+  (echo x >>$path) 2>/dev/null && reached "wrote $path"
+done
+for dir in /opt/svc /opt/svc/env /opt/svc/bin /var/lib/svc /var/lib/svc/requests /run/svc/gateway /run/svc/watch; do
+  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
+done
+for dir in system system/logs; do
+  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
+  mv $dir $dir-moved 2>/dev/null && reached "moved $dir"
+done
+# The right of the request: limits, dispatches, the side database, the end of another's dispatch.
+for call in 'PUT /api/limits {"daily":1000}' 'POST /api/dispatch {"prompt":"x"}' 'POST /api/side-database {}'; do
+  set -- $call
+  code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 10 --unix-socket /run/svc/gateway/gateway.sock -X "$1" -H 'content-type: application/json' -d "$3" "http://localhost$2" 2>/dev/null)
+  case ${code:-000} in 2*) reached "$1 $2: $code" ;; esac
+done
+cat >lab-forge.py <<'PY'
+import socket
+s = socket.socket(socket.AF_UNIX)
+s.settimeout(5)
+s.connect("/run/svc/watch/watch.sock")
+s.sendall(b'{"version":1,"phase":"dispatchEnd","dispatchId":"lab-attack","sentAt":"2026-01-01T00:00:00.000Z"}\n')
+s.recv(100)
+PY
+python3 lab-forge.py 2>/dev/null || true
+reached "done as $(id -un) in $(sed -n 's/^0:://p' /proc/self/cgroup)"
+echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.001}'
+echo '{"type":"result","status":"success","text":"attacked"}'
+ATTACK
+chown svc:svc $home/lab-attack.sh
+
+# As a process of the editor's unit: its view of the file system, its control group, its user.
+attack_in() {
+  pid=$(systemctl show -P MainPID "$1")
+  group=/sys/fs/cgroup$(systemctl show -P ControlGroup "$1")
+  rm -f $home/lab-attack.out
+  (
+    echo 0 >"$group/cgroup.procs" 2>/dev/null || true
+    exec nsenter -t "$pid" -m setpriv --reuid=svc --regid=svc --init-groups --no-new-privs --bounding-set=-all \
+      sh $home/lab-attack.sh </dev/null >/dev/null 2>&1
+  ) || true
+}
+came_to() {
+  grep -q '^done as svc in ' $home/lab-attack.out || broken "$1: the attack did not run: $(cat $home/lab-attack.out 2>&1)"
+  grep -v '^done as svc in ' $home/lab-attack.out && broken "$1 may do what it should not"
+  return 0
+}
+unit=svc-code.service
+[ "$(systemctl is-active $unit)" = active ] || unit=svc-shell.service
+[ "$(systemctl is-active $unit)" = active ] || broken "neither editor nor shell run"
+attack_in $unit
+came_to "a process of $unit"
+
+# As a dispatched agent.
+cp $home/system/config.json /var/tmp/lab-config.json 2>/dev/null || true
+echo '{"agents": {"lab": {"adapter": "json-lines", "command": ["sh", "lab-attack.sh"]}}}' >$home/system/config.json
+chown svc-gateway:svc $home/system/config.json
+rm -f $home/lab-attack.out
+told=$(ask -d '{"id": "lab-attack", "prompt": "attack"}' http://localhost/api/dispatch)
+echo "$told" | grep -q '"text":"attacked"' || broken "the dispatch came to: $told"
+came_to "a dispatched agent"
+grep -q '/svcagents.slice/svc-agent@' $home/lab-attack.out || broken "it ran in $(cat $home/lab-attack.out)"
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+  forged=$(grep -c '"why":"forged"' $home/system/logs/audit.jsonl 2>/dev/null || true)
+  [ "${forged:-0}" -ge 1 ] && break
+  sleep 1
+done
+[ "${forged:-0}" -ge 1 ] || broken "a forged end of a dispatch left no gap in the audit"
+
+# What was planted, met by the gateway.
+for path in /apps/lab-linked/ /apps/lab-linked/host.env /apps/lab-linked/update.env /icons/lab-linked /apps/lab-fifo/; do
+  ask "http://localhost$path" | grep -qF "$secret" && broken "$path serves an env file"
+done
+[ "$(curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock http://localhost/readyz)" = 200 ] ||
+  broken "the gateway is not ready any more"
+
+# Met by root: an export, while folders are swapped for links all the time.
+as_svc sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" 2>/dev/null &
+swapper=$!
+mkdir -p -m 0700 /var/backups/lab
+timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || broken "the export: $(tail -n 3 /var/tmp/lab-export.log)"
+pkill -P $swapper 2>/dev/null || true
+kill $swapper 2>/dev/null || true
+grep -qF "$secret" /var/backups/lab/ada.tar && broken "the export has a secret of the machine"
+tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && broken "the export has a FIFO"
+
+# Root runs no program that svc-gateway's settings name.
+mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 1\n' >$home/lab-bin/pg_dump
+for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
+chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
+rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
+cp -p /opt/svc/env/host.env /var/tmp/lab-host.env
+printf 'SVC_PG_BIN_DIR=%s\n' $home/lab-bin >>/opt/svc/env/host.env
+timeout 300 svc-update status >/dev/null 2>&1 || true
+timeout 300 svc-restore import --check /var/backups/lab/ada.tar >/dev/null 2>&1 || true
+timeout 300 svc-db-backup export --output /var/backups/lab/again.tar >/dev/null 2>&1 || true
+cp -p /var/tmp/lab-host.env /opt/svc/env/host.env
+grep -qx root /var/tmp/lab-ran-as && broken "root ran a program of the owner's"
+
+rm -rf /var/backups/lab $home/lab-* $home/apps/lab-* /var/tmp/lab-host.env
+[ -f /var/tmp/lab-config.json ] && cat /var/tmp/lab-config.json >$home/system/config.json
+failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
+[ -z "$failed" ] || broken "$failed"
+echo "links, FIFOs and swapped folders, root's settings, rights and a forged end, from $unit and from an agent: nothing reached"
