@@ -24,6 +24,7 @@ mod side_dependents;
 mod stage;
 mod sync;
 mod tight_disk;
+mod token_rollback;
 mod token_rotation;
 mod update;
 mod update_snapshot;
