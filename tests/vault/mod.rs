@@ -27,4 +27,5 @@ mod tight_disk;
 mod token_rollback;
 mod token_rotation;
 mod update;
+mod update_keys;
 mod update_snapshot;
