@@ -257,6 +257,16 @@ pub fn env_line(name: &str, value: &str) -> String {
     format!("{name}=\"{escaped}\"\n")
 }
 
+/// The text of an env file with these variables in place of those of the same names.
+pub fn with_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
+    let is_kept = |line: &&str| {
+        let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
+        !pairs.iter().any(|(replaced, _)| *replaced == name)
+    };
+    let kept = text.lines().filter(is_kept).map(|line| format!("{line}\n"));
+    kept.chain(pairs.iter().map(|(name, value)| env_line(name, value))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

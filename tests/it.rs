@@ -22,6 +22,7 @@ mod records;
 mod router;
 mod sim;
 mod story;
+mod unfinished_heads;
 mod units;
 mod userdata;
 mod vault;

@@ -14,7 +14,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
 use svc::platform::db::machine_row::{Kind, MachineRow};
-use svc::platform::host_settings::{BundleUrl, HostSettings};
+use svc::platform::host_settings::{BundleUrl, HostSettings, MAX_EGRESS_NETWORKS};
 use svc::platform::host_store::{Grant, HostCredentials, HostStore};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
@@ -38,6 +38,8 @@ pub struct Parts {
     pub store: String,
     pub proof_keys: usize,
     pub bundle_keys: usize,
+    #[serde(default)]
+    pub egress: String,
 }
 
 impl Parts {
@@ -56,6 +58,7 @@ impl Parts {
             store: "https://store.example".into(),
             proof_keys: 1,
             bundle_keys: 1,
+            egress: String::new(),
         }
     }
 
@@ -76,6 +79,7 @@ impl Parts {
             store: url("store"),
             proof_keys: 4,
             bundle_keys: 4,
+            egress: longest_egress(),
         }
     }
 
@@ -96,6 +100,8 @@ impl Parts {
                 .into(),
             store_endpoint: Some(self.store.parse()?),
             bundle_public_keys: Some(vec!["k".repeat(44); self.bundle_keys].join(",")),
+            bundle_keys_sequence: 1,
+            egress: self.egress.parse()?,
             postgres_image: None,
         };
         let store = StoreConfig::S3(S3Config {
@@ -179,6 +185,13 @@ impl Parts {
             updated_at: Timestamp::UNIX_EPOCH,
         })
     }
+}
+
+/// As many networks as a platform takes, as long as they may be written.
+fn longest_egress() -> String {
+    let networks = (0..MAX_EGRESS_NETWORKS)
+        .map(|n| format!("2001:1111:2222:3333:4444:5555:6666:{:04x}", 0x1001 + 2 * n));
+    networks.collect::<Vec<_>>().join(",")
 }
 
 /// What cloud-init reads: the document without its first line.
@@ -282,4 +295,37 @@ async fn cloud_init_takes_it() {
     let wrong =
         is_taken("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n").unwrap_err();
     assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
+}
+
+/// nft itself reads the rules that machines get, whatever networks the platform's connections come from.
+#[tokio::test]
+async fn firewall_is_what_nft_takes() {
+    if Command::new("nft").arg("--version").output().is_err() {
+        eprintln!("skipped: nft is not installed");
+        return;
+    }
+    for egress in [
+        String::new(),
+        "203.0.113.0/24".to_owned(),
+        "2001:db8::/32".to_owned(),
+        "10.0.0.0/8,10.1.0.0/16,203.0.113.7,203.0.113.6,2001:db8::1,2001:db8::/64".to_owned(),
+        longest_egress(),
+    ] {
+        let rendered = Parts { egress: egress.clone(), ..Parts::usual() }.render().await;
+        let document = document(&rendered);
+        let rules = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("nftables.conf");
+        std::fs::write(&path, rules).unwrap();
+        // In a network of its own: a check needs the right to change the rules, and changes none.
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--net", "nft", "-c", "-f"]).arg(&path);
+        let checked = command.output().unwrap();
+        let said = String::from_utf8_lossy(&checked.stderr);
+        if said.contains("unshare failed") || said.contains("Operation not permitted") {
+            eprintln!("skipped: this user may not make a network of its own: {said}");
+            return;
+        }
+        assert!(checked.status.success(), "{egress}: {said}\n{rules}");
+    }
 }

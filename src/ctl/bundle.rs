@@ -27,7 +27,7 @@ use crate::applet::{Exit, Failure};
 use crate::config::Env;
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, Condition, StoreError};
-use crate::store::bundle::{ManifestError, TrustedKeys, digest, digest_line, parse_digest};
+use crate::store::bundle::{KeySet, ManifestError, TrustedKeys, digest, digest_line, parse_digest};
 use crate::store::key::{self, BUNDLE_FILE};
 
 const CHUNK: usize = 256 * 1024;
@@ -89,6 +89,8 @@ pub struct Published {
     size_bytes: u64,
     news: News,
     updates: Updates,
+    /// What hosts trust once it is well on them, where its manifest says so.
+    key_set: Option<KeySet>,
 }
 
 /// Whether hosts that run another release can update to it.
@@ -114,6 +116,7 @@ impl Published {
             "sizeBytes": self.size_bytes,
             "alreadyPublished": self.news == News::WasThere,
             "updatable": self.updates == Updates::Possible,
+            "trustedKeys": self.key_set.as_ref().map(|set| json!({"sequence": set.sequence, "ids": set.keys.ids()})),
         })
     }
 }
@@ -126,11 +129,16 @@ impl fmt::Display for Published {
         };
         let key = key::bundle(&self.version, "");
         write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
-        match &self.updates {
-            Updates::Possible => Ok(()),
-            Updates::Impossible(why) => {
-                write!(f, "\nnew machines can use it; hosts cannot update to it: {why}")
-            }
+        if let Updates::Impossible(why) = &self.updates {
+            return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
+        }
+        match &self.key_set {
+            Some(KeySet { sequence, keys }) => write!(
+                f,
+                "\nhosts that run it well trust the keys {} from then on (sequence {sequence}); `svcctl bundle keys` lists them",
+                keys.ids().join(", ")
+            ),
+            None => Ok(()),
         }
     }
 }
@@ -225,7 +233,8 @@ async fn publish_for(
         News::WasThere => companions.complete(bucket, &subject).await?,
     }
     let updates = companions::updates(bucket, &subject).await?;
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates })
+    let key_set = companions.key_set();
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates, key_set })
 }
 
 /// The keys that hosts trust, where this process is told them.
@@ -405,6 +414,7 @@ mod tests {
             min_version: None,
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
             expires_at: expires_at.to_owned(),
+            trusted_keys: None,
         };
         let text = manifest.text().unwrap();
         let beside = |suffix: &str| dir.path().join(format!("{BUNDLE_FILE}{suffix}"));

@@ -49,6 +49,11 @@ impl Layout {
         self.opt("env/postgres.env")
     }
 
+    /// The ids of the keys that root's updater trusts.
+    pub fn trusted_keys(&self) -> PathBuf {
+        self.update_state().join("trusted-keys.json")
+    }
+
     /// What root's updater trusts.
     pub fn update_env(&self) -> PathBuf {
         self.opt("env/update.env")

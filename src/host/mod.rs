@@ -44,6 +44,7 @@ pub mod store_credentials;
 pub mod sync;
 pub mod systemd;
 pub mod tar_reader;
+pub mod trusted_keys;
 pub mod unix_socket;
 pub mod update;
 pub mod updated;

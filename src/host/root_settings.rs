@@ -130,7 +130,13 @@ mod tests {
 
     #[test]
     fn root_takes_only_listed_settings_of_others() {
-        let own = ["SVC_PG_BIN_DIR", "SVC_BUNDLE_PUBLIC_KEYS", "SVC_UPDATE_HEALTH_SECONDS", "SVC_NEW"];
+        let own = [
+            "SVC_PG_BIN_DIR",
+            "SVC_BUNDLE_PUBLIC_KEYS",
+            "SVC_BUNDLE_KEYS_SEQUENCE",
+            "SVC_UPDATE_HEALTH_SECONDS",
+            "SVC_NEW",
+        ];
         let all = FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
         let others: String = all.map(|name| env_line(name, "planted")).collect();
         let Some((_dir, layout)) = machine(&others, "SVC_UPDATE_SNAPSHOT_SECONDS=7\n") else { return };

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
 use crate::chain::chain;
-use crate::config::env_line;
+use crate::config::with_env_lines;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::machine::id::MachineId;
@@ -195,11 +195,7 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
     let path = layout.host_env();
     let Some(text) = fsx::read_if_there(&path)? else { return Ok(()) };
     let meta = std::fs::metadata(&path).map_err(FileError::at("read", &path))?;
-    let text = String::from_utf8_lossy(&text);
-    let own = format!("{VARIABLE}=");
-    let others = text.lines().filter(|line| !line.trim_start().starts_with(&own));
-    let mut text: String = others.map(|line| format!("{line}\n")).collect();
-    text.push_str(&env_line(VARIABLE, current.expose_secret()));
+    let text = with_env_lines(&String::from_utf8_lossy(&text), &[(VARIABLE, current.expose_secret())]);
     let temp = path.with_extension("env.next");
     fsx::write_atomic(&temp, text.as_bytes(), 0o600)?;
     std::os::unix::fs::chown(&temp, Some(meta.uid()), Some(meta.gid()))
@@ -211,7 +207,7 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::parse_env_file;
+    use crate::config::{env_line, parse_env_file};
 
     fn token(machine: MachineId, generation: u32) -> SecretString {
         let counted = if generation == 1 { String::new() } else { format!("{generation}_") };

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// Some networks; none by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -26,6 +26,28 @@ impl Networks {
     pub fn contain(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|network| network.contains(&address))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those of IPv4 and those of IPv6, in order, each without what another one has already.
+    pub fn by_family(&self) -> (Vec<Ipv4Net>, Vec<Ipv6Net>) {
+        let (mut v4, mut v6) = (Vec::new(), Vec::new());
+        for network in IpNet::aggregate(&self.0.to_vec()) {
+            match network {
+                IpNet::V4(network) => v4.push(network),
+                IpNet::V6(network) => v6.push(network),
+            }
+        }
+        (v4, v6)
+    }
+}
+
+impl FromIterator<Self> for Networks {
+    fn from_iter<I: IntoIterator<Item = Self>>(several: I) -> Self {
+        Self(several.into_iter().flat_map(|one| one.0.to_vec()).collect())
     }
 }
 
@@ -65,6 +87,15 @@ mod tests {
             assert!(!networks.contain(outside.parse().unwrap()), "{outside}");
         }
         assert!(!Networks::default().contain("127.0.0.1".parse().unwrap()));
+    }
+
+    #[test]
+    fn networks_by_family_do_not_overlap() {
+        let networks: Networks =
+            "10.1.0.0/16,10.0.0.0/8,2001:db8::/33,2001:db8:8000::/33,10.2.3.4".parse().unwrap();
+        let (v4, v6) = networks.by_family();
+        assert_eq!(v4, ["10.0.0.0/8".parse().unwrap()]);
+        assert_eq!(v6, ["2001:db8::/32".parse().unwrap()]);
     }
 
     #[test]

@@ -164,13 +164,13 @@ fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::machine::id::{MachineId, OperationId};
 
     const ROTATION: Duration = Duration::from_secs(10_000);
 
-    fn calm() -> FleetRow {
+    pub fn calm() -> FleetRow {
         FleetRow {
             machine: MachineId::new(),
             user: "user_1".to_owned(),
@@ -195,6 +195,7 @@ mod tests {
             operation_waits_for_account: false,
             powered_off_age: None,
             attention: Vec::new(),
+            bundle_keys: None,
             token_age: 9000.0,
             token_request_age: None,
         }

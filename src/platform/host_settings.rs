@@ -6,9 +6,14 @@ use url::Url;
 
 use super::config::url;
 use crate::config::{Env, Flag};
+use crate::http::networks::Networks;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::TrustedKeys;
 use crate::store::key::BUNDLE_FILE;
+
+const EGRESS: &str = "PLATFORM_EGRESS_CIDRS";
+/// They are part of user-data, which has its limit.
+pub const MAX_EGRESS_NETWORKS: usize = 32;
 
 /// What new hosts are told.
 pub struct HostSettings {
@@ -23,6 +28,10 @@ pub struct HostSettings {
     pub store_endpoint: Option<Url>,
     /// Whose signature on a bundle's manifest hosts trust, as they read it.
     pub bundle_public_keys: Option<String>,
+    /// The number of that key set.
+    pub bundle_keys_sequence: u32,
+    /// Where the platform's connections to hosts come from; where none is listed, hosts admit everybody to :443.
+    pub egress: Networks,
     /// The container image of the hosts' database, if not the default.
     pub postgres_image: Option<String>,
 }
@@ -61,6 +70,11 @@ impl HostSettings {
         let bundle_url = exact.map(BundleUrl::Exact).or_else(|| base.map(BundleUrl::Base));
         let store_endpoint = url(env, "HOST_OBJECT_STORE_ENDPOINT");
         let bundle_public_keys = public_keys(env);
+        let bundle_keys_sequence = env.or("BUNDLE_KEYS_SEQUENCE", 0);
+        if bundle_keys_sequence > 0 && !env.is_set("BUNDLE_PUBLIC_KEYS") {
+            env.mistake("BUNDLE_KEYS_SEQUENCE", "is of the keys in BUNDLE_PUBLIC_KEYS, which is not set");
+        }
+        let egress = egress(env);
         let postgres_image = postgres_image(env);
         Some(Self {
             public_url: public?,
@@ -71,6 +85,8 @@ impl HostSettings {
             idp,
             store_endpoint,
             bundle_public_keys,
+            bundle_keys_sequence,
+            egress,
             postgres_image,
         })
     }
@@ -112,6 +128,20 @@ fn public_keys(env: &mut Env) -> Option<String> {
     None
 }
 
+/// Each wrong entry is a mistake of its own; a list without any network would shut the platform out.
+fn egress(env: &mut Env) -> Networks {
+    let Some(text) = env.text("PLATFORM_EGRESS_CIDRS") else { return Networks::default() };
+    let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
+    if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
+        let why =
+            format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; leave it unset to admit every address");
+        env.mistake(EGRESS, why);
+        return Networks::default();
+    }
+    let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
+    parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS, why)).ok()).collect()
+}
+
 /// It becomes part of a unit and of a command line there.
 fn postgres_image(env: &mut Env) -> Option<String> {
     let image = env.text("SVC_POSTGRES_IMAGE")?;
@@ -120,4 +150,28 @@ fn postgres_image(env: &mut Env) -> Option<String> {
     }
     env.mistake("SVC_POSTGRES_IMAGE", "must be the name of a container image");
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(list: &str) -> Result<Networks, String> {
+        let mut env = Env::from_pairs([(EGRESS, list)]);
+        let networks = egress(&mut env);
+        env.finish(Some(networks)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn egress_networks_are_refused_with_all_mistakes_at_once() {
+        assert!(!read("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
+        let error = read("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
+        for part in ["\"gateway\"", "10.0.0.0/8", "0.0.0.0/0 is every", "::/0 is every"] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        let many = vec!["203.0.113.7"; MAX_EGRESS_NETWORKS + 1].join(",");
+        for list in [",", " , ", many.as_str()] {
+            assert!(read(list).unwrap_err().contains("1 to 32 networks"), "{list}");
+        }
+    }
 }

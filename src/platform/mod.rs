@@ -4,6 +4,7 @@
 
 pub mod alarms;
 pub mod api;
+pub mod bundle_keys;
 pub mod config;
 pub mod context;
 pub mod copies;

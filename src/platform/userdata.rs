@@ -11,10 +11,15 @@ use super::host_settings::HostSettings;
 use super::host_store::StoreAccess;
 use super::tokens::{Purpose, TokenMint};
 use crate::config::{env_line, parse_env_file};
+use crate::http::networks::Networks;
 use crate::http::proof::ProofKeys;
 
 /// What the provider takes at most.
 pub const LARGEST: usize = 32 << 10;
+
+const FIREWALL: &str = "/etc/nftables.conf";
+/// Its rule for what machines serve: SSH, and the gateway.
+const SERVED: &str = "tcp dport { 22, 443 } accept";
 
 /// What is the same for every machine: path, mode, content. The script is the last to be written.
 const FIXED: [(&str, &str, &str); 5] = [
@@ -23,7 +28,7 @@ const FIXED: [(&str, &str, &str); 5] = [
         "0644",
         include_str!("../../cloud-init/svc-first-boot.service"),
     ),
-    ("/etc/nftables.conf", "0755", include_str!("../../cloud-init/nftables.conf")),
+    (FIREWALL, "0755", include_str!("../../cloud-init/nftables.conf")),
     ("/etc/sysctl.d/60-svc.conf", "0644", include_str!("../../cloud-init/sysctl.conf")),
     ("/etc/systemd/journald.conf.d/60-svc.conf", "0644", include_str!("../../cloud-init/journald.conf")),
     ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
@@ -68,7 +73,14 @@ pub fn render(
     // Files are written before there are users: `first-boot.sh` gives them to their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
     let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
-    let fixed = FIXED.iter().map(|(path, mode, content)| file(path, mode, &without_comments(content)));
+    let fixed = FIXED.iter().map(|(path, mode, content)| {
+        let content = without_comments(content);
+        if *path == FIREWALL {
+            file(path, mode, &admitting(&content, &hosts.egress))
+        } else {
+            file(path, mode, &content)
+        }
+    });
     let config = json!({
         "write_files": secret.chain(fixed).collect::<Vec<_>>(),
         "bootcmd": [["sh", "-c", RESUME]],
@@ -79,6 +91,23 @@ pub fn render(
         return Err(RenderError::TooLarge { size: text.len() });
     }
     Ok(text.into())
+}
+
+/// The network rules, where the gateway admits connections from these networks alone; where there is none, as they are.
+fn admitting(rules: &str, egress: &Networks) -> String {
+    if egress.is_empty() {
+        return rules.to_owned();
+    }
+    let (v4, v6) = egress.by_family();
+    let v4 = v4.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let v6 = v6.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let mut admitted = "tcp dport 22 accept".to_owned();
+    for (family, networks) in [("ip", v4), ("ip6", v6)] {
+        if !networks.is_empty() {
+            admitted.push_str(&format!("\n    {family} saddr {{ {networks} }} tcp dport 443 accept"));
+        }
+    }
+    rules.replace(SERVED, &admitted)
 }
 
 /// The variable of an env file whose value no line can hold.
@@ -158,6 +187,7 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     ]);
     if let Some(keys) = &hosts.bundle_public_keys {
         text.push_str(&env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
+        text.push_str(&env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
     }
     // The token is for the platform alone, by whichever of its addresses.
     if hosts.is_of_platform(&bundle_url) {
@@ -171,4 +201,30 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
 
 fn lines(pairs: &[(&str, &str)]) -> String {
     pairs.iter().map(|(name, value)| env_line(name, value)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RULES: &str = include_str!("../../cloud-init/nftables.conf");
+
+    #[test]
+    fn gateway_admits_only_listed_networks_and_ssh_stays_open() {
+        assert_eq!(admitting(RULES, &Networks::default()), RULES);
+        let rules = |list: &str| admitting(RULES, &list.parse().unwrap());
+        assert!(RULES.contains(SERVED), "the rule that is replaced is there");
+        let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
+        assert!(!both.contains(SERVED), "{both}");
+        for rule in [
+            "    tcp dport 22 accept\n",
+            "    ip saddr { 198.51.100.7/32, 203.0.113.0/24 } tcp dport 443 accept\n",
+            "    ip6 saddr { 2001:db8::/32 } tcp dport 443 accept\n",
+        ] {
+            assert!(both.contains(rule), "{rule}: {both}");
+        }
+        assert_eq!(both.matches("443").count(), 2, "{both}");
+        let one = rules("2001:db8::/32");
+        assert!(!one.contains("ip saddr {") && one.contains("ip6 saddr {"), "{one}");
+    }
 }

@@ -2,27 +2,22 @@
 //!
 //! A manifest is believed only as [`Verified`], which nothing makes but [`verify`]. Whatever is not understood is refused.
 
-use std::fmt;
-use std::str::FromStr;
+mod keys;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
-use ring::signature::{ED25519, UnparsedPublicKey};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, BUNDLE_FILE};
 use crate::machine::name::ImageVersion;
 
+pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys};
+
 /// More than any manifest or signature file has.
 pub const LARGEST_COMPANION: u64 = 64 << 10;
-/// Before the manifest's bytes in what is signed, so that a signature is of nothing else.
-const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 const FORMAT: u32 = 1;
-/// Keys that are trusted at one time, and signatures in one file.
-const MOST_KEYS: usize = 16;
 
 /// The SHA-256 (hex) that the `.sha256` companion of a bundle states; `None` where there is no such bundle.
 ///
@@ -79,6 +74,9 @@ pub struct Manifest {
     pub created_at: Timestamp,
     #[serde(with = "crate::clock::wire")]
     pub expires_at: Timestamp,
+    /// What hosts trust once this release runs on them and is well; as before, where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trusted_keys: Option<KeySet>,
 }
 
 /// Why a bundle is not believed.
@@ -100,6 +98,8 @@ pub enum ManifestError {
     OtherVersion { expected: ImageVersion, found: ImageVersion },
     #[error("the manifest expired at {}", crate::clock::rfc3339_ms(*.at))]
     Expired { at: Timestamp },
+    #[error(transparent)]
+    KeySet(#[from] KeySetError),
     #[error("the archive has the SHA-256 {found}, and the manifest states {expected}")]
     OtherDigest { expected: String, found: String },
     #[error("the archive has {found} bytes, and the manifest states {expected}")]
@@ -126,6 +126,14 @@ impl Manifest {
             Some(digest) if digest == manifest.sha256 => Ok(manifest),
             _ => Err(ManifestError::Malformed { why: "sha256 must be 64 hexadecimal digits".to_owned() }),
         }
+    }
+
+    /// Whether one of the keys of the set that it brings has signed it; true where it brings none.
+    ///
+    /// # Errors
+    /// [`ManifestError`].
+    pub fn proves_its_keys(&self, signed: &Signed) -> Result<(), ManifestError> {
+        self.trusted_keys.as_ref().map_or(Ok(()), |set| set.is_proven_by(signed))
     }
 
     /// Whether it is of this version.
@@ -190,6 +198,7 @@ pub fn verify(
     if manifest.expires_at <= now {
         return Err(ManifestError::Expired { at: manifest.expires_at });
     }
+    manifest.proves_its_keys(signed)?;
     Ok(Verified(manifest))
 }
 
@@ -221,68 +230,6 @@ pub async fn usable(
     if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(Unusable::OtherArchive) }
 }
 
-/// A raw Ed25519 public key.
-#[derive(Clone, PartialEq, Eq)]
-struct PublicKey([u8; 32]);
-
-impl PublicKey {
-    /// The first 16 hexadecimal digits of the key's SHA-256.
-    fn id(&self) -> String {
-        hex::encode(&Sha256::digest(self.0)[..8])
-    }
-}
-
-/// Whose signature is believed: base64 of raw Ed25519 keys, separated by commas.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct TrustedKeys(Vec<PublicKey>);
-
-impl fmt::Debug for TrustedKeys {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(PublicKey::id)).finish()
-    }
-}
-
-/// Keys that are not such a list.
-#[derive(Debug, thiserror::Error)]
-#[error("must be base64 of 32 bytes, up to {MOST_KEYS} separated by commas")]
-pub struct KeysError;
-
-impl FromStr for TrustedKeys {
-    type Err = KeysError;
-
-    fn from_str(text: &str) -> Result<Self, KeysError> {
-        let parse = |one: &str| {
-            let raw = STANDARD.decode(one.trim()).map_err(|_| KeysError)?;
-            raw.try_into().map(PublicKey).map_err(|_| KeysError)
-        };
-        let keys: Vec<PublicKey> = text.split(',').map(parse).collect::<Result<_, _>>()?;
-        if keys.len() > MOST_KEYS { Err(KeysError) } else { Ok(Self(keys)) }
-    }
-}
-
-impl TrustedKeys {
-    /// One good signature by a key of ours is enough, but none of ours may be bad.
-    fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
-        if self.0.is_empty() {
-            return Err(ManifestError::NoKeys);
-        }
-        let signed = [CONTEXT, manifest].concat();
-        let (mut ids, mut good) = (Vec::new(), 0);
-        for (id, bytes) in signatures(signature)? {
-            match self.0.iter().find(|key| key.id() == id) {
-                Some(key) => {
-                    UnparsedPublicKey::new(&ED25519, key.0)
-                        .verify(&signed, &bytes)
-                        .map_err(|_| ManifestError::WrongSignature { id })?;
-                    good += 1;
-                }
-                None => ids.push(id),
-            }
-        }
-        if good == 0 { Err(ManifestError::UnknownKey { ids }) } else { Ok(()) }
-    }
-}
-
 /// The lines of a signature file: key id and signature.
 ///
 /// # Errors
@@ -296,7 +243,7 @@ pub fn signatures(text: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ManifestError> 
         fits.then(|| (id.to_owned(), signature))
     };
     let found: Option<Vec<_>> = text.lines().map(line).collect();
-    found.filter(|found| (1..=MOST_KEYS).contains(&found.len())).ok_or(ManifestError::MalformedSignature)
+    found.filter(|found| (1..=MAX_KEYS).contains(&found.len())).ok_or(ManifestError::MalformedSignature)
 }
 
 #[cfg(test)]

@@ -127,6 +127,7 @@ impl Fleet {
             min_version: None,
             created_at: "2026-01-01T00:00:00.000Z".to_owned(),
             expires_at: expires_at.to_owned(),
+            trusted_keys: None,
         };
         let manifest = manifest.text().unwrap();
         store.write(kit::story::BUCKET, &object(".json.sig"), key.signature_line(manifest.as_bytes()));

@@ -91,6 +91,11 @@ async fn a_persons_day() {
         (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
         (&1.into(), &1.into())
     );
+    // By the heartbeat of a real agent, which has it from the real updater.
+    let keys = operator.json(&["bundle", "keys"]).await;
+    assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
+    let id = keys["keys"][0]["keyId"].as_str().unwrap();
+    has(&operator.does(0, &["bundle", "keys"]).await, &["NOT TRUSTED BY", id, "yes"]);
     let said = operator.does(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
     has(&said, &["status       failed", "disk errors", "svcctl recover user_1"]);
     has(&operator.does(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use jiff::Timestamp;
 use kit::bundle::SigningKey;
 use proptest::prelude::*;
-use svc::store::bundle::{Manifest, Signed, TrustedKeys, parse_digest, signatures, verify};
+use svc::store::bundle::{KeySet, Manifest, Signed, TrustedKeys, parse_digest, signatures, verify};
 
 use super::Target;
 
@@ -48,8 +48,10 @@ pub fn manifest() -> Target {
 fn manifests() -> impl Strategy<Value = Vec<u8>> {
     let version = || "[0-9]{1,4}(\\.[0-9a-z]{1,3}){0,3}";
     let millis = 1_767_323_045_678..1_800_000_000_000_i64;
-    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, 0..4_000_000_000_000_i64).prop_map(
-        |(digest, size_bytes, min_version, created, life)| {
+    let sequence = prop::option::of(1..=u32::MAX);
+    let life = 0..4_000_000_000_000_i64;
+    (any::<[u8; 32]>(), any::<u64>(), prop::option::of(version()), millis, life, sequence).prop_map(
+        |(digest, size_bytes, min_version, created, life, sequence)| {
             let at = |millis| Timestamp::from_millisecond(millis).expect("in range");
             let manifest = Manifest {
                 version: 1,
@@ -60,6 +62,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 created_at: at(created),
                 // After the moment of the look.
                 expires_at: at(1_796_083_200_001 + life),
+                trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
             };
             serde_json::to_vec(&manifest).expect("a manifest is JSON")
         },
@@ -79,6 +82,11 @@ fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
     }
     if parse_digest(&manifest.sha256).as_deref() != Some(&*manifest.sha256) {
         return Err(format!("{:?} is no SHA-256", manifest.sha256));
+    }
+    if let Some(set) = &manifest.trusted_keys
+        && (set.sequence == 0 || !set.keys.ids().contains(&PUBLISHER.key.id()))
+    {
+        return Err(format!("{set:?} was believed, and none of its keys has signed it"));
     }
     manifest.min_version.as_ref().map_or(Ok(()), |version| safe(version.as_str()))
 }

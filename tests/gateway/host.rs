@@ -262,6 +262,10 @@ impl Host {
         self.machine.path("run/svc/gateway/gateway.sock")
     }
 
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn terminate(&self) -> Result<()> {
         let pid = nix::unistd::Pid::from_raw(i32::try_from(self.child.id())?);
         Ok(nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?)

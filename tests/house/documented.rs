@@ -75,7 +75,7 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
 }
 
 /// Settings of hosts that root takes from its own process and `update.env` alone, or that only services of other users read.
-const NOT_FROM_OTHERS: [&str; 21] = [
+const NOT_FROM_OTHERS: [&str; 22] = [
     "BRIDGE_CHANGES_KEEP_SECONDS",
     "BRIDGE_STATEMENT_TIMEOUT_MS",
     "GATEWAY_AUTH",
@@ -85,6 +85,7 @@ const NOT_FROM_OTHERS: [&str; 21] = [
     "IDP_JWKS_URL",
     "REGISTER_GATEWAY_DEADLINE_SECONDS",
     "REGISTER_PLATFORM_DEADLINE_SECONDS",
+    "SVC_BUNDLE_KEYS_SEQUENCE",
     "SVC_BUNDLE_PUBLIC_KEYS",
     "SVC_BUNDLE_SHA256",
     "SVC_ENVIRONMENT",

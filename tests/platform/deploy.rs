@@ -31,6 +31,7 @@ fn publish(stack: &Stack, version: &str, expires_at: &str) {
         min_version: None,
         created_at: "2026-01-02T03:04:05.000Z".to_owned(),
         expires_at: expires_at.to_owned(),
+        trusted_keys: None,
     };
     let manifest = manifest.text().unwrap();
     let put = |suffix: &str, content: &str| {

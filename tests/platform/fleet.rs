@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::stack::{Stack, beat_of};
+use super::stack::{Guest, Stack, beat_of};
 
 fn reasons(fleet: &Value, machine: &str) -> Value {
     let found = fleet["attention"].as_array().unwrap().iter().find(|row| row["machineId"] == machine);
@@ -72,4 +72,55 @@ async fn the_fleet_is_counted_and_its_troubles_are_named() {
     stack.get(&process, "/vps/fleet?x=1").await.assert_problem(400, "invalid_request");
     let anonymous = stack.request(&process, reqwest::Method::GET, "/vps/fleet");
     stack.send(anonymous).await.assert_problem(401, "unauthorized");
+}
+
+/// An operator drops a key of releases when the fleet shows that nobody lacks the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_says_which_hosts_trust_which_keys() {
+    const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
+    const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
+    let ids = |keys: &str| keys.parse::<svc::store::bundle::TrustedKeys>().unwrap().ids();
+    let (old, new) = (ids(OLD)[0].clone(), ids(NEW)[0].clone());
+    let stack = Stack::start().await;
+    let configured = format!("{OLD},{NEW}");
+    let process = stack.platform_with(&[("BUNDLE_PUBLIC_KEYS", &configured), ("BUNDLE_KEYS_SEQUENCE", "1")]);
+    let both = stack.running(&process, "user_1").await;
+    let user_data = &both.user_data;
+    for line in [configured.as_str(), "SVC_BUNDLE_KEYS_SEQUENCE=\\\"1\\\""] {
+        assert!(user_data.contains(line), "{line} is not in the user-data of a new machine");
+    }
+    let one = stack.running(&process, "user_2").await;
+    let trusting = |guest: &Guest, sequence: u64, ids: Value| {
+        let mut beat = beat_of(guest);
+        beat["trustedKeys"] = json!({"sequence": sequence, "ids": ids});
+        beat
+    };
+    for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&one, 0, json!([old]))] {
+        assert_eq!(stack.beat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
+    }
+    // What was reported stays where a later heartbeat does not say it: a release before may run again.
+    assert_eq!(stack.beat(&process, &both, &beat_of(&both)).await.status, 200);
+    let mute = stack.running(&process, "user_3").await;
+
+    let handle = async |guest: &Guest| {
+        stack.get(&process, &format!("/vps/{}", guest.machine)).await.body["handle"].clone()
+    };
+    let (both_handle, one_handle, mute_handle) =
+        (handle(&both).await, handle(&one).await, handle(&mute).await);
+    let seen = stack.get(&process, "/vps/fleet").await.body["bundleKeys"].clone();
+    assert_eq!((&seen["notReporting"], &seen["notReportingHandles"]), (&json!(1), &json!([mute_handle])));
+    let key =
+        |id: &str| seen["keys"].as_array().unwrap().iter().find(|key| key["keyId"] == id).cloned().unwrap();
+    assert_eq!((&key(&old)["trusting"], &key(&old)["notTrusting"]), (&json!(2), &json!(0)), "{seen}");
+    assert_eq!(key(&new)["trustingHandles"], json!([both_handle]), "{seen}");
+    assert_eq!(key(&new)["notTrustingHandles"], json!([one_handle]), "{seen}");
+
+    let many = vec!["0123456789abcdef"; 17];
+    for wrong in [
+        trusting(&one, 1, json!(["\u{1b}[31m"])),
+        trusting(&one, 1, json!(many)),
+        trusting(&one, 1 << 40, json!([old])),
+    ] {
+        stack.beat(&process, &one, &wrong).await.assert_problem(400, "invalid_request");
+    }
 }

@@ -24,6 +24,8 @@ mod side_dependents;
 mod stage;
 mod sync;
 mod tight_disk;
+mod token_rollback;
 mod token_rotation;
 mod update;
+mod update_keys;
 mod update_snapshot;

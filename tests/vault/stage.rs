@@ -63,6 +63,7 @@ impl Published {
             min_version: None,
             created_at: MADE.to_owned(),
             expires_at: NEVER.to_owned(),
+            trusted_keys: None,
         };
         Ok(Self { archive, manifest })
     }

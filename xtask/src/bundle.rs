@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use kit::bundle::{self, ARCHIVE, Compression, Options, apps, runtime};
+use kit::bundle::{self, ARCHIVE, Compression, KeySet, Options, apps, runtime};
 use kit::fetch::target_dir;
 
 use crate::{dist, svc_or_built};
@@ -20,9 +20,17 @@ pub struct Args {
     /// The binary that the bundle carries; else the static one of `cargo xtask dist`
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
-    /// Signs the manifest: Ed25519, PKCS#8 PEM, as `openssl genpkey -algorithm ed25519` makes it
-    #[arg(long, value_name = "FILE")]
-    signing_key: Option<PathBuf>,
+    /// Signs the manifest: Ed25519, PKCS#8 PEM, as `openssl genpkey -algorithm ed25519` makes it; repeatable: hosts that
+    /// trust any of the keys take the release
+    #[arg(long = "signing-key", value_name = "FILE")]
+    signing_keys: Vec<PathBuf>,
+    /// All public keys that hosts are to trust once this release is well on them, base64 of 32 bytes each; one of them must
+    /// be of a signing key
+    #[arg(long, value_name = "KEYS", value_delimiter = ',', requires = "keys_sequence")]
+    trust_keys: Vec<String>,
+    /// The number of this set of trusted keys: higher than that of every set before
+    #[arg(long, value_name = "N", requires = "trust_keys")]
+    keys_sequence: Option<u32>,
     /// The oldest release that can be updated to this one
     #[arg(long, value_name = "VERSION")]
     min_version: Option<String>,
@@ -49,7 +57,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let key = std::env::var(apps::KEY).unwrap_or_default();
     let key = (!args.no_shell && !minimal).then_some(key.as_str());
     let mut options = Options::new(&PathBuf::new(), &args.image_version, &args.out)?;
-    options.signing_key = args.signing_key;
+    options.signing_keys = args.signing_keys;
+    options.trusted_keys = args.keys_sequence.map(|sequence| KeySet { sequence, keys: args.trust_keys });
     options.min_version = args.min_version;
     options.valid_days = args.valid_days;
     if !minimal {
@@ -68,7 +77,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let built = bundle::build(&options)?;
     println!("{}\n{} bytes, sha256 {}", built.dir.join(ARCHIVE).display(), built.size_bytes, built.sha256);
-    if options.signing_key.is_none() {
+    if options.signing_keys.is_empty() {
         println!("its manifest is not signed (--signing-key): hosts that demand a signature will refuse it");
     }
     Ok(ExitCode::SUCCESS)

@@ -48,6 +48,25 @@ A first machine:
   svcctl provision user_1 --handle ada --wait
   svcctl status ada";
 
+const KEY_ROTATION: &str =
+    "Hosts take a release whose manifest is signed with a key that they trust. To rotate that key \
+(K_OLD and K_NEW are the public keys in base64):
+
+1. Add the new key. Set the platform's BUNDLE_PUBLIC_KEYS to K_OLD,K_NEW, and roll out a release that
+   the old key signs and that brings both:
+     cargo xtask bundle … --signing-key OLD.pem --trust-keys K_OLD,K_NEW --keys-sequence 1
+   A host trusts them once that release is well on it. Continue when `svcctl bundle keys` lists no
+   machine without the new key.
+2. Sign with the new key from now on, and bring the same keys in each release:
+     cargo xtask bundle … --signing-key NEW.pem --trust-keys K_OLD,K_NEW --keys-sequence 1
+3. Drop the old key. Roll out a release that the new key signs and that brings it alone, under a
+   higher sequence; then set BUNDLE_PUBLIC_KEYS to K_NEW and BUNDLE_KEYS_SEQUENCE to 2:
+     cargo xtask bundle … --signing-key NEW.pem --trust-keys K_NEW --keys-sequence 2
+
+A machine that was off meanwhile takes a release that both keys sign (--signing-key given twice).
+
+Example: svcctl bundle publish ./out --image-version 2026.11.1";
+
 #[derive(Debug, Parser)]
 #[command(
     name = "svcctl",
@@ -163,7 +182,7 @@ is restored.\n\nExample: svcctl resume ada"
     #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
     Pointer(PointerCommand),
     /// Host bundles
-    #[command(subcommand, after_help = "Example: svcctl bundle publish ./out --image-version 2026.11.1")]
+    #[command(subcommand, after_help = KEY_ROTATION)]
     Bundle(BundleCommand),
     /// Releases for many machines
     #[command(

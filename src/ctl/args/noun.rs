@@ -232,4 +232,11 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     /// List what is published, the newest first
     #[command(after_help = "Example: svcctl bundle list")]
     List,
+    /// Show which machines trust which keys of releases
+    #[command(
+        after_help = "A new key can sign once no machine is listed as not trusting it; an old one is gone once no machine \
+trusts it. A machine reports its keys with its heartbeats.\n\n\
+Example: svcctl bundle keys"
+    )]
+    Keys,
 }

@@ -13,7 +13,7 @@ use crate::clock::rfc3339_ms;
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
 use crate::store::bundle::{
-    self, LARGEST_COMPANION, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+    self, KeySet, LARGEST_COMPANION, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
 };
 use crate::store::key::{self, BUNDLE_FILE};
 
@@ -44,7 +44,10 @@ impl Subject<'_> {
             None if manifest.expires_at <= Timestamp::now() => {
                 Err(ManifestError::Expired { at: manifest.expires_at })
             }
-            None => bundle::signatures(&signed.signature).map(drop),
+            None => {
+                bundle::signatures(&signed.signature)?;
+                manifest.proves_its_keys(signed)
+            }
         }
     }
 
@@ -75,6 +78,11 @@ impl Companions {
             subject.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
         }
         Ok(own)
+    }
+
+    /// What hosts trust once this release is well on them.
+    pub fn key_set(&self) -> Option<KeySet> {
+        Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
 
     fn signed(&self) -> Option<Signed> {

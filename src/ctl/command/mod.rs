@@ -29,7 +29,7 @@ use super::local::Local;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
-use crate::applet::Failure;
+use crate::applet::{Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::store::bucket::Bucket;
 use crate::store::config::StoreConfig;
@@ -42,6 +42,7 @@ pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Args::command(), "svcctl", &mut script);
             print(&String::from_utf8_lossy(&script))
         }
+        Command::Bundle(BundleCommand::Keys) => bundle_keys(&connect(&args.global)?, &out).await,
         Command::Bundle(command) => published(command, &out).await,
         Command::Doctor(asked) => doctor::run(&args.global, asked, local, &out).await,
         Command::VerifyRollout(asked) => rollout::run(asked, local, &out).await,
@@ -99,7 +100,26 @@ async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
             }
             print(&show::bundle::list(&View::of_stdout(), &bundles))
         }
+        BundleCommand::Keys => unreachable!("the platform knows them, and was asked before"),
     }
+}
+
+async fn bundle_keys(api: &Api, out: &Out) -> Result<(), Failure> {
+    let fleet = api.get(&["vps", "fleet"], &[]).await?;
+    let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
+    if keys.is_null() {
+        return Err(Failure::new(
+            Exit::Unavailable,
+            anyhow::anyhow!(
+                "the platform is of an older release and does not say\n  next: update the platform"
+            ),
+        ));
+    }
+    if out.json {
+        return print(&format!("{keys}\n"));
+    }
+    let keys = serde_json::from_value(keys).or_exit(Exit::Internal)?;
+    print(&show::bundle_keys::show(&View::of_stdout(), &keys))
 }
 
 fn open_store() -> Result<Bucket, Failure> {

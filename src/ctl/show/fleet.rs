@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::bundle_keys::BundleKeys;
 use super::deploy::Rollout;
 use super::human::span;
 use super::machine::Update;
@@ -29,6 +30,8 @@ pub struct Fleet {
     pub alarms: Vec<Alarm>,
     #[serde(default)]
     pub overdue_operations: Vec<Overdue>,
+    /// A platform of an older release does not say it.
+    pub bundle_keys: Option<BundleKeys>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -201,6 +204,10 @@ impl Fleet {
             let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
             findings.warning(what, machine.next())
         });
+        let named = match &self.bundle_keys {
+            Some(keys) => keys.findings(named),
+            None => named,
+        };
         let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
         let named = if more > 0 {
             let verb = if more == 1 { "needs" } else { "need" };

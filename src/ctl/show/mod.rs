@@ -6,6 +6,7 @@ pub mod audit;
 pub mod backup;
 pub mod boot;
 pub mod bundle;
+pub mod bundle_keys;
 pub mod copies;
 pub mod deploy;
 pub mod failure;

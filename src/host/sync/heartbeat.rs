@@ -12,6 +12,7 @@ use super::Settings;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
 use crate::host::registered;
 use crate::host::release;
+use crate::host::trusted_keys::TrustedKeyIds;
 use crate::host::updated::{self, Outcome};
 use crate::host::upgrade_token::Tokens;
 use crate::http::client::{self, Deadlines};
@@ -42,6 +43,9 @@ struct Beat {
     /// Left out where there is nothing to say, and for a platform that refuses the field.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     attention: Vec<Attention>,
+    /// Left out before the updater has reported it, and for a platform that refuses the field.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trusted_keys: Option<TrustedKeyIds>,
 }
 
 /// Its answer. What we do not know is ignored: the platform may be newer.
@@ -111,6 +115,7 @@ impl<'a> Heart<'a> {
             proof_kids: vitals::proof_kids(settings),
             registration: registered::accepted(&settings.layout, settings.identity.machine),
             attention,
+            trusted_keys: TrustedKeyIds::read(&settings.layout),
         };
         let Tokens { current, before } = settings.platform.upgrade_token.tokens();
         let mut accepted = Accepted { token: current, refused: None };
@@ -120,11 +125,13 @@ impl<'a> Heart<'a> {
             accepted = Accepted { token: before, refused: Some(accepted.token) };
             (status, body) = self.send(&beat, &accepted.token).await?;
         }
-        let says_more = beat.registration.is_some() || !beat.attention.is_empty();
+        let says_more =
+            beat.registration.is_some() || !beat.attention.is_empty() || beat.trusted_keys.is_some();
         if status == StatusCode::BAD_REQUEST && says_more {
             // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
             beat.attention.clear();
             beat.registration = None;
+            beat.trusted_keys = None;
             (status, body) = self.send(&beat, &accepted.token).await?;
         }
         if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {

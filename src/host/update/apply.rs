@@ -7,7 +7,7 @@ use super::machine::{self, Machine};
 use super::memory;
 use super::request::{self, Found};
 use super::services::{ServicesError, Systemctl};
-use super::{UpdateError, place, snapshot};
+use super::{UpdateError, place, snapshot, trust};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::config::Env;
 use crate::host::config::{self, PlatformLink};
@@ -18,7 +18,6 @@ use crate::host::root_settings;
 use crate::host::updated::{End, Outcome};
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
-use crate::store::bundle::TrustedKeys;
 
 /// A request waits for another run: it may be the path unit's, which would only start this one again and again.
 const TURN: Duration = Duration::from_secs(30 * 60);
@@ -71,9 +70,8 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let platform = PlatformLink::read(&mut env, &layout);
     let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
     let platform = env.finish(platform);
-    // What root trusts lies where nobody else writes: not in the files that the gateway owns.
+    trust::report(&layout)?;
     let mut env = Env::from_process().with_file(&layout.update_env());
-    let keys: TrustedKeys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
     let seconds: u64 = env.or("SVC_UPDATE_HEALTH_SECONDS", 180);
     let snapshot_seconds: u64 = env.or("SVC_UPDATE_SNAPSHOT_SECONDS", 1800);
     env.finish(Some(()))?;
@@ -81,7 +79,6 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
         layout,
         services,
         platform,
-        keys,
         listen,
         health_deadline: Duration::from_secs(seconds),
         has_database,

@@ -11,8 +11,10 @@ use super::download::{DownloadError, Source};
 use super::journal::{Journal, JournalError};
 use super::place::{self, PlaceError};
 use super::services::{Services, ServicesError, Systemctl};
+use super::trust;
 use super::units::{self, UnitsError};
 use crate::applet::{Exit, Failure};
+use crate::chain::chain;
 use crate::config::Env;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
@@ -159,6 +161,10 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, Boo
     place::switch(layout, version)?;
     units::install(layout, version)?;
     database::ensure_password(layout)?;
+    if let Err(error) = trust::report(layout) {
+        // The machine can boot all the same; the next update says what is wrong.
+        tracing::warn!(error = %chain(&error), "which keys are trusted could not be reported");
+    }
     if let Some(services) = &settings.services {
         services.reload().await?;
     }

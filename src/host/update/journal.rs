@@ -13,6 +13,7 @@ use crate::fsx::{self, FileError};
 use crate::host::layout::Layout;
 use crate::host::updated::SnapshotWait;
 use crate::machine::name::ImageVersion;
+use crate::store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
 /// How often one step is taken up again.
@@ -74,6 +75,9 @@ pub struct Journal {
     /// Why there is no snapshot yet, while the update waits for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<SnapshotWait>,
+    /// What is trusted once the release is well, by its verified manifest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key_set: Option<KeySet>,
 }
 
 impl Journal {
@@ -86,6 +90,7 @@ impl Journal {
             attempts: 0,
             state: State::Preparing,
             waiting: None,
+            key_set: None,
         }
     }
 

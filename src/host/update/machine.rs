@@ -20,6 +20,7 @@ use super::services::Services;
 use super::snapshot;
 use super::state::{Event, Stage, State, Trouble};
 use super::trial;
+use super::trust;
 use super::units;
 use super::{UpdateError, request};
 use crate::chain::chain;
@@ -34,7 +35,7 @@ use crate::host::updated::{End, Outcome};
 use crate::host::upgrade_token;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
-use crate::store::bundle::{LARGEST_COMPANION, Signed, TrustedKeys, Verified, verify};
+use crate::store::bundle::{KeySet, LARGEST_COMPANION, Signed, Verified, verify};
 use crate::store::key::BUNDLE_FILE;
 
 /// Of an error in an outcome or in the journal.
@@ -48,7 +49,6 @@ pub struct Machine<S> {
     pub services: S,
     /// Only a release that must be brought needs it: going back works without.
     pub platform: Result<PlatformLink, ConfigError>,
-    pub keys: TrustedKeys,
     pub listen: SocketAddr,
     pub health_deadline: Duration,
     /// Without one there is nothing to back up.
@@ -158,11 +158,12 @@ impl<S: Services> Machine<S> {
         }
     }
 
-    async fn prepare(&self, journal: &Journal) -> Result<(), Stop> {
+    async fn prepare(&self, journal: &mut Journal) -> Result<(), Stop> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
         rules::here(&self.layout, &journal.plan.to, journal.plan.allow).map_err(refused(Stage::Preflight))?;
         if journal.plan.aim == Aim::Apply {
             let verified = self.manifest(&journal.plan.to).await?;
+            journal.key_set = self.next_keys(&verified)?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
             rules::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
@@ -185,7 +186,16 @@ impl<S: Services> Machine<S> {
             })
         };
         let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
-        verify(&signed, &self.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
+        // Read now: an update that was finished just before may have brought other keys.
+        let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
+        verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
+    }
+
+    /// The keys to trust once the release is well, where it brings others.
+    fn next_keys(&self, verified: &Verified) -> Result<Option<KeySet>, Stop> {
+        let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
+        let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
+        trusted.successor(offered).map_err(refused(Stage::Manifest))
     }
 
     fn source(&self, version: &ImageVersion, suffix: &str) -> Result<Source, Stop> {
@@ -333,6 +343,9 @@ impl<S: Services> Machine<S> {
     }
 
     fn succeeded(&self, journal: &Journal) -> Result<(), UpdateError> {
+        if let Some(keys) = &journal.key_set {
+            trust::adopt(&self.layout, keys)?;
+        }
         memory::forgive(&self.layout, &journal.plan.to)?;
         match journal.plan.aim {
             Aim::Apply => memory::remember_previous(&self.layout, &journal.plan.from)?,

@@ -21,6 +21,7 @@ mod snapshot;
 mod state;
 mod status;
 mod trial;
+mod trust;
 mod units;
 mod unpack;
 
@@ -30,6 +31,7 @@ use std::process::ExitCode;
 use super::config::begin_log;
 use super::layout::Layout;
 use crate::applet::{self, Exit, Failure, OrExit};
+use crate::config::ConfigError;
 use crate::failpoint::Injected;
 use crate::fsx::FileError;
 use crate::http::request_id;
@@ -37,6 +39,7 @@ use crate::machine::name::ImageVersion;
 
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
+pub use trust::KEY_POINTS;
 pub use unpack::{Limits, UnpackError, unpack};
 
 use apply::Wanted;
@@ -54,6 +57,8 @@ enum UpdateError {
     #[error(transparent)]
     Memory(#[from] memory::MemoryError),
     #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
     Injected(#[from] Injected),
 }
 
@@ -61,6 +66,7 @@ impl From<UpdateError> for Failure {
     fn from(error: UpdateError) -> Self {
         let exit = match error {
             UpdateError::NoRelease | UpdateError::NoPrevious => Exit::Refused,
+            UpdateError::Config(_) => Exit::Config,
             _ => Exit::Internal,
         };
         Self::new(exit, error)

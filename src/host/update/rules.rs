@@ -112,6 +112,7 @@ mod tests {
             min_version: min.map(|min| min.parse().unwrap()),
             created_at: made.parse().unwrap(),
             expires_at: "2030-01-01T00:00:00Z".parse().unwrap(),
+            trusted_keys: None,
         }
     }
 

@@ -11,13 +11,15 @@ use axum::response::{IntoResponse, Response};
 use super::call::Call;
 use super::endpoint::{Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, slot_name, status, told};
 use crate::clock::{now_ms, rfc3339_ms};
-use crate::http::openapi::{Operation, array, count, named, nullable, object, one_of, text, time, uuid};
+use crate::http::openapi::{
+    Operation, array, boolean, count, named, nullable, object, one_of, text, time, uuid,
+};
 use crate::http::problem::{Code, Problem};
 use crate::platform::alarms;
 use crate::platform::context::Platform;
 use crate::platform::db::operations::Overdue;
 use crate::platform::db::{self, rollouts};
-use crate::platform::{ended_machines, fleet};
+use crate::platform::{bundle_keys, ended_machines, fleet};
 use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
@@ -34,6 +36,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows, platform.config.timing.tokens.rotate);
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
+    body["bundleKeys"] = bundle_keys::summary(&rows, &platform.config.hosts.trusted_keys());
     let open = rollouts::open(&session).await?;
     body["rollout"] = rollouts::summaries(&session, open.as_slice()).await?.pop().into();
     let (overdue, total) = db::operations::overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
@@ -114,6 +117,7 @@ fn shape() -> Value {
     );
     object(
         &[
+            ("bundleKeys", bundle_keys_shape()),
             ("totals", totals),
             ("backups", backups),
             ("attention", array(in_need)),
@@ -126,4 +130,20 @@ fn shape() -> Value {
         ],
         &[],
     )
+}
+
+fn bundle_keys_shape() -> Value {
+    let handles = || array(handle_name());
+    let bundle_key = object(
+        &[
+            ("keyId", text()),
+            ("isConfigured", boolean()),
+            ("trusting", count()),
+            ("trustingHandles", handles()),
+            ("notTrusting", count()),
+            ("notTrustingHandles", handles()),
+        ],
+        &[],
+    );
+    object(&[("keys", array(bundle_key)), ("notReporting", count()), ("notReportingHandles", handles())], &[])
 }

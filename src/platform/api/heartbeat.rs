@@ -22,7 +22,8 @@ use super::register::{self, Registered};
 use crate::failpoint;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
-    Operation, any_text, array, boolean, count, extensible, fields, nullable, object, one_of, text, uuid,
+    Operation, any_text, array, boolean, count, extensible, fields, matching, nullable, object, one_of, text,
+    uuid,
 };
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
@@ -30,7 +31,7 @@ use crate::machine::epoch::{Epoch, MAX_EPOCH};
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
 use crate::platform::context::Platform;
-use crate::platform::db::machine_changes::{self, Heartbeat};
+use crate::platform::db::machine_changes::{self, Heartbeat, TrustedKeys};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::machine_server;
 use crate::platform::db::upgrade_token;
@@ -38,6 +39,7 @@ use crate::platform::db::{self};
 use crate::platform::operations::later_holder;
 use crate::platform::token_rotation::{Standing, UpgradeToken};
 use crate::platform::tokens::{Generation, Purpose};
+use crate::store::bundle::MAX_KEYS;
 use crate::untrusted_text;
 use axum::routing::post;
 use http::Method;
@@ -58,6 +60,7 @@ struct Beat {
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
     proof_kids: Vec<String>,
+    trusted_keys: Option<TrustedKeys>,
     /// As it registered once.
     registration: Option<Registered>,
 }
@@ -97,6 +100,7 @@ pub async fn handle(
             attention: &beat.attention,
             backup_taken_at: beat.backup_taken_at,
             proof_kids: &beat.proof_kids,
+            trusted_keys: beat.trusted_keys.as_ref(),
         };
         machine_changes::heartbeat(&session, id, &beat).await?;
         // The host is running, even if a power-off was ordered: what it writes must be saved again.
@@ -247,6 +251,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let updating = fields.boolean("updating").unwrap_or(false);
     let attention = attention::read(&mut fields);
     let proof_kids = fields.strings("proofKids", MOST_KIDS);
+    let trusted_keys = trusted_keys(&mut fields);
     let registration = registration(&mut fields);
     let built = (|| {
         let (mut health, epoch) = (health?, epoch?);
@@ -264,10 +269,30 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
             backup_taken_at,
             epoch,
             proof_kids,
+            trusted_keys,
             registration,
         })
     })();
     fields.finish(built)
+}
+
+/// Whose signature on a release the host believes, by the ids of the keys.
+fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
+    let mut inner = fields.optional_nested("trustedKeys")?;
+    let sequence = inner.required_number("sequence").map(u32::try_from);
+    if matches!(sequence, Some(Err(_))) {
+        inner.wrong("sequence", format!("must be at most {}", u32::MAX));
+    }
+    if !inner.has("ids") {
+        inner.wrong("ids", "is required");
+    }
+    let ids = inner.strings("ids", MAX_KEYS);
+    let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if !ids.iter().all(is_id) {
+        inner.wrong("ids", "must be of 16 hexadecimal digits each");
+    }
+    fields.close(inner);
+    Some(TrustedKeys { sequence: sequence?.ok()?, ids })
 }
 
 fn registration(fields: &mut Fields) -> Option<Registered> {
@@ -395,6 +420,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
 fn said() -> Value {
     let word = || one_of(&["ok", "failing"]);
     let kids = json!({ "type": "array", "items": any_text(), "maxItems": MOST_KIDS });
+    let sequence = json!({ "type": "integer", "minimum": 0, "maximum": u32::MAX });
+    let key_ids = json!({ "type": "array", "items": matching("^[0-9A-Fa-f]{16}$"), "maxItems": MAX_KEYS });
     extensible(fields(
         &[
             ("imageVersion", image_version()),
@@ -409,6 +436,7 @@ fn said() -> Value {
             ("updating", boolean()),
             ("attention", attention::shape()),
             ("proofKids", kids),
+            ("trustedKeys", fields(&[("sequence", sequence), ("ids", key_ids)], &[])),
             ("registration", Registered::shape()),
         ],
     ))

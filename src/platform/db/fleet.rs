@@ -49,6 +49,8 @@ pub struct FleetRow {
     pub token_request_age: Option<f64>,
     /// The codes of what its host last said needs a person.
     pub attention: Vec<String>,
+    /// The number of the key set that its host trusts releases by, and the ids of the keys, as it last reported.
+    pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 
 /// # Errors
@@ -68,7 +70,8 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
                ARRAY(SELECT item ->> 'code' FROM jsonb_array_elements(m.attention) item), \
                left(m.last_backup ->> 'error', 500), \
                extract(epoch FROM now() - m.upgrade_token_rotated_at)::float8, \
-               extract(epoch FROM now() - m.upgrade_token_requested_at)::float8 \
+               extract(epoch FROM now() - m.upgrade_token_requested_at)::float8, \
+               m.bundle_keys_sequence, m.bundle_key_ids \
                FROM user_machines m \
                LEFT JOIN (SELECT DISTINCT ON (machine_id) machine_id, created_at, attempts, error_code, \
                    CASE WHEN question IS NOT NULL THEN operation_id END AS waiting FROM operations \
@@ -106,6 +109,7 @@ pub async fn all(client: &impl GenericClient) -> Result<Vec<FleetRow>, DbError> 
             backup_error: row.get(22),
             token_age: row.get(23),
             token_request_age: row.get(24),
+            bundle_keys: row.get::<_, Option<_>>(25).zip(row.get(26)),
         })
         .collect())
 }

@@ -365,6 +365,14 @@ pub struct Heartbeat<'a> {
     /// When the verified snapshot was taken that it tells of.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
+    /// What was reported last is kept where a heartbeat does not say it.
+    pub trusted_keys: Option<&'a TrustedKeys>,
+}
+
+/// Whose signature on a release a host believes: the ids of the keys, and the number of their set.
+pub struct TrustedKeys {
+    pub sequence: u32,
+    pub ids: Vec<String>,
 }
 
 /// Writes a heartbeat. A snapshot from the future by the database's clock does not count as one: it would silence the
@@ -382,7 +390,8 @@ pub async fn heartbeat(
                last_backup = coalesce($4, last_backup), backup_taken_at = coalesce(greatest(\
                  CASE WHEN backup_taken_at <= latest THEN backup_taken_at END, \
                  CASE WHEN $5::timestamptz <= latest THEN $5 END), backup_taken_at), \
-               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9 \
+               last_update = coalesce($6, last_update), updating = $7, checks = coalesce($8, checks), attention = $9, \
+               bundle_keys_sequence = coalesce($10, bundle_keys_sequence), bundle_key_ids = coalesce($11, bundle_key_ids) \
                FROM bound WHERE machine_id = $1 RETURNING coalesce($5 > latest, false)";
     let version = beat.image_version.as_str();
     let params: super::Params<'_> = &[
@@ -395,6 +404,8 @@ pub async fn heartbeat(
         &beat.updating,
         &beat.checks,
         &beat.attention,
+        &beat.trusted_keys.map(|keys| i64::from(keys.sequence)),
+        &beat.trusted_keys.map(|keys| &keys.ids),
     ];
     if row(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,

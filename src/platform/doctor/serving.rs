@@ -77,7 +77,13 @@ pub fn settings(config: &PlatformConfig) -> Findings {
             "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy that has TLS",
         );
     }
-    findings.or_ok(format!("complete; new machines get {}", config.provisioning.image_version))
+    let admitted = if config.hosts.egress.is_empty() {
+        "every address, as PLATFORM_EGRESS_CIDRS is not set"
+    } else {
+        "PLATFORM_EGRESS_CIDRS alone"
+    };
+    let version = &config.provisioning.image_version;
+    findings.or_ok(format!("complete; new machines get {version}, and admit to :443 {admitted}"))
 }
 
 pub fn certificates(config: &PlatformConfig) -> Findings {

@@ -112,3 +112,21 @@ proptest! {
         let _ = signatures(&bytes);
     }
 }
+
+#[test]
+fn key_set_needs_a_signature_by_one_of_its_keys() {
+    let signer = include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt");
+    let signer = kit::bundle::SigningKey::from_pem(signer).unwrap();
+    let own = signer.public_key_base64();
+    let check_with = |set: &str| {
+        let manifest = MANIFEST.replace("}\n", &format!(",\"trustedKeys\":{set}}}\n"));
+        let signature = signer.signature_line(manifest.as_bytes());
+        check(&manifest, &signature, &keys(&own)).map(|verified| verified.manifest().trusted_keys.clone())
+    };
+    let set = check_with(&format!("{{\"sequence\":1,\"keys\":[\"{KEY}\",\"{own}\"]}}")).unwrap().unwrap();
+    assert_eq!((set.sequence, set.keys), (1, keys(&format!("{KEY},{own}"))));
+    let stranger = check_with(&format!("{{\"sequence\":1,\"keys\":[\"{KEY}\"]}}")).unwrap_err();
+    assert!(matches!(stranger, ManifestError::KeySet(KeySetError::Unproven { .. })), "{stranger}");
+    let empty = check_with("{\"sequence\":1,\"keys\":[]}").unwrap_err();
+    assert!(matches!(empty, ManifestError::Malformed { .. }), "{empty}");
+}

@@ -11,6 +11,7 @@
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
+//! | [`heads`] | HTTPS connections whose request heads do not end, and what they cost |
 //! | [`fetch`] | tools fetched once into `target/tools` |
 //! | [`story`] | the whole main job, played on all of these |
 //! | [`lab`] | the main job on virtual machines, and what only a machine shows |
@@ -35,6 +36,7 @@ pub mod deb;
 pub mod dev;
 pub mod disk;
 pub mod fetch;
+pub mod heads;
 pub mod idp;
 pub mod lab;
 pub mod long;

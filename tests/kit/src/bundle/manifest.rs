@@ -28,6 +28,17 @@ pub struct Manifest {
     pub min_version: Option<String>,
     pub created_at: String,
     pub expires_at: String,
+    /// What hosts trust once this release runs on them and is well; as before, where there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trusted_keys: Option<KeySet>,
+}
+
+/// Keys that hosts trust, and the number of the set, which grows with each.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct KeySet {
+    pub sequence: u32,
+    /// Base64 of raw Ed25519 keys.
+    pub keys: Vec<String>,
 }
 
 impl Manifest {
@@ -102,6 +113,7 @@ mod tests {
             min_version: None,
             created_at: "2026-01-02T03:04:05.000Z".to_owned(),
             expires_at: "2027-01-02T03:04:05.000Z".to_owned(),
+            trusted_keys: None,
         }
     }
 

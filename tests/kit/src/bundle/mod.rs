@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 
 use crate::child;
 use gzip::Gzip;
-pub use manifest::{Manifest, SigningKey};
+pub use manifest::{KeySet, Manifest, SigningKey};
 use release::Component;
 use tree::Tree;
 
@@ -70,7 +70,9 @@ pub struct Options {
     pub packages: Vec<Part>,
     /// `runtime/<name>`.
     pub runtime: Vec<Part>,
-    pub signing_key: Option<PathBuf>,
+    /// Each of them signs the manifest.
+    pub signing_keys: Vec<PathBuf>,
+    pub trusted_keys: Option<KeySet>,
     pub min_version: Option<String>,
     pub created_at: Timestamp,
     pub valid_days: u32,
@@ -89,7 +91,8 @@ impl Options {
             shell: None,
             packages: Vec::new(),
             runtime: Vec::new(),
-            signing_key: None,
+            signing_keys: Vec::new(),
+            trusted_keys: None,
             min_version: None,
             created_at: Timestamp::from_second(source_date())?,
             valid_days: VALID_DAYS,
@@ -113,10 +116,13 @@ pub fn minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bundle> {
 
 /// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and with a key `.json.sig`.
 pub fn build(options: &Options) -> Result<Bundle> {
-    let key = options.signing_key.as_deref().map(SigningKey::read).transpose()?;
+    let keys: Vec<_> = options.signing_keys.iter().map(|key| SigningKey::read(key)).collect::<Result<_>>()?;
+    if let Some(set) = &options.trusted_keys {
+        check_key_set(set, &keys)?;
+    }
     let expires_at = manifest::days_after(options.created_at, options.valid_days)?;
     ensure!(
-        key.is_none() || expires_at > Timestamp::now(),
+        keys.is_empty() || expires_at > Timestamp::now(),
         "no host would believe the signed manifest: it would have expired at {}, {} days after {}\n  \
          next: set SOURCE_DATE_EPOCH to when the sources were made (without it, it is the commit's time, or 1970 \
          without one), or give more --valid-days",
@@ -144,19 +150,32 @@ pub fn build(options: &Options) -> Result<Bundle> {
         min_version: options.min_version.clone(),
         created_at: manifest::time(options.created_at),
         expires_at: manifest::time(expires_at),
+        trusted_keys: options.trusted_keys.clone(),
     };
     let manifest = manifest.text()?;
     fs::rename(&unfinished, out.join(ARCHIVE))?;
     fs::write(out.join(format!("{ARCHIVE}.sha256")), format!("{sha256}  {ARCHIVE}\n"))?;
     fs::write(out.join(format!("{ARCHIVE}.json")), &manifest)?;
     let signature = out.join(format!("{ARCHIVE}.json.sig"));
-    match key {
-        Some(key) => fs::write(&signature, key.signature_line(manifest.as_bytes()))?,
+    let lines: String = keys.iter().map(|key| key.signature_line(manifest.as_bytes())).collect();
+    if !lines.is_empty() {
+        fs::write(&signature, lines)?;
+    } else if signature.exists() {
         // One of an earlier build would be of another manifest.
-        None if signature.exists() => fs::remove_file(&signature)?,
-        None => {}
+        fs::remove_file(&signature)?;
     }
     Ok(Bundle { dir: out.clone(), sha256, size_bytes: written.size })
+}
+
+/// A set that hosts would refuse is not built: it must have a key that signs it.
+fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
+    ensure!(set.sequence > 0, "the sequence of the trusted keys begins with 1");
+    ensure!(
+        signing.iter().any(|key| set.keys.contains(&key.public_key_base64())),
+        "none of the trusted keys signs this bundle: no host would believe the set\n  \
+         next: sign with a key that stays trusted, too (--signing-key, repeated)"
+    );
+    Ok(())
 }
 
 /// The image version of a bundle that was built into `dir`, as its manifest says.

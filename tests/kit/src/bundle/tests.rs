@@ -60,7 +60,7 @@ fn whole(dir: &Path, names: [&str; 3]) -> Bundle {
     options.apps = Apps::Built(dir.join("apps"));
     options.shell = Some(part("shell", "1.0.0"));
     options.runtime = vec![part("node", "24.1.0")];
-    options.signing_key = Some(dir.join("key.pem"));
+    options.signing_keys = vec![dir.join("key.pem")];
     options.created_at = Timestamp::from_second(1_700_000_000).unwrap();
     options.valid_days = 36_500;
     build(&options).unwrap()
@@ -73,7 +73,7 @@ fn a_manifest_that_has_expired_is_not_signed() {
     options.created_at = Timestamp::UNIX_EPOCH;
     build(&options).unwrap();
     write(&dir.path().join("key.pem"), include_str!("ed25519-test-only.txt"));
-    options.signing_key = Some(dir.path().join("key.pem"));
+    options.signing_keys = vec![dir.path().join("key.pem")];
     let refused = build(&options).unwrap_err().to_string();
     assert!(refused.contains("1971-01-01") && refused.contains("SOURCE_DATE_EPOCH"), "{refused}");
     assert!(refused.contains("--valid-days"), "{refused}");

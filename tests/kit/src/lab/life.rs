@@ -34,7 +34,7 @@ pub async fn publish_as(stack: &Stack, version: &str, svc: &Path, parts: Parts) 
     let (version_there, key) = (version.to_owned(), stack.signing_key.clone());
     let build = move || {
         let options = parts(&svc, &pg, &version_there, &dir)?;
-        bundle::build(&bundle::Options { signing_key: Some(key), ..options })
+        bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     };
     let built = tokio::task::spawn_blocking(build).await??;
     let dir = built.dir.display().to_string();

@@ -238,7 +238,7 @@ async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) -> R
     let (out, key) = (stack.dir.join(version), stack.signing_key.clone());
     let built = tokio::task::spawn_blocking(move || {
         let options = bundle::Options::new(&svc, version, &out)?;
-        bundle::build(&bundle::Options { signing_key: Some(key), ..options })
+        bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     });
     let dir = built.await??.dir.display().to_string();
     let said = stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?.stdout;

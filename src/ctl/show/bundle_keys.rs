@@ -1,0 +1,148 @@
+//! Which hosts trust which keys of releases: `svcctl bundle keys`, and what the doctor says of it.
+
+use serde::Deserialize;
+
+use super::table::{self, Cell};
+use super::{Colour, View};
+use crate::diagnosis::Findings;
+use crate::quantity::counted;
+
+/// `bundleKeys` of the fleet.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct BundleKeys {
+    keys: Vec<Key>,
+    not_reporting: u64,
+    not_reporting_handles: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Key {
+    key_id: String,
+    is_configured: bool,
+    trusting: u64,
+    trusting_handles: Vec<String>,
+    not_trusting: u64,
+    not_trusting_handles: Vec<String>,
+}
+
+const NEXT: &str =
+    "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows where it stands";
+
+/// `3 machines (ada, bob, cy)`.
+fn machines(count: u64, handles: &[String]) -> String {
+    let more = if count > handles.len() as u64 { ", …" } else { "" };
+    format!("{} ({}{more})", counted(count, "machine"), handles.join(", "))
+}
+
+fn verb(count: u64, one: &'static str, many: &'static str) -> &'static str {
+    if count == 1 { one } else { many }
+}
+
+impl BundleKeys {
+    /// Where hosts and platform do not trust the same keys.
+    pub fn findings(&self, findings: Findings) -> Findings {
+        self.keys.iter().fold(findings, |findings, key| key.findings(findings))
+    }
+}
+
+impl Key {
+    fn findings(&self, findings: Findings) -> Findings {
+        let Self { key_id, trusting, not_trusting, .. } = self;
+        if self.is_configured && *not_trusting > 0 {
+            let who = machines(*not_trusting, &self.not_trusting_handles);
+            let verb = verb(*not_trusting, "does", "do");
+            let what = format!("{who} {verb} not trust the key {key_id} of BUNDLE_PUBLIC_KEYS");
+            return findings.warning(what, NEXT);
+        }
+        if !self.is_configured && *trusting > 0 {
+            let who = machines(*trusting, &self.trusting_handles);
+            let verb = verb(*trusting, "trusts", "trust");
+            let what = format!("{who} still {verb} the key {key_id}, which BUNDLE_PUBLIC_KEYS does not have");
+            return findings.warning(what, NEXT);
+        }
+        findings
+    }
+
+    fn row(&self) -> Vec<Cell> {
+        let Self { key_id, is_configured, trusting, not_trusting, .. } = self;
+        let colour = (*is_configured && *not_trusting > 0).then_some(Colour::Bad);
+        let without = if *not_trusting == 0 {
+            "0".to_owned()
+        } else {
+            machines(*not_trusting, &self.not_trusting_handles)
+        };
+        vec![
+            key_id.clone().into(),
+            if *is_configured { "yes" } else { "no" }.into(),
+            trusting.to_string().into(),
+            Cell::painted(colour, without),
+        ]
+    }
+}
+
+pub fn show(view: &View, keys: &BundleKeys) -> String {
+    if keys.keys.is_empty() && keys.not_reporting == 0 {
+        return "no key is configured (BUNDLE_PUBLIC_KEYS), and no machine trusts one\n".to_owned();
+    }
+    let rows: Vec<_> = keys.keys.iter().map(Key::row).collect();
+    let mut shown = table::render(view, &["KEY", "PLATFORM", "TRUSTED BY", "NOT TRUSTED BY"], &rows);
+    if keys.not_reporting > 0 {
+        let who = machines(keys.not_reporting, &keys.not_reporting_handles);
+        let verb = verb(keys.not_reporting, "has", "have");
+        shown.push_str(&format!(
+            "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine takes none\n"
+        ));
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn keys() -> BundleKeys {
+        let key = |id: &str, is_configured: bool, with: &[&str], without: &[&str], not_trusting: u64| {
+            json!({
+                "keyId": id, "isConfigured": is_configured, "trusting": with.len(), "trustingHandles": with,
+                "notTrusting": not_trusting, "notTrustingHandles": without,
+            })
+        };
+        let keys = json!({
+            "keys": [
+                key("aaaaaaaaaaaaaaaa", true, &["ada", "bob"], &[], 0),
+                key("bbbbbbbbbbbbbbbb", true, &["ada"], &["bob"], 7),
+                key("cccccccccccccccc", false, &["bob"], &["ada"], 1),
+            ],
+            "notReporting": 1, "notReportingHandles": ["cy"],
+        });
+        serde_json::from_value(keys).unwrap()
+    }
+
+    #[test]
+    fn doctor_names_who_lacks_a_key_and_who_keeps_one() {
+        let found = keys().findings(Findings::of("fleet")).into_list();
+        let said: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
+        assert_eq!(
+            said,
+            [
+                "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
+                "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not have",
+            ]
+        );
+    }
+
+    #[test]
+    fn keys_are_a_table_with_those_who_lack_them() {
+        let view = View { now: jiff::Timestamp::UNIX_EPOCH, colours: false, width: None };
+        let shown = show(&view, &keys());
+        for part in
+            ["aaaaaaaaaaaaaaaa  yes", "7 machines (bob, …)", "1 machine (cy) has not reported any key"]
+        {
+            assert!(shown.contains(part), "{part}: {shown}");
+        }
+    }
+}

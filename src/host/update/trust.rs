@@ -1,0 +1,112 @@
+//! The keys whose signature on a release is believed here: those of `update.env`, which root alone can change.
+//!
+//! A release may bring a later key set in its signed manifest. It is trusted when that release runs and is well, and not
+//! before: one that is rolled back changes nothing. The invariant: `update.env` has the whole of one set, the old or the new
+//! one, with its sequence.
+
+use super::UpdateError;
+use crate::config::{ConfigError, Env, with_env_lines};
+use crate::failpoint;
+use crate::fsx::{self, FileError};
+use crate::host::layout::Layout;
+use crate::host::trusted_keys::TrustedKeyIds;
+use crate::store::bundle::KeySet;
+
+/// The places of the adoption of a key set where a test can stop it.
+pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
+
+const KEYS: &str = "SVC_BUNDLE_PUBLIC_KEYS";
+const SEQUENCE: &str = "SVC_BUNDLE_KEYS_SEQUENCE";
+
+/// What is trusted now. The file alone says it: a variable of the process would outlive a rotation.
+///
+/// # Errors
+/// [`ConfigError`].
+pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
+    let mut env = Env::default().with_file(&layout.update_env());
+    let keys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
+    let sequence = env.or("SVC_BUNDLE_KEYS_SEQUENCE", 0);
+    env.finish(Some(KeySet { sequence, keys }))
+}
+
+/// Trusts the keys that a release brought which is well now. Done already, or overtaken by a later set, it changes nothing.
+///
+/// # Errors
+/// [`UpdateError`]; what was trusted before still is.
+pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
+    failpoint::pass("update.keys_adopting")?;
+    let trusted = read(layout)?;
+    if offered.sequence > trusted.sequence {
+        write(layout, offered)?;
+        tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "other keys of releases are trusted");
+    }
+    failpoint::pass("update.keys_written")?;
+    report(layout)?;
+    failpoint::pass("update.keys_reported")?;
+    Ok(())
+}
+
+fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
+    let path = layout.update_env();
+    fsx::remove_torn(&path)?;
+    let text = fsx::read_if_there(&path)?.unwrap_or_default();
+    let pairs = [(KEYS, set.keys.to_string()), (SEQUENCE, set.sequence.to_string())];
+    let pairs = pairs.each_ref().map(|(name, value)| (*name, value.as_str()));
+    let text = with_env_lines(&String::from_utf8_lossy(&text), &pairs);
+    fsx::write_atomic(&path, text.as_bytes(), 0o600)
+}
+
+/// Writes which keys are trusted where the sync agent finds it, which may not read `update.env`: their ids alone.
+///
+/// # Errors
+/// [`UpdateError`].
+pub fn report(layout: &Layout) -> Result<(), UpdateError> {
+    let KeySet { sequence, keys } = read(layout)?;
+    Ok(TrustedKeyIds { sequence, ids: keys.ids() }.write(layout)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
+    const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
+
+    fn set(sequence: u32, keys: &str) -> KeySet {
+        KeySet { sequence, keys: keys.parse().unwrap() }
+    }
+
+    #[test]
+    fn adopted_keys_replace_the_old_ones_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let before = format!("A=1\n SVC_BUNDLE_PUBLIC_KEYS={OLD}\nSVC_BUNDLE_SHA256=\"x\"");
+        fsx::write_atomic(&layout.update_env(), before.as_bytes(), 0o600).unwrap();
+        assert_eq!(read(&layout).unwrap(), set(0, OLD));
+        let both = set(1, &format!("{OLD},{NEW}"));
+        for _ in 0..2 {
+            adopt(&layout, &both).unwrap();
+            assert_eq!(read(&layout).unwrap(), both);
+        }
+        let text = std::fs::read_to_string(layout.update_env()).unwrap();
+        assert_eq!(text.lines().collect::<Vec<_>>()[..2], ["A=1", "SVC_BUNDLE_SHA256=\"x\""]);
+        assert_eq!(text.matches("SVC_BUNDLE_PUBLIC_KEYS").count(), 1, "{text}");
+        let mode = std::fs::metadata(layout.update_env()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let reported = TrustedKeyIds::read(&layout).unwrap();
+        assert_eq!((reported.sequence, reported.ids), (1, both.keys.ids()));
+    }
+
+    #[test]
+    fn keys_of_an_earlier_set_are_not_adopted() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        adopt(&layout, &set(2, NEW)).unwrap();
+        for earlier in [set(1, OLD), set(2, OLD)] {
+            adopt(&layout, &earlier).unwrap();
+            assert_eq!(read(&layout).unwrap(), set(2, NEW));
+        }
+    }
+}

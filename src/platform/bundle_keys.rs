@@ -1,0 +1,120 @@
+//! Which hosts trust which keys of releases, pure: what an operator needs to know before a key is dropped.
+//!
+//! Reads no clock and no database: it is given the fleet's rows and the platform's own keys.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Value, json};
+
+use super::db::fleet::FleetRow;
+use crate::store::bundle::{MAX_KEYS, TrustedKeys};
+
+/// Machines that are listed by handle for each key; the total says how many there are.
+const MAX_HANDLES: usize = 20;
+/// Keys that are listed: the platform's, and those that most hosts trust of the others.
+const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
+
+/// `bundleKeys` of `GET /vps/fleet`: for each key who trusts it and who does not, and whose host has not reported.
+pub fn summary(rows: &[FleetRow], configured: &TrustedKeys) -> Value {
+    // One that boots has the keys of its user-data, and reports them when it runs.
+    let booted: Vec<&FleetRow> =
+        rows.iter().filter(|row| !matches!(row.status.as_str(), "provisioning" | "recovering")).collect();
+    let reporting: Vec<(&str, BTreeSet<&str>)> = booted
+        .iter()
+        .filter_map(|row| {
+            let (_, ids) = row.bundle_keys.as_ref()?;
+            Some((row.handle.as_str(), ids.iter().map(String::as_str).collect()))
+        })
+        .collect();
+    let silent: Vec<&str> =
+        booted.iter().filter(|row| row.bundle_keys.is_none()).map(|row| row.handle.as_str()).collect();
+    let own = configured.ids();
+    let mut keys: Vec<Value> = own.iter().map(|id| entry(id, &own, &reporting)).collect();
+    keys.extend(others(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)));
+    keys.truncate(MAX_LISTED_KEYS);
+    json!({
+        "keys": keys,
+        "notReporting": silent.len(),
+        "notReportingHandles": silent.iter().take(MAX_HANDLES).collect::<Vec<_>>(),
+    })
+}
+
+/// Keys that hosts trust and the platform does not, the most widely trusted first.
+fn others<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {
+        *counts.entry(id).or_default() += 1;
+    }
+    let mut counts: Vec<_> = counts.into_iter().collect();
+    counts.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    counts.into_iter().map(|(id, _)| id).collect()
+}
+
+fn entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
+    let (with, without): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
+    let handles = |machines: &[&(&str, BTreeSet<&str>)]| -> Vec<String> {
+        machines.iter().take(MAX_HANDLES).map(|(handle, _)| (*handle).to_owned()).collect()
+    };
+    json!({
+        "keyId": id,
+        "isConfigured": configured.iter().any(|own| own == id),
+        "trusting": with.len(),
+        "trustingHandles": handles(&with),
+        "notTrusting": without.len(),
+        "notTrustingHandles": handles(&without),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::platform::fleet::tests::calm;
+
+    const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
+    const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
+
+    fn row(handle: &str, keys: Option<&[&str]>) -> FleetRow {
+        let bundle_keys = keys.map(|ids| (1, ids.iter().map(|id| (*id).to_owned()).collect()));
+        FleetRow { handle: handle.to_owned(), bundle_keys, ..calm() }
+    }
+
+    #[test]
+    fn each_key_says_who_trusts_it_and_who_does_not() {
+        let configured: TrustedKeys = format!("{OLD},{NEW}").parse().unwrap();
+        let ids = configured.ids();
+        let (old, new) = (ids[0].as_str(), ids[1].as_str());
+        let stranger = "0123456789abcdef";
+        let boots = FleetRow { status: "provisioning".to_owned(), ..row("eve", None) };
+        let rows = [
+            row("ada", Some(&[old, new])),
+            row("bob", Some(&[old])),
+            row("cy", Some(&[old, stranger])),
+            row("dan", None),
+            boots,
+        ];
+        let seen = summary(&rows, &configured);
+        let expected = json!({
+            "keys": [
+                {"keyId": old, "isConfigured": true, "trusting": 3, "trustingHandles": ["ada", "bob", "cy"],
+                 "notTrusting": 0, "notTrustingHandles": []},
+                {"keyId": new, "isConfigured": true, "trusting": 1, "trustingHandles": ["ada"],
+                 "notTrusting": 2, "notTrustingHandles": ["bob", "cy"]},
+                {"keyId": stranger, "isConfigured": false, "trusting": 1, "trustingHandles": ["cy"],
+                 "notTrusting": 2, "notTrustingHandles": ["ada", "bob"]},
+            ],
+            "notReporting": 1,
+            "notReportingHandles": ["dan"],
+        });
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn keys_and_handles_of_a_hostile_fleet_are_bounded() {
+        let rows: Vec<FleetRow> = (0..200).map(|n| row("ada", Some(&[&format!("{n:016x}")]))).collect();
+        let seen = summary(&rows, &TrustedKeys::default());
+        let keys = seen["keys"].as_array().unwrap();
+        assert_eq!(keys.len(), MAX_LISTED_KEYS);
+        assert_eq!(keys[0]["notTrusting"], 199);
+        assert_eq!(keys[0]["notTrustingHandles"].as_array().unwrap().len(), MAX_HANDLES);
+    }
+}

@@ -1,0 +1,92 @@
+//! Many HTTPS connections whose request heads do not end, and what they cost the server.
+
+use std::io::{ErrorKind, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, StreamOwned};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const POLL: Duration = Duration::from_millis(200);
+
+/// Connections that have had their handshakes.
+pub struct OpenConnections {
+    streams: Vec<StreamOwned<ClientConnection, TcpStream>>,
+}
+
+impl OpenConnections {
+    /// Opens `count` of them, one after another.
+    pub fn open(address: SocketAddr, config: &Arc<ClientConfig>, count: usize) -> Result<Self> {
+        let name = ServerName::from(address.ip());
+        let open = || {
+            let tcp = TcpStream::connect_timeout(&address, DEADLINE)?;
+            tcp.set_read_timeout(Some(DEADLINE))?;
+            tcp.set_write_timeout(Some(DEADLINE))?;
+            let mut tls = StreamOwned::new(ClientConnection::new(Arc::clone(config), name.clone())?, tcp);
+            tls.conn.complete_io(&mut tls.sock)?;
+            Ok(tls)
+        };
+        let streams = (0..count).map(|_| open()).collect::<Result<_>>()?;
+        Ok(Self { streams })
+    }
+
+    /// Sends on each a head of this many bytes that does not end.
+    pub fn send_unfinished_heads(&mut self, bytes: usize) -> Result<()> {
+        let mut head = b"GET / HTTP/1.1\r\nhost: app.test\r\nx-padding: ".to_vec();
+        head.resize(bytes, b'x');
+        self.streams.iter_mut().try_for_each(|tls| {
+            tls.write_all(&head)?;
+            tls.flush()
+        })?;
+        Ok(())
+    }
+
+    /// Fails where the server has closed one, or has answered.
+    pub fn ensure_open(&mut self) -> Result<()> {
+        for tls in &mut self.streams {
+            tls.sock.set_nonblocking(true)?;
+            // Tickets for later sessions come after the handshake and are no answer.
+            let end = loop {
+                match tls.conn.read_tls(&mut tls.sock) {
+                    Ok(0) => break None,
+                    Ok(_) => {
+                        tls.conn.process_new_packets()?;
+                    }
+                    Err(error) => break Some(error.kind()),
+                }
+            };
+            ensure!(end == Some(ErrorKind::WouldBlock), "a connection has ended: {end:?}");
+            let state = tls.conn.process_new_packets()?;
+            ensure!(
+                !state.peer_has_closed() && state.plaintext_bytes_to_read() == 0,
+                "the server has answered"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The resident memory of a process in bytes, once it has stopped growing.
+pub fn settled_memory(pid: u32) -> Result<u64> {
+    let deadline = Instant::now() + DEADLINE;
+    let mut before = resident_bytes(pid)?;
+    loop {
+        std::thread::sleep(POLL);
+        let now = resident_bytes(pid)?;
+        if now <= before {
+            return Ok(now);
+        }
+        ensure!(Instant::now() < deadline, "the memory of the process {pid} does not settle");
+        before = now;
+    }
+}
+
+fn resident_bytes(pid: u32) -> Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
+    let kib = line.split_whitespace().next().context("no figure")?;
+    Ok(kib.parse::<u64>()? * 1024)
+}

@@ -1,0 +1,65 @@
+//! Strangers who open many connections to :443 and never end a head: the gateway and the router hold no more for each than
+//! the limit of connections is computed with.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::Result;
+use kit::heads::{OpenConnections, settled_memory};
+use svc::http::tls::{ChainCheck, Identity, pinned_client_config, self_signed};
+
+use super::gateway::host::Machine;
+use super::platform::stack::Stack;
+
+const CONNECTIONS: usize = 1000;
+/// A little less than a head may have.
+const HEAD_BYTES: usize = 31 * 1024;
+/// What `http::server` divides a part of the memory by.
+const MAX_BYTES_EACH: u64 = 128 * 1024;
+
+/// Memory for each connection, while all heads are unfinished.
+fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
+    let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
+    // What the first connections allocate once is no cost of a connection.
+    drop(OpenConnections::open(address, &config, 20)?);
+    let before = settled_memory(pid)?;
+    let mut connections = OpenConnections::open(address, &config, CONNECTIONS)?;
+    connections.send_unfinished_heads(HEAD_BYTES)?;
+    let after = settled_memory(pid)?;
+    connections.ensure_open()?;
+    let each = after.saturating_sub(before) / CONNECTIONS as u64;
+    println!("{CONNECTIONS} unfinished heads: {} MiB, {} KiB each", (after - before) >> 20, each >> 10);
+    Ok(each)
+}
+
+fn is_within_bounds(each: u64) {
+    assert!(each >= HEAD_BYTES as u64 / 2, "the heads did not reach the server: {each} bytes each");
+    assert!(each <= MAX_BYTES_EACH, "{each} bytes each");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
+    let host = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?.start()?;
+    let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
+    let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
+    let (pid, address) = (host.pid(), host.address.parse()?);
+    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
+    let stack = Stack::start().await;
+    let identity = self_signed(&["app.test".to_owned()])?;
+    let dir = tempfile::tempdir()?;
+    let (cert, key) = (dir.path().join("cert.pem"), dir.path().join("key.pem"));
+    std::fs::write(&cert, &identity.cert_pem)?;
+    std::fs::write(&key, &identity.key_pem)?;
+    let files = [("ROUTER_TLS_CERT_FILE", cert.to_str()), ("ROUTER_TLS_KEY_FILE", key.to_str())];
+    let files = files.map(|(name, path)| (name, path.unwrap_or_default()));
+    let platform = stack.platform_with(&files);
+    let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
+    let (pid, address) = (platform.pid(), authority.parse()?);
+    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! A release is rolled back around a rotation of the host's token: real platform, real agent, real updater. The host still
+//! reaches the platform, also where the release before knows no rotation.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use super::machine::{self, Machine};
+use super::stage::{NEW, OLD, Published, Stage, key};
+use crate::platform::stack::{BUCKET, Guest, Process, Stack};
+
+const STORED: &str = "var/lib/svc/upgrade-token.json";
+const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
+
+/// A machine of a real platform, which has published a release that does not come up.
+struct Scene {
+    platform: Stack,
+    process: Process,
+    guest: Guest,
+    host: Stage,
+}
+
+impl Scene {
+    async fn set() -> Result<Self> {
+        let platform = Stack::start().await;
+        let process = platform.platform_with(&OVERLAP);
+        let guest = platform.running(&process, "user_1").await;
+        let store = machine::store()?;
+        let host = Stage::on(Machine::in_use(&store, 1).await?).await?;
+        store.down();
+        let own = [
+            ("SVC_MACHINE_ID", guest.machine.as_str()),
+            ("SVC_USER_ID", "user_1"),
+            ("UPGRADE_TOKEN", &guest.upgrade_token),
+            ("PLATFORM_INTERNAL_URL", &process.base),
+        ];
+        host.machine.add_env("host.env", &own)?;
+        host.machine.add_env("update.env", &own[3..])?;
+        publish(&platform, &Published::new(NEW, &[("app/broken", "")])?)?;
+        Ok(Self { platform, process, guest, host })
+    }
+
+    async fn request_rotation(&self) {
+        let path = format!("/vps/{}/rotate-token", self.guest.machine);
+        let answer = self.platform.post(&self.process, &path, &json!({})).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+    }
+
+    async fn record(&self) -> Value {
+        self.platform.get(&self.process, &format!("/vps/{}", self.guest.machine)).await.body
+    }
+
+    /// Runs the real agent until the machine's record at the platform is as wanted.
+    async fn beat_until(&self, what: &str, is_wanted: impl Fn(&Value) -> bool) -> Result<()> {
+        let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
+        let look = || async { is_wanted(&self.record().await).then_some(()) };
+        self.platform.eventually(what, look).await;
+        agent.signal(Signal::SIGTERM)?;
+        tokio::task::spawn_blocking(move || agent.end()).await??.expect(0);
+        Ok(())
+    }
+
+    async fn beat_once_more(&self) -> Result<()> {
+        let before = self.record().await["heartbeatAt"].clone();
+        self.beat_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
+    }
+
+    /// Until the platform accepts the token of user-data no more.
+    async fn first_token_has_ended(&self) {
+        let path = format!("/vps/{}/storage-credentials", self.guest.machine);
+        let look = || async {
+            let call = self.platform.request(&self.process, Method::POST, &path);
+            let answer = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
+            (answer.status == 401).then_some(())
+        };
+        self.platform.eventually("the first token ends", look).await;
+    }
+
+    fn token_of_host_env(&self) -> Result<String> {
+        let text = fs::read_to_string(self.host.machine.path("opt/svc/env/host.env"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("UPGRADE_TOKEN=")).context("no token")?;
+        Ok(line.trim_matches('"').to_owned())
+    }
+}
+
+fn publish(platform: &Stack, published: &Published) -> Result<()> {
+    let put = |suffix: &str, content: Vec<u8>| {
+        let key = format!("system-bundles/{NEW}/svc-host-bundle.tar.gz{suffix}");
+        platform.store.write(BUCKET, &key, content);
+    };
+    let manifest = published.manifest.text()?;
+    put("", published.archive.clone());
+    put(".json.sig", key()?.signature_line(manifest.as_bytes()).into_bytes());
+    put(".json", manifest.into_bytes());
+    put(".sha256", format!("{}  svc-host-bundle.tar.gz\n", published.manifest.sha256).into_bytes());
+    Ok(())
+}
+
+fn generation(record: &Value) -> u64 {
+    record["upgradeToken"]["generation"].as_u64().unwrap_or_default()
+}
+
+fn is_rolled_back(record: &Value) -> bool {
+    record["lastUpdate"]["outcome"] == "rolled_back" && record["lastUpdate"]["version"] == NEW
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
+    let scene = Scene::set().await?;
+    scene.request_rotation().await;
+    scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
+    scene.first_token_has_ended().await;
+    assert_eq!(scene.token_of_host_env()?, scene.guest.upgrade_token, "the agent cannot write host.env");
+    // Manifest and archive come by the second token: the first is refused by now.
+    scene.host.apply(NEW).await?.expect(65);
+    scene.host.runs(OLD)?;
+    assert_eq!(scene.host.last()?["outcome"], "rolled_back");
+    // The release before may be one that reads host.env alone.
+    assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
+    fs::remove_file(scene.host.machine.path(STORED))?;
+    scene.beat_until("the rollback is reported", is_rolled_back).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()> {
+    let scene = Scene::set().await?;
+    let kill = "update.restarted=return(kill)";
+    scene.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
+    scene.request_rotation().await;
+    scene.beat_once_more().await?;
+    assert!(!scene.host.machine.path(STORED).exists(), "no token is taken up during an update");
+    assert_eq!(generation(&scene.record().await), 1);
+    scene.host.run(&["resume"], None).await?;
+    scene.host.runs(OLD)?;
+    scene.beat_until("the rollback is reported", is_rolled_back).await?;
+    scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
+    scene.first_token_has_ended().await;
+    scene.beat_once_more().await
+}
