@@ -16,6 +16,7 @@ use url::Url;
 use super::db;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
+use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::router::RouterConfig;
 use super::token_rotation::TokenTiming;
@@ -31,8 +32,8 @@ pub struct PlatformConfig {
     pub router: Listen,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
-    pub key: SecretSlice<u8>,
+    /// Derive what must be re-derivable: tokens of hosts, the key that seals signing keys.
+    pub keys: PlatformKeys,
     /// The bearer token with every scope.
     pub secret: SecretString,
     pub provisioning: Provisioning,
@@ -167,7 +168,7 @@ impl PlatformConfig {
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
         let routing = RouterConfig::read(env);
         let database = database(env);
-        let key = platform_key(env);
+        let keys = platform_keys(env);
         let secret = platform_secret(env);
         let provisioning = provisioning(env);
         let hosts = HostSettings::read(env);
@@ -216,7 +217,7 @@ impl PlatformConfig {
             router,
             routing: routing?,
             database: database?,
-            key: key?,
+            keys: keys?,
             secret: secret?,
             provisioning: provisioning?,
             hosts: hosts?,
@@ -281,14 +282,31 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
     Some(secret)
 }
 
-fn platform_key(env: &mut Env) -> Option<SecretSlice<u8>> {
-    let text = env.required_secret("PLATFORM_KEY")?;
+fn platform_keys(env: &mut Env) -> Option<PlatformKeys> {
+    let (name, previous_name) = ("PLATFORM_KEY", "PLATFORM_KEY_PREVIOUS");
+    let current = env.required_secret("PLATFORM_KEY").and_then(|text| key_of(env, name, &text));
+    let previous = match env.secret("PLATFORM_KEY_PREVIOUS") {
+        Some(text) => Some(key_of(env, previous_name, &text)?),
+        None => None,
+    };
+    let (current, previous) = (current?, previous);
+    if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
+        env.mistake(
+            previous_name,
+            "must be another key than PLATFORM_KEY; leave it out where no key is replaced",
+        );
+        return None;
+    }
+    Some(PlatformKeys { current, previous })
+}
+
+fn key_of(env: &mut Env, name: &str, text: &SecretString) -> Option<SecretSlice<u8>> {
     let text = text.expose_secret();
     let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
     match bytes {
         Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
         _ => {
-            env.mistake("PLATFORM_KEY", "must be 32 bytes, in hexadecimal or base64");
+            env.mistake(name, "must be 32 bytes, in hexadecimal or base64");
             None
         }
     }
@@ -420,14 +438,27 @@ mod tests {
         let mistakes = mistakes_with(&[
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),
             ("PLATFORM_KEY", "hunter2"),
+            ("PLATFORM_KEY_PREVIOUS", "hunter2-too"),
             ("PLATFORM_SECRET", ""),
             ("PLATFORM_TLS_CERT_FILE", "/cert"),
             ("PROVIDER_SERVER_TYPE", "CPX"),
             ("PLATFORM_PUBLIC_URL", "ftp://x"),
             ("REGISTRATION_TTL_SECONDS", "soon"),
         ]);
-        assert_eq!(mistakes.len(), 7, "{mistakes:#?}");
+        assert_eq!(mistakes.len(), 8, "{mistakes:#?}");
         assert!(!mistakes.concat().contains("hunter2"), "{mistakes:#?}");
+    }
+
+    #[test]
+    fn previous_platform_key_must_be_another_one() {
+        // The same 32 bytes as PLATFORM_KEY, in the other form.
+        let same = "0000000000000000000000000000000000000000000000000000000000000000";
+        let mistakes = mistakes_with(&[("PLATFORM_KEY_PREVIOUS", same)]);
+        assert_eq!(mistakes.len(), 1, "{mistakes:?}");
+        assert!(mistakes[0].starts_with("PLATFORM_KEY_PREVIOUS: must be another key"), "{mistakes:?}");
+        assert!(!mistakes[0].contains("0000"), "{mistakes:?}");
+        let other = "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+        assert!(mistakes_with(&[("PLATFORM_KEY_PREVIOUS", other)]).is_empty());
     }
 
     #[test]
