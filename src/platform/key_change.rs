@@ -159,7 +159,7 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());
     }
-    platform_keys::note_sole(&tx, &own.ids.current).await?;
+    platform_keys::note_sole(&tx, &own.ids).await?;
     failpoint::pass("platform-key-before-sole")?;
     db::commit(tx).await?;
     failpoint::pass("platform-key-after-sole")?;

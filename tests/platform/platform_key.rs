@@ -13,6 +13,7 @@ use secrecy::SecretSlice;
 use serde_json::{Value, json};
 use svc::platform::key_change::POINTS;
 use svc::platform::keys::{Seal, SealedWith};
+use svc::platform::platform_key::KeyId;
 use svc::platform::tokens::TokenMint;
 use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
@@ -94,10 +95,11 @@ async fn is_all_sealed_with(client: &Client, byte: u8) -> bool {
     sealed(client).await.iter().all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
 }
 
+/// Whether nothing needs another key than the new one.
 async fn is_sole(client: &Client) -> bool {
-    let sql = "SELECT count(*), count(sole_since) FROM platform_keys";
-    let row = client.query_one(sql, &[]).await.unwrap();
-    (row.get::<_, i64>(0), row.get::<_, i64>(1)) == (1, 1)
+    let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
+    let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
+    row.get::<_, i64>(0) == 1
 }
 
 /// Whether this key has signed the fence of the user's slot.

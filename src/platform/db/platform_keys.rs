@@ -254,13 +254,15 @@ fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
     after.map_or(("", ""), |(user, slot)| (user.as_str(), slot.as_str()))
 }
 
-/// Notes that no stored thing needs another key; other keys are forgotten.
+/// Notes that no stored thing needs another key than the current one. Keys before the previous one are forgotten.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note_sole(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
+pub async fn note_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";
-    execute(tx, sql, &[&key.as_str()]).await?;
-    execute(tx, "DELETE FROM platform_keys WHERE key_id <> $1", &[&key.as_str()]).await.map(drop)
+    execute(tx, sql, &[&ids.current.as_str()]).await?;
+    let previous = ids.previous.as_ref().map(KeyId::as_str);
+    let sql = "DELETE FROM platform_keys WHERE key_id <> $1 AND key_id IS DISTINCT FROM $2";
+    execute(tx, sql, &[&ids.current.as_str(), &previous]).await.map(drop)
 }
