@@ -3,14 +3,13 @@
 //! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
 
 mod connections;
+mod keys;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD as B64;
-use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use secrecy::{ExposeSecret, SecretString};
 use url::Url;
 
 use super::db;
@@ -168,7 +167,7 @@ impl PlatformConfig {
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
         let routing = RouterConfig::read(env);
         let database = database(env);
-        let keys = platform_keys(env);
+        let keys = keys::read(env);
         let secret = platform_secret(env);
         let provisioning = provisioning(env);
         let hosts = HostSettings::read(env);
@@ -280,36 +279,6 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
         return None;
     }
     Some(secret)
-}
-
-fn platform_keys(env: &mut Env) -> Option<PlatformKeys> {
-    let (name, previous_name) = ("PLATFORM_KEY", "PLATFORM_KEY_PREVIOUS");
-    let current = env.required_secret("PLATFORM_KEY").and_then(|text| key_of(env, name, &text));
-    let previous = match env.secret("PLATFORM_KEY_PREVIOUS") {
-        Some(text) => Some(key_of(env, previous_name, &text)?),
-        None => None,
-    };
-    let (current, previous) = (current?, previous);
-    if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
-        env.mistake(
-            previous_name,
-            "must be another key than PLATFORM_KEY; leave it out where no key is replaced",
-        );
-        return None;
-    }
-    Some(PlatformKeys { current, previous })
-}
-
-fn key_of(env: &mut Env, name: &str, text: &SecretString) -> Option<SecretSlice<u8>> {
-    let text = text.expose_secret();
-    let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
-    match bytes {
-        Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
-        _ => {
-            env.mistake(name, "must be 32 bytes, in hexadecimal or base64");
-            None
-        }
-    }
 }
 
 fn provisioning(env: &mut Env) -> Option<Provisioning> {
@@ -447,18 +416,6 @@ mod tests {
         ]);
         assert_eq!(mistakes.len(), 8, "{mistakes:#?}");
         assert!(!mistakes.concat().contains("hunter2"), "{mistakes:#?}");
-    }
-
-    #[test]
-    fn previous_platform_key_must_be_another_one() {
-        // The same 32 bytes as PLATFORM_KEY, in the other form.
-        let same = "0000000000000000000000000000000000000000000000000000000000000000";
-        let mistakes = mistakes_with(&[("PLATFORM_KEY_PREVIOUS", same)]);
-        assert_eq!(mistakes.len(), 1, "{mistakes:?}");
-        assert!(mistakes[0].starts_with("PLATFORM_KEY_PREVIOUS: must be another key"), "{mistakes:?}");
-        assert!(!mistakes[0].contains("0000"), "{mistakes:?}");
-        let other = "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-        assert!(mistakes_with(&[("PLATFORM_KEY_PREVIOUS", other)]).is_empty());
     }
 
     #[test]

@@ -178,6 +178,20 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     })
 }
 
+/// Refuses keys that sign now and that neither platform key opens.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn ensure_opened(
+    client: &impl deadpool_postgres::GenericClient,
+    seal: &Seal,
+) -> Result<(), KeyError> {
+    for purpose in [db::keys::PROOF, db::keys::APP] {
+        opened(db::keys::active(client, purpose).await?, seal)?;
+    }
+    Ok(())
+}
+
 async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
     let stored = db::keys::active(&session, purpose).await?;

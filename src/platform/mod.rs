@@ -226,7 +226,9 @@ async fn admit(db: &Db, config: &PlatformConfig, mint: &TokenMint) -> Result<Pro
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => Ok(process),
-        Err(error @ AdmissionError::Db(_)) => Err(Failure::new(Exit::Unavailable, error)),
+        Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {
+            Err(Failure::new(Exit::Unavailable, error))
+        }
         Err(error) => Err(Failure::new(Exit::Config, error)),
     }
 }

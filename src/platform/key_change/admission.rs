@@ -11,7 +11,7 @@ use super::KEYS_LOCK;
 use super::need::Need;
 use crate::platform::db::platform_keys::{self, ProcessKeys};
 use crate::platform::db::{self, Db, DbError};
-use crate::platform::keys::Seal;
+use crate::platform::keys::{self, KeyError, Seal};
 use crate::platform::tokens::TokenMint;
 
 const MIN_PAUSE: Duration = Duration::from_millis(200);
@@ -21,6 +21,8 @@ const MIN_PAUSE: Duration = Duration::from_millis(200);
 pub enum AdmissionError {
     #[error(transparent)]
     Db(#[from] DbError),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error(
         "PLATFORM_KEY is not the only key that is needed: another key made {0}. Set PLATFORM_KEY_PREVIOUS to that key (the \
          PLATFORM_KEY of before), and remove it when `svcctl doctor platform` says so"
@@ -53,6 +55,9 @@ pub async fn admit(
         let is_first = !platform_keys::has_any(&tx).await?;
         if own.ids.previous.is_none() {
             refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
+        } else {
+            // Before its use is noted: a wrong key must leave the change as it is.
+            keys::ensure_opened(&tx, seal).await?;
         }
         let incompatible = own.incompatible(&tx).await?;
         if incompatible.is_empty() {
