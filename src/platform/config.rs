@@ -3,19 +3,19 @@
 //! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
 
 mod connections;
+mod keys;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD as B64;
-use secrecy::{ExposeSecret, SecretSlice, SecretString};
+use secrecy::{ExposeSecret, SecretString};
 use url::Url;
 
 use super::db;
 use super::host_settings::HostSettings;
 use super::host_store::HostCredentials;
+use super::platform_key::PlatformKeys;
 use super::rates::RateConfig;
 use super::router::RouterConfig;
 use super::token_rotation::TokenTiming;
@@ -31,8 +31,8 @@ pub struct PlatformConfig {
     pub router: Listen,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// Derives what must be re-derivable: tokens of hosts, the key that seals signing keys.
-    pub key: SecretSlice<u8>,
+    /// Derive what must be re-derivable: tokens of hosts, the key that seals signing keys.
+    pub keys: PlatformKeys,
     /// The bearer token with every scope.
     pub secret: SecretString,
     pub provisioning: Provisioning,
@@ -167,7 +167,7 @@ impl PlatformConfig {
         let router = listen(env, "ROUTER", SocketAddr::from(([0, 0, 0, 0], 8443)));
         let routing = RouterConfig::read(env);
         let database = database(env);
-        let key = platform_key(env);
+        let keys = keys::read(env);
         let secret = platform_secret(env);
         let provisioning = provisioning(env);
         let hosts = HostSettings::read(env);
@@ -216,7 +216,7 @@ impl PlatformConfig {
             router,
             routing: routing?,
             database: database?,
-            key: key?,
+            keys: keys?,
             secret: secret?,
             provisioning: provisioning?,
             hosts: hosts?,
@@ -279,19 +279,6 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
         return None;
     }
     Some(secret)
-}
-
-fn platform_key(env: &mut Env) -> Option<SecretSlice<u8>> {
-    let text = env.required_secret("PLATFORM_KEY")?;
-    let text = text.expose_secret();
-    let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
-    match bytes {
-        Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
-        _ => {
-            env.mistake("PLATFORM_KEY", "must be 32 bytes, in hexadecimal or base64");
-            None
-        }
-    }
 }
 
 fn provisioning(env: &mut Env) -> Option<Provisioning> {
@@ -420,13 +407,14 @@ mod tests {
         let mistakes = mistakes_with(&[
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),
             ("PLATFORM_KEY", "hunter2"),
+            ("PLATFORM_KEY_PREVIOUS", "hunter2-too"),
             ("PLATFORM_SECRET", ""),
             ("PLATFORM_TLS_CERT_FILE", "/cert"),
             ("PROVIDER_SERVER_TYPE", "CPX"),
             ("PLATFORM_PUBLIC_URL", "ftp://x"),
             ("REGISTRATION_TTL_SECONDS", "soon"),
         ]);
-        assert_eq!(mistakes.len(), 7, "{mistakes:#?}");
+        assert_eq!(mistakes.len(), 8, "{mistakes:#?}");
         assert!(!mistakes.concat().contains("hunter2"), "{mistakes:#?}");
     }
 

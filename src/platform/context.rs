@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use super::config::PlatformConfig;
 use super::db::Db;
+use super::db::platform_keys::ProcessKeys;
 use super::host_store::HostStore;
 use super::keys::SigningSet;
 use super::process_clock::ProcessClock;
@@ -33,6 +34,8 @@ pub struct Platform {
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
+    /// This process among those of the platform, with the fingerprints of its platform keys.
+    pub process: ProcessKeys,
     /// Labels our servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,

@@ -12,6 +12,7 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretSlice};
 
 use super::db::{self, Db, DbError};
+use super::platform_key::PlatformKeys;
 use crate::http::proof::{ProofKeys, Signer};
 
 /// Retired keys that still sign for hosts that know no newer one.
@@ -53,7 +54,10 @@ impl SigningSet {
 pub enum KeyError {
     #[error(transparent)]
     Db(#[from] DbError),
-    #[error("signing key {kid} cannot be opened: PLATFORM_KEY is not the one that it was sealed with")]
+    #[error(
+        "signing key {kid} cannot be opened: it was sealed with another key than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
+         PLATFORM_KEY_PREVIOUS to that key"
+    )]
     Sealed { kid: String },
     #[error("signing key {kid} is damaged")]
     Damaged { kid: String },
@@ -67,18 +71,53 @@ impl From<ring::error::Unspecified> for KeyError {
     }
 }
 
-/// Seals and opens private keys.
+/// Seals private keys with the current platform key, and opens those of the previous one as well.
 pub struct Seal {
     key: LessSafeKey,
+    previous: Option<LessSafeKey>,
+}
+
+/// Which platform key opens a sealed key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SealedWith {
+    Current,
+    Previous,
+    Neither,
 }
 
 impl Seal {
     pub fn new(platform_key: &SecretSlice<u8>) -> Self {
-        let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"svc-platform");
-        let derived = salt.extract(platform_key.expose_secret());
-        let info: [&[u8]; 1] = [b"seal of signing keys, version 1"];
-        let okm = derived.expand(&info, &CHACHA20_POLY1305).expect("one key is within HKDF's reach");
-        Self { key: LessSafeKey::new(UnboundKey::from(okm)) }
+        Self { key: sealing_key(platform_key), previous: None }
+    }
+
+    /// With both keys that are in force.
+    pub fn of(keys: &PlatformKeys) -> Self {
+        Self { previous: keys.previous.as_ref().map(sealing_key), ..Self::new(&keys.current) }
+    }
+
+    pub fn has_previous(&self) -> bool {
+        self.previous.is_some()
+    }
+
+    pub fn sealed_with(&self, kid: &str, sealed: &[u8]) -> SealedWith {
+        if open_with(&self.key, kid, sealed).is_some() {
+            return SealedWith::Current;
+        }
+        match self.previous.as_ref().and_then(|key| open_with(key, kid, sealed)) {
+            Some(_) => SealedWith::Previous,
+            None => SealedWith::Neither,
+        }
+    }
+
+    /// Seals with the current key what only the previous one opens; `None` where there is nothing to do.
+    ///
+    /// # Errors
+    /// [`KeyError`].
+    pub fn rewrapped(&self, kid: &str, sealed: &[u8]) -> Result<Option<Vec<u8>>, KeyError> {
+        match self.sealed_with(kid, sealed) {
+            SealedWith::Previous => Ok(Some(self.close(kid, &self.open(kid, sealed)?)?)),
+            SealedWith::Current | SealedWith::Neither => Ok(None),
+        }
     }
 
     /// Nonce, ciphertext and tag.
@@ -92,13 +131,25 @@ impl Seal {
     }
 
     fn open(&self, kid: &str, sealed: &[u8]) -> Result<Vec<u8>, KeyError> {
-        let wrong = || KeyError::Sealed { kid: kid.to_owned() };
-        let (nonce, body) = sealed.split_at_checked(NONCE_LEN).ok_or_else(wrong)?;
-        let nonce = Nonce::try_assume_unique_for_key(nonce).map_err(|_| wrong())?;
-        let mut body = body.to_vec();
-        let opened = self.key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body);
-        Ok(opened.map_err(|_| wrong())?.to_vec())
+        let mut keys = std::iter::once(&self.key).chain(&self.previous);
+        keys.find_map(|key| open_with(key, kid, sealed))
+            .ok_or_else(|| KeyError::Sealed { kid: kid.to_owned() })
     }
+}
+
+fn sealing_key(platform_key: &SecretSlice<u8>) -> LessSafeKey {
+    let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, b"svc-platform");
+    let derived = salt.extract(platform_key.expose_secret());
+    let info: [&[u8]; 1] = [b"seal of signing keys, version 1"];
+    let okm = derived.expand(&info, &CHACHA20_POLY1305).expect("one key is within HKDF's reach");
+    LessSafeKey::new(UnboundKey::from(okm))
+}
+
+fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
+    let (nonce, body) = sealed.split_at_checked(NONCE_LEN)?;
+    let nonce = Nonce::try_assume_unique_for_key(nonce).ok()?;
+    let mut body = body.to_vec();
+    Some(key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body).ok()?.to_vec())
 }
 
 /// The keys in the database; makes the first one of a purpose where there is none. An app key signs once it is `overlap`
@@ -125,6 +176,20 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
         public: public(&proof),
         app: AppKeys { current: app_signer, public: public(&app) },
     })
+}
+
+/// Refuses keys that sign now and that neither platform key opens.
+///
+/// # Errors
+/// [`KeyError`].
+pub async fn ensure_opened(
+    client: &impl deadpool_postgres::GenericClient,
+    seal: &Seal,
+) -> Result<(), KeyError> {
+    for purpose in [db::keys::PROOF, db::keys::APP] {
+        opened(db::keys::active(client, purpose).await?, seal)?;
+    }
+    Ok(())
 }
 
 async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
@@ -196,5 +261,23 @@ mod tests {
         let other = Seal::new(&vec![2; 32].into());
         assert!(matches!(other.open("k1", &sealed), Err(KeyError::Sealed { .. })));
         assert!(matches!(seal.open("k1", b"short"), Err(KeyError::Sealed { .. })));
+    }
+
+    #[test]
+    fn previous_key_opens_and_is_replaced_by_the_current_one() {
+        let keys = |current: u8, previous: Option<u8>| {
+            let key = |byte: u8| vec![byte; 32].into();
+            Seal::of(&PlatformKeys { current: key(current), previous: previous.map(key) })
+        };
+        let (old, both, new) = (keys(1, None), keys(2, Some(1)), keys(2, None));
+        let sealed = old.close("k1", b"private").unwrap();
+        assert_eq!(both.open("k1", &sealed).unwrap(), b"private");
+        assert_eq!(both.sealed_with("k1", &sealed), SealedWith::Previous);
+        assert_eq!(new.sealed_with("k1", &sealed), SealedWith::Neither);
+        assert_eq!(new.rewrapped("k1", &sealed).unwrap(), None, "what cannot be opened stays");
+        let again = both.rewrapped("k1", &sealed).unwrap().unwrap();
+        assert_eq!(new.open("k1", &again).unwrap(), b"private");
+        assert_eq!(both.rewrapped("k1", &again).unwrap(), None, "it is done once");
+        assert_eq!(new.sealed_with("k1", &both.close("k1", b"x").unwrap()), SealedWith::Current);
     }
 }

@@ -14,12 +14,14 @@ pub mod ended_machines;
 pub mod fleet;
 pub mod host_settings;
 pub mod host_store;
+pub mod key_change;
 pub mod key_rotation;
 pub mod keys;
 pub mod lifecycle;
 pub mod measure;
 pub mod operations;
 pub mod operators;
+pub mod platform_key;
 mod probe;
 pub mod process_clock;
 pub mod rate_budget;
@@ -45,8 +47,10 @@ use tokio::task::JoinSet;
 
 use self::config::{Listen, PlatformConfig};
 use self::context::Platform;
+use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
+use self::key_change::admission::AdmissionError;
 use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
@@ -126,17 +130,18 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let pool = |most: usize| Db::new(&config.database, most).or_exit(Exit::Internal);
     let db = pool(config.connections.control)?;
     let (host_db, report_db) = (pool(config.connections.hosts)?, pool(config.connections.reports)?);
-    let keys =
-        keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await.map_err(|error| {
-            match error {
-                KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
-                KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
-                KeyError::Randomness => Failure::new(Exit::Internal, error),
-            }
-        })?;
+    let seal = || Seal::of(&config.keys);
+    let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
+    let process = admit(&db, &config, &mint).await?;
+    let keys = keys::load(&db, &seal(), config.timing.keys.overlap).await.map_err(|error| match error {
+        KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
+        KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
+        KeyError::Randomness => Failure::new(Exit::Internal, error),
+    })?;
+    let presence = tokio::spawn(key_change::renew(db.clone(), process.clone()));
     let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
-    let seal = Seal::new(&config.key);
+    let (rotation_seal, change_seal) = (seal(), seal());
     // Its own connections: they live on the router's threads, and end with those.
     let sessions = pool(config.connections.router)?;
     let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
@@ -158,7 +163,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         provider: Arc::new(provider.or_exit(Exit::Config)?),
         bucket,
         host_store,
-        mint: TokenMint::new(&config.key),
+        mint,
+        process,
         installation,
         db: db.clone(),
         host_db,
@@ -175,7 +181,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     });
 
     let mut tasks = JoinSet::new();
-    tasks.spawn(key_rotation::run(db, seal, platform.config.timing.keys, fresh, stop.clone()));
+    tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
+    tasks.spawn(key_change::run(platform.clone(), change_seal));
     tasks.spawn(process_clock::run(platform.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
@@ -209,7 +216,30 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     if drained.is_err() {
         tracing::warn!("not everything ended in time; the next process goes on with it");
     }
+    presence.abort();
+    leave(&platform).await;
     Ok(())
+}
+
+/// Notes this process among those that run, if it may run beside them with its platform keys.
+async fn admit(db: &Db, config: &PlatformConfig, mint: &TokenMint) -> Result<ProcessKeys, Failure> {
+    let (process, seal) = (key_change::process(config.keys.ids(), &config.timing), Seal::of(&config.keys));
+    let silence = config.timing.keys.max_silence;
+    match key_change::admission::admit(db, &process, mint, &seal, silence).await {
+        Ok(()) => Ok(process),
+        Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {
+            Err(Failure::new(Exit::Unavailable, error))
+        }
+        Err(error) => Err(Failure::new(Exit::Config, error)),
+    }
+}
+
+/// A process with another platform key need not wait until this one's row has expired.
+async fn leave(platform: &Platform) {
+    let left = async { platform.process.delete(&platform.db.session().await?).await };
+    if let Err(error) = left.await {
+        tracing::debug!(error = %crate::chain::chain(&error), "the row of this process stays until it expires");
+    }
 }
 
 /// Refuses a store on which two hosts could both move a pointer. One that does not answer now may be well: it is used.

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use secrecy::ExposeSecret;
+use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
@@ -58,6 +58,16 @@ pub enum Standing {
     Refused,
 }
 
+/// What a heartbeat's answer hands to a host.
+#[derive(Debug, Clone)]
+pub enum Offer {
+    /// The stored token, which it does not use.
+    Again(SecretString),
+    /// A token of a later generation, to be made with the current platform key. While processes with another current key
+    /// run, none is made: a token of one key must not be replaced by one of the other and back.
+    Next(Generation),
+}
+
 impl UpgradeToken {
     pub fn judge(&self, token: &str, claim: Claim, mint: &TokenMint, now: Timestamp) -> Standing {
         if fits(token, &self.hash) {
@@ -85,7 +95,7 @@ impl UpgradeToken {
         Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
     }
 
-    /// The generation to hand to a host that presented a token of this standing; `None`: it keeps the one that it has.
+    /// The token to hand to a host that presented one of this standing; `None`: it keeps the one that it has.
     pub fn offer(
         &self,
         machine: MachineId,
@@ -93,16 +103,18 @@ impl UpgradeToken {
         mint: &TokenMint,
         timing: TokenTiming,
         now: Timestamp,
-    ) -> Option<Generation> {
-        let is_of_current_key = self.is_of_current_key(machine, mint);
+    ) -> Option<Offer> {
         match standing {
             Standing::Refused | Standing::Later(_) => None,
             // It lost the answer, or went back to what it had before.
-            Standing::Previous if is_of_current_key => Some(self.generation),
-            Standing::Previous => Some(self.generation.next()),
+            Standing::Previous => {
+                let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
+                Some(stored.map_or_else(|| Offer::Next(self.generation.next()), Offer::Again))
+            }
             Standing::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
-                (is_due || !is_of_current_key).then(|| self.generation.next())
+                let is_due = is_due || !self.is_of_current_key(machine, mint);
+                is_due.then(|| Offer::Next(self.generation.next()))
             }
         }
     }
@@ -113,7 +125,7 @@ impl UpgradeToken {
 
     /// Whether the stored token was made with the platform key that makes tokens now.
     pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
-        fits(mint.token(machine, Purpose::Upgrade, self.generation).expose_secret(), &self.hash)
+        is_made_by_current_key(mint, machine, self.generation, &self.hash)
     }
 
     /// As the API shows it.
@@ -126,13 +138,21 @@ impl UpgradeToken {
     }
 }
 
+/// Whether the token with this hash was made with the platform key that makes tokens now.
+pub fn is_made_by_current_key(
+    mint: &TokenMint,
+    machine: MachineId,
+    generation: Generation,
+    hash: &[u8],
+) -> bool {
+    fits(mint.token(machine, Purpose::Upgrade, generation).expose_secret(), hash)
+}
+
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-    use secrecy::SecretString;
-
     use super::*;
     use crate::platform::tokens::{claim, hash};
+    use proptest::prelude::*;
 
     const TIMING: TokenTiming =
         TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
@@ -148,8 +168,11 @@ mod tests {
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator changes the platform key; the current one becomes the previous one.
-        ChangeKey,
+        /// The operator restarts the first of the platform's processes with another key; the other processes still make
+        /// everything with the current one, which becomes the previous one when they restart.
+        BeginKeyChange,
+        /// The rest of the processes restart.
+        EndKeyChange,
         /// The operator drops the previous key, where the platform says that it is not needed.
         DropKey,
     }
@@ -172,7 +195,8 @@ mod tests {
             1 => Just(Act::Restart),
             1 => Just(Act::CopyDatabase),
             1 => Just(Act::RestoreDatabase),
-            1 => Just(Act::ChangeKey),
+            2 => Just(Act::BeginKeyChange),
+            2 => Just(Act::EndKeyChange),
             1 => Just(Act::DropKey),
         ]
     }
@@ -181,6 +205,8 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
+        /// While processes of both current keys run: the next call reaches one of the other keys.
+        is_mixed: bool,
         row: UpgradeToken,
         copy: Option<UpgradeToken>,
         /// What the host has stored.
@@ -205,7 +231,7 @@ mod tests {
                 requested_at: None,
                 previous: None,
             };
-            Self { machine, now, keys, row, copy: None, file, copied: Vec::new() }
+            Self { machine, now, keys, is_mixed: false, row, copy: None, file, copied: Vec::new() }
         }
 
         fn judge(&self, token: &SecretString) -> Standing {
@@ -213,7 +239,15 @@ mod tests {
             self.row.judge(token, claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
         }
 
+        /// The next call reaches a process with the other current key.
+        fn alternate(&mut self) {
+            if let (true, (current, Some(previous))) = (self.is_mixed, self.keys) {
+                self.keys = (previous, Some(current));
+            }
+        }
+
         fn beat(&mut self, loss: Loss) {
+            self.alternate();
             let standing = self.judge(&self.file);
             assert_ne!(standing, Standing::Refused, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
@@ -226,8 +260,14 @@ mod tests {
             };
             let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
             self.row = row;
-            if let (Some(generation), Loss::Nothing) = (offer, loss) {
-                let next = mint.token(self.machine, Purpose::Upgrade, generation);
+            let next = match offer {
+                Some(Offer::Again(token)) => Some(token),
+                Some(Offer::Next(generation)) if !self.is_mixed => {
+                    Some(mint.token(self.machine, Purpose::Upgrade, generation))
+                }
+                Some(Offer::Next(_)) | None => None,
+            };
+            if let (Some(next), Loss::Nothing) = (next, loss) {
                 self.copied.push(std::mem::replace(&mut self.file, next));
             }
         }
@@ -242,15 +282,22 @@ mod tests {
                 Act::Restart => {}
                 Act::CopyDatabase => self.copy = Some(self.row.clone()),
                 Act::RestoreDatabase => self.row = self.copy.clone().unwrap_or_else(|| self.row.clone()),
-                Act::ChangeKey if self.keys.1.is_none() => {
+                Act::BeginKeyChange if self.keys.1.is_none() => {
                     self.keys = (self.keys.0 + 1, Some(self.keys.0));
+                    self.is_mixed = true;
                     // Copies that need an older key than the previous one are not restored.
                     self.copy = None;
                 }
-                Act::ChangeKey => {}
+                Act::EndKeyChange => {
+                    if let (true, (one, Some(other))) = (self.is_mixed, self.keys) {
+                        self.keys = (one.max(other), Some(one.min(other)));
+                    }
+                    self.is_mixed = false;
+                }
+                Act::BeginKeyChange => {}
                 Act::DropKey => {
                     let is_needed = !self.row.is_of_current_key(self.machine, &mint((self.keys.0, None)));
-                    if !is_needed {
+                    if !is_needed && !self.is_mixed {
                         (self.keys.1, self.copy) = (None, None);
                     }
                 }
@@ -258,6 +305,7 @@ mod tests {
         }
 
         fn settle(&mut self) {
+            self.take(&Act::EndKeyChange);
             for _ in 0..4 {
                 self.beat(Loss::Nothing);
             }

@@ -72,9 +72,21 @@ impl TokenMint {
     /// The first token of a machine as it was given out before: by the key whose token has the stored hash, so that
     /// user-data that is rendered again stays the same while the platform key changes.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
-        let mut tokens = self.keys().map(|key| token(key, machine, purpose, Generation::FIRST));
-        let stored = tokens.find(|token| fits(token.expose_secret(), stored_hash));
-        stored.unwrap_or_else(|| self.token(machine, purpose, Generation::FIRST))
+        let first = Generation::FIRST;
+        let stored = self.stored_token(machine, purpose, first, stored_hash);
+        stored.unwrap_or_else(|| self.token(machine, purpose, first))
+    }
+
+    /// The token with the stored hash, by whichever of the keys made it.
+    pub fn stored_token(
+        &self,
+        machine: MachineId,
+        purpose: Purpose,
+        generation: Generation,
+        stored_hash: &[u8],
+    ) -> Option<SecretString> {
+        let mut tokens = self.keys().map(|key| token(key, machine, purpose, generation));
+        tokens.find(|token| fits(token.expose_secret(), stored_hash))
     }
 
     /// Whether the platform made this token.
@@ -91,13 +103,30 @@ impl TokenMint {
 
     /// `svco_<id>_<mac>`.
     pub fn operator_token(&self, id: OperatorTokenId) -> SecretString {
-        let mac = hex::encode(hmac::sign(&self.key, format!("svc operator token\n{id}").as_bytes()));
-        format!("{OPERATOR_PREFIX}{}_{mac}", id.0.simple()).into()
+        operator_token(&self.key, id)
+    }
+
+    /// The operator's token with the stored hash, by whichever of the keys made it.
+    pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
+        let mut tokens = self.keys().map(|key| operator_token(key, id));
+        tokens.find(|token| fits(token.expose_secret(), stored_hash))
     }
 
     /// The MAC by which the platform knows a fence of its own: a host can write the pointer, too. In hex.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
+    }
+
+    /// Whether the current key signed the fence.
+    pub fn is_fence_of_current_key(
+        &self,
+        slot: &SlotPrefix,
+        epoch: Epoch,
+        machine: MachineId,
+        proof: &str,
+    ) -> bool {
+        let Ok(mac) = hex::decode(proof) else { return false };
+        hmac::verify(&self.key, fence_subject(slot, epoch, machine).as_bytes(), &mac).is_ok()
     }
 
     /// Whether the platform signed the fence for this machine.
@@ -121,6 +150,11 @@ fn token(key: &hmac::Key, machine: MachineId, purpose: Purpose, generation: Gene
     let mac = hex::encode(hmac::sign(key, token_subject(machine, purpose, generation).as_bytes()));
     let counted = if generation == Generation::FIRST { String::new() } else { format!("{}_", generation.0) };
     format!("{}{}_{counted}{mac}", purpose.prefix(), machine.0.simple()).into()
+}
+
+fn operator_token(key: &hmac::Key, id: OperatorTokenId) -> SecretString {
+    let mac = hex::encode(hmac::sign(key, format!("svc operator token\n{id}").as_bytes()));
+    format!("{OPERATOR_PREFIX}{}_{mac}", id.0.simple()).into()
 }
 
 fn token_subject(machine: MachineId, purpose: Purpose, generation: Generation) -> String {
@@ -244,6 +278,14 @@ mod tests {
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
         assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
         assert!(!mint(2).has_signed_fence(&slot, Epoch(2), machine, &proof));
+        assert!(!both.is_fence_of_current_key(&slot, Epoch(2), machine, &proof));
+        let now = both.fence_proof(&slot, Epoch(2), machine);
+        assert!(both.is_fence_of_current_key(&slot, Epoch(2), machine, &now));
+        let id = OperatorTokenId::new();
+        let given = mint(1).operator_token(id);
+        let again = both.stored_operator_token(id, &hash(given.expose_secret())).unwrap();
+        assert_eq!(again.expose_secret(), given.expose_secret());
+        assert!(mint(2).stored_operator_token(id, &hash(given.expose_secret())).is_none());
     }
 
     #[test]

@@ -29,6 +29,7 @@ mod lives;
 mod metrics;
 mod operation_log;
 mod operators;
+mod platform_key;
 mod pointer;
 mod pools;
 mod power;

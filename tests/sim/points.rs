@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use svc::host::records::book;
 use svc::host::{backup, heartbeat, register, restore, update, upgrade_token, watch};
 use svc::platform::operations::{OperationKind, points};
-use svc::platform::{rollouts, token_rotation};
+use svc::platform::{key_change, rollouts, token_rotation};
 
 /// Enumerations, each with the test that kills at every one of its points.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 17] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 18] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (backup::DRILL_POINTS, "svc::host::backup::DRILL_POINTS", "tests/vault/checks.rs"),
@@ -27,6 +27,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 17]
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
         (upgrade_token::POINTS, "svc::host::upgrade_token::POINTS", "tests/vault/token_rotation.rs"),
         (token_rotation::POINTS, "svc::platform::token_rotation::POINTS", "tests/platform/token_rotation.rs"),
+        (key_change::POINTS, "svc::platform::key_change::POINTS", "tests/platform/platform_key.rs"),
         (rollouts::POINTS, "svc::platform::rollouts::POINTS", "tests/platform/kills.rs"),
     ]
 }

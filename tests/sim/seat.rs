@@ -42,7 +42,7 @@ impl Seat {
         let config: PlatformConfig = process::config(&database.url());
         let db = Db::new(&config.database, 16)?;
         let (_, keys) = watch::channel(Arc::new(
-            keys::load(&db, &Seal::new(&config.key), config.timing.keys.overlap).await?,
+            keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
         ));
         // Rows of a few runs go sooner than files do.
         let copy = Copy::of(&client).await?;

@@ -37,7 +37,7 @@ use crate::platform::db::machine_server;
 use crate::platform::db::upgrade_token;
 use crate::platform::db::{self};
 use crate::platform::operations::later_holder;
-use crate::platform::token_rotation::{Standing, UpgradeToken};
+use crate::platform::token_rotation::{Offer, Standing, UpgradeToken};
 use crate::platform::tokens::{Generation, Purpose};
 use crate::store::bundle::MAX_KEYS;
 use crate::untrusted_text;
@@ -149,8 +149,22 @@ async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<Secr
         standing => (host.machine.upgrade_token.clone(), standing),
     };
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
-    let offer = offer.filter(|_| host.machine.registered_at.is_some());
-    Ok(offer.map(|generation| platform.mint.token(id, Purpose::Upgrade, generation)))
+    match offer.filter(|_| host.machine.registered_at.is_some()) {
+        None => Ok(None),
+        Some(Offer::Again(token)) => Ok(Some(token)),
+        Some(Offer::Next(generation)) if is_next_due(platform).await? => {
+            Ok(Some(platform.mint.token(id, Purpose::Upgrade, generation)))
+        }
+        Some(Offer::Next(_)) => Ok(None),
+    }
+}
+
+/// Whether a token of a later generation may be made: not while processes with another current platform key run.
+async fn is_next_due(platform: &Platform) -> Result<bool, Problem> {
+    if platform.process.ids.previous.is_none() {
+        return Ok(true);
+    }
+    Ok(platform.process.is_settled(&platform.host_db.session().await?).await?)
 }
 
 async fn take_up(

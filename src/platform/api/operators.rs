@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
-use secrecy::ExposeSecret;
+use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::call::Call;
@@ -53,14 +53,15 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(with_token(&platform, reply).into_response());
+        return Ok(repeated(&platform, &tx, reply).await?.into_response());
     }
     db::lock(&tx, "operators").await?;
     if db::operators::count(&tx).await? >= MAX_OPERATORS {
         return Err(Problem::new(Code::Conflict, format!("There are {MAX_OPERATORS} operators already.")));
     }
     let id = OperatorTokenId::new();
-    let hash = tokens::hash(platform.mint.operator_token(id).expose_secret());
+    let made = platform.mint.operator_token(id);
+    let hash = tokens::hash(made.expose_secret());
     let token = NewToken { id, hash: &hash, ttl };
     let added = db::operators::insert(&tx, &name, &scopes, &token, operator.actor()).await?;
     let added = added.ok_or_else(|| {
@@ -73,7 +74,7 @@ async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<
     let reply = reply(StatusCode::CREATED, &added);
     record(&tx, &mutation, &reply, "operator.add", None, &added).await?;
     db::commit(tx).await?;
-    Ok(with_token(&platform, reply).into_response())
+    Ok(with_token(reply, &made).into_response())
 }
 
 async fn rotate(
@@ -92,7 +93,7 @@ async fn rotate(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(with_token(&platform, reply).into_response());
+        return Ok(repeated(&platform, &tx, reply).await?.into_response());
     }
     let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
     // Who gets a token has its scopes.
@@ -102,13 +103,14 @@ async fn rotate(
         return Err(Problem::new(Code::Conflict, detail));
     }
     let id = OperatorTokenId::new();
-    let hash = tokens::hash(platform.mint.operator_token(id).expose_secret());
+    let made = platform.mint.operator_token(id);
+    let hash = tokens::hash(made.expose_secret());
     let token = NewToken { id, hash: &hash, ttl };
     let after = db::operators::rotate(&tx, &name, &token, overlap).await?;
     let reply = reply(StatusCode::OK, &after);
     record(&tx, &mutation, &reply, "operator.rotate", Some(&before), &after).await?;
     db::commit(tx).await?;
-    Ok(with_token(&platform, reply).into_response())
+    Ok(with_token(reply, &made).into_response())
 }
 
 async fn revoke(
@@ -220,13 +222,27 @@ fn reply(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, json!({"operator": operator.record(), "tokenId": operator.token_id}))
 }
 
-/// A stored reply with its token, made again from its id.
-fn with_token(platform: &Platform, mut reply: Reply) -> Reply {
-    let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
-    if let Some(id) = id {
-        reply.body["token"] = platform.mint.operator_token(id).expose_secret().into();
-    }
+fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
+    reply.body["token"] = token.expose_secret().into();
     reply
+}
+
+/// A stored reply with its token, made again from its id by the platform key that made it first.
+async fn repeated(platform: &Platform, tx: &Transaction<'_>, reply: Reply) -> Result<Reply, Problem> {
+    let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
+    let Some(id) = id else { return Ok(reply) };
+    let stored = db::operators::by_token(tx, id, Duration::ZERO).await?;
+    // One that has ended is of no use, whichever key made it.
+    let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
+    let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
+        let detail = format!(
+            "The token of this answer was made with a PLATFORM_KEY that is not in force any more, and cannot be shown again: \
+             `svcctl operator rotate {}` gives another one.",
+            stored.name
+        );
+        Problem::new(Code::Conflict, detail)
+    })?;
+    Ok(with_token(reply, &token))
 }
 
 async fn record(

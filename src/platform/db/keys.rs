@@ -48,6 +48,25 @@ pub async fn retired(
     Ok(rows(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
 }
 
+/// Keys of every purpose, retired ones among them, after a `kid` in their order.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn after(client: &impl GenericClient, kid: &str, limit: i64) -> Result<Vec<StoredKey>, DbError> {
+    let sql = "SELECT kid, public_key, sealed, \
+               extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
+               WHERE kid > $1 ORDER BY kid LIMIT $2";
+    Ok(rows(client, sql, &[&kid, &limit]).await?.iter().map(stored).collect())
+}
+
+/// Replaces the sealed form of a key.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn reseal(client: &impl GenericClient, kid: &str, sealed: &[u8]) -> Result<(), DbError> {
+    execute(client, "UPDATE signing_keys SET sealed = $2 WHERE kid = $1", &[&kid, &sealed]).await.map(drop)
+}
+
 fn stored(row: &Row) -> StoredKey {
     StoredKey { kid: row.get(0), public_key: row.get(1), sealed: row.get(2), age: span(row.get(3)) }
 }

@@ -20,6 +20,7 @@ pub mod migrate;
 pub mod operation_log;
 pub mod operations;
 pub mod operators;
+pub mod platform_keys;
 pub mod retention;
 pub mod rollouts;
 pub mod servers;

@@ -1,6 +1,7 @@
 //! Rows that have outlived their use, deleted in batches by an index of their time.
 //!
-//! Machines, slots, handles and signing keys are not among them: epochs, names and sealed keys are needed for good.
+//! Machines, slots, handles and signing keys are not among them: epochs, names and sealed keys are needed for good. Rows of
+//! platform keys and processes are deleted where they are written (`db::platform_keys`).
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::{GenericClient, Transaction};
 use tokio_postgres::Row;
 
-use super::{DbError, execute};
+use super::{DbError, execute, rows};
 use crate::machine::id::MachineId;
 use crate::platform::token_rotation::{PreviousToken, UpgradeToken};
 use crate::platform::tokens::Generation;
@@ -66,4 +66,37 @@ pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
                WHERE deleted_at IS NULL AND retired_at IS NULL AND registered_at IS NOT NULL \
                AND upgrade_token_requested_at IS NULL";
     execute(client, sql, &[]).await
+}
+
+/// A machine's token, for the question whether the current platform key made it.
+pub struct HeldToken {
+    pub machine: MachineId,
+    pub generation: Generation,
+    pub hash: Vec<u8>,
+    /// Its host has sent nothing for so long that it is not waited for.
+    pub is_silent: bool,
+}
+
+/// Tokens of machines that hold their slots, after one in their order.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn held_after(
+    client: &impl GenericClient,
+    after: MachineId,
+    max_silence: Duration,
+    limit: i64,
+) -> Result<Vec<HeldToken>, DbError> {
+    let sql = "SELECT machine_id, upgrade_token_generation, upgrade_token_hash, \
+               greatest(heartbeat_at, registered_at, created_at) <= now() - make_interval(secs => $2) \
+               FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL AND machine_id > $1 \
+               ORDER BY machine_id LIMIT $3";
+    let found = rows(client, sql, &[&after.0, &max_silence.as_secs_f64(), &limit]).await?;
+    let held = |row: &Row| HeldToken {
+        machine: MachineId(row.get(0)),
+        generation: Generation(row.get::<_, i32>(1).unsigned_abs()),
+        hash: row.get(2),
+        is_silent: row.get(3),
+    };
+    Ok(found.iter().map(held).collect())
 }

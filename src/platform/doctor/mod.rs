@@ -5,6 +5,7 @@
 mod bundle;
 mod database;
 mod identity;
+mod platform_key;
 mod provider;
 mod serving;
 mod store;
@@ -44,6 +45,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
             findings.extend(wrong.into_list());
             for check in [
                 "database",
+                "platform-key",
                 "store",
                 "store-protection",
                 "host-credentials",
@@ -61,6 +63,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
     let checks = vec![
         Check::new("configuration", ASKED, async { serving::settings(&config) }),
         Check::new("database", ASKED, database::check(&config)),
+        Check::new("platform-key", ASKED, platform_key::check(&config)),
         Check::new("store", ASKED, store::check(&config)),
         Check::new("store-protection", ASKED, store::protection(&config)),
         Check::new("host-credentials", ASKED, store::host_credentials(&config)),

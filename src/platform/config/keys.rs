@@ -1,0 +1,64 @@
+//! `PLATFORM_KEY`, and `PLATFORM_KEY_PREVIOUS` while two keys are in force.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as B64;
+use secrecy::{ExposeSecret, SecretSlice, SecretString};
+
+use crate::config::Env;
+use crate::platform::platform_key::PlatformKeys;
+
+/// Both; every mistake is noted.
+pub fn read(env: &mut Env) -> Option<PlatformKeys> {
+    let (name, previous_name) = ("PLATFORM_KEY", "PLATFORM_KEY_PREVIOUS");
+    let current = env.required_secret("PLATFORM_KEY").and_then(|text| key_of(env, name, &text));
+    let previous = match env.secret("PLATFORM_KEY_PREVIOUS") {
+        Some(text) => Some(key_of(env, previous_name, &text)?),
+        None => None,
+    };
+    let (current, previous) = (current?, previous);
+    if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
+        env.mistake(
+            previous_name,
+            "must be another key than PLATFORM_KEY; leave it out where no key is replaced",
+        );
+        return None;
+    }
+    Some(PlatformKeys { current, previous })
+}
+
+fn key_of(env: &mut Env, name: &str, text: &SecretString) -> Option<SecretSlice<u8>> {
+    let text = text.expose_secret();
+    let bytes = hex::decode(text).ok().filter(|bytes| bytes.len() == 32).or_else(|| B64.decode(text).ok());
+    match bytes {
+        Some(bytes) if bytes.len() == 32 => Some(bytes.into()),
+        _ => {
+            env.mistake(name, "must be 32 bytes, in hexadecimal or base64");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The mistakes of two settings, where there are any.
+    fn mistakes(current: &'static str, previous: &'static str) -> Vec<String> {
+        let mut env = Env::from_pairs([("PLATFORM_KEY", current), ("PLATFORM_KEY_PREVIOUS", previous)]);
+        let keys = read(&mut env);
+        env.finish(keys.map(drop)).err().map(|error| error.mistakes).unwrap_or_default()
+    }
+
+    #[test]
+    fn previous_platform_key_must_be_another_one() {
+        let zeros = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+        // The same 32 bytes in the other form.
+        let same = mistakes(zeros, "0000000000000000000000000000000000000000000000000000000000000000");
+        assert_eq!(same.len(), 1, "{same:?}");
+        assert!(same[0].starts_with("PLATFORM_KEY_PREVIOUS: must be another key"), "{same:?}");
+        assert!(!same[0].contains("0000"), "{same:?}");
+        assert!(mistakes(zeros, "AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=").is_empty());
+        let both = mistakes("hunter2", "hunter2-too");
+        assert!(both.len() == 2 && !both.concat().contains("hunter2"), "{both:?}");
+    }
+}

@@ -1,0 +1,268 @@
+//! Rows of `platform_keys` and `platform_processes`: which platform keys are in force where, and how far the change from one
+//! key to another is. The rules are in `platform::key_change`.
+
+use std::time::Duration;
+
+use deadpool_postgres::{GenericClient, Transaction};
+use tokio_postgres::Row;
+use uuid::Uuid;
+
+use super::{DbError, Params, execute, row, rows};
+use crate::platform::platform_key::{KeyId, KeyIds};
+
+/// Rows of processes that ended without deleting theirs.
+const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);
+
+/// A process that writes to this database, and how long its row counts without being renewed.
+#[derive(Debug, Clone)]
+pub struct ProcessKeys {
+    pub process: Uuid,
+    pub ids: KeyIds,
+    pub ttl: Duration,
+}
+
+/// Another process, as its row says.
+#[derive(Debug, Clone)]
+pub struct OtherProcess {
+    pub process: Uuid,
+    pub current: String,
+}
+
+/// How far the change to a key is.
+#[derive(Debug, Clone, Default)]
+pub struct KeyState {
+    /// The last slot whose fence was seen to.
+    pub fences_after: Option<(String, String)>,
+    pub has_signed_fences: bool,
+    pub is_sole: bool,
+}
+
+impl ProcessKeys {
+    /// Renews this process's row, and deletes those of processes that ended long ago.
+    ///
+    /// # Errors
+    /// [`DbError`].
+    pub async fn renew(&self, client: &impl GenericClient) -> Result<(), DbError> {
+        let sql = "INSERT INTO platform_processes AS process (process_id, key_id, other_key_id) VALUES ($1, $2, $3) \
+                   ON CONFLICT (process_id) DO UPDATE SET seen_at = clock_timestamp(), steady_since = \
+                   CASE WHEN process.seen_at < clock_timestamp() - make_interval(secs => $4) \
+                       THEN clock_timestamp() ELSE process.steady_since END";
+        let other = self.ids.previous.as_ref().map(KeyId::as_str);
+        let gap = self.ttl.as_secs_f64() / 2.0;
+        execute(client, sql, &[&self.process, &self.ids.current.as_str(), &other, &gap]).await?;
+        let sql =
+            "DELETE FROM platform_processes WHERE seen_at < clock_timestamp() - make_interval(secs => $1)";
+        execute(client, sql, &[&ENDED_PROCESS_RETENTION.max(self.ttl * 2).as_secs_f64()]).await.map(drop)
+    }
+
+    /// # Errors
+    /// [`DbError`].
+    pub async fn delete(&self, client: &impl GenericClient) -> Result<(), DbError> {
+        execute(client, "DELETE FROM platform_processes WHERE process_id = $1", &[&self.process])
+            .await
+            .map(drop)
+    }
+
+    /// Running processes that cannot open what this one makes, or make what this one cannot open.
+    ///
+    /// # Errors
+    /// [`DbError`].
+    pub async fn incompatible(&self, client: &impl GenericClient) -> Result<Vec<OtherProcess>, DbError> {
+        let sql = "SELECT process_id, key_id FROM platform_processes WHERE process_id <> $1 \
+                   AND seen_at > clock_timestamp() - make_interval(secs => $4) \
+                   AND (($2 <> key_id AND $2 IS DISTINCT FROM other_key_id) \
+                       OR (key_id <> $2 AND key_id IS DISTINCT FROM $3)) ORDER BY process_id LIMIT 100";
+        let previous = self.ids.previous.as_ref().map(KeyId::as_str);
+        let params: Params<'_> =
+            &[&self.process, &self.ids.current.as_str(), &previous, &self.ttl.as_secs_f64()];
+        Ok(rows(client, sql, params).await?.iter().map(other).collect())
+    }
+
+    /// Whether every process that runs makes what it makes with this process's key, for long enough that this is certain.
+    ///
+    /// # Errors
+    /// [`DbError`].
+    pub async fn is_settled(&self, client: &impl GenericClient) -> Result<bool, DbError> {
+        let sql = "SELECT EXISTS (SELECT 1 FROM platform_processes WHERE process_id = $1 \
+                       AND steady_since <= clock_timestamp() - make_interval(secs => $3)) \
+                   AND NOT EXISTS (SELECT 1 FROM platform_processes WHERE key_id <> $2 \
+                       AND seen_at > clock_timestamp() - make_interval(secs => $3))";
+        let params: Params<'_> = &[&self.process, &self.ids.current.as_str(), &self.ttl.as_secs_f64()];
+        Ok(row(client, sql, params).await?.is_some_and(|row| row.get(0)))
+    }
+}
+
+fn other(row: &Row) -> OtherProcess {
+    OtherProcess { process: row.get(0), current: row.get(1) }
+}
+
+/// Running processes that make everything with another key than this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn with_other_key(
+    client: &impl GenericClient,
+    key: &KeyId,
+    ttl: Duration,
+) -> Result<Vec<OtherProcess>, DbError> {
+    let sql = "SELECT process_id, key_id FROM platform_processes WHERE key_id <> $1 \
+               AND seen_at > clock_timestamp() - make_interval(secs => $2) ORDER BY process_id LIMIT 100";
+    Ok(rows(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(other).collect())
+}
+
+/// How many processes run, and how many of them have a key in force.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn in_force(
+    client: &impl GenericClient,
+    key: &KeyId,
+    ttl: Duration,
+) -> Result<(i64, i64), DbError> {
+    let sql = "SELECT count(*), count(*) FILTER (WHERE $1 IN (key_id, other_key_id)) FROM platform_processes \
+               WHERE seen_at > clock_timestamp() - make_interval(secs => $2)";
+    let found = row(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?;
+    Ok(found.map_or((0, 0), |row| (row.get(0), row.get(1))))
+}
+
+/// Whether a release with these tables has migrated the database.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
+    let found = row(client, "SELECT to_regclass('platform_processes') IS NOT NULL", &[]).await?;
+    Ok(found.is_some_and(|row| row.get(0)))
+}
+
+/// Whether a key has ever been noted.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
+    let found = row(client, "SELECT EXISTS (SELECT 1 FROM platform_keys)", &[]).await?;
+    Ok(found.is_some_and(|row| row.get(0)))
+}
+
+/// Whether a process has made things with this key.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, DbError> {
+    let sql = "SELECT EXISTS (SELECT 1 FROM platform_keys WHERE key_id = $1)";
+    Ok(row(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
+}
+
+/// Notes the first key of a database: no stored thing is of another.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
+    let sql = "INSERT INTO platform_keys (key_id, fences_signed_at, sole_since) \
+               VALUES ($1, clock_timestamp(), clock_timestamp())";
+    execute(tx, sql, &[&key.as_str()]).await.map(drop)
+}
+
+/// Notes that a process makes things with this key from now on: the change to any other key begins again.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn note_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
+    let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
+    execute(tx, sql, &[&key.as_str()]).await?;
+    let sql = "UPDATE platform_keys SET fences_user = NULL, fences_slot = NULL, fences_signed_at = NULL, \
+               sole_since = NULL WHERE key_id <> $1";
+    execute(tx, sql, &[&key.as_str()]).await.map(drop)
+}
+
+/// # Errors
+/// [`DbError`].
+pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState, DbError> {
+    let sql = "SELECT fences_user, fences_slot, fences_signed_at IS NOT NULL, sole_since IS NOT NULL \
+               FROM platform_keys WHERE key_id = $1";
+    let found = row(client, sql, &[&key.as_str()]).await?;
+    Ok(found.map_or_else(KeyState::default, |row| KeyState {
+        fences_after: row.get::<_, Option<String>>(0).zip(row.get(1)),
+        has_signed_fences: row.get(2),
+        is_sole: row.get(3),
+    }))
+}
+
+/// Notes the last slot whose fence was seen to; nothing where the re-signing has begun again since `before`.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn advance_fences(
+    client: &impl GenericClient,
+    key: &KeyId,
+    before: Option<&(String, String)>,
+    to: &(String, String),
+) -> Result<(), DbError> {
+    let sql = "UPDATE platform_keys SET fences_user = $4, fences_slot = $5 WHERE key_id = $1 \
+               AND fences_signed_at IS NULL AND fences_user IS NOT DISTINCT FROM $2 \
+               AND fences_slot IS NOT DISTINCT FROM $3";
+    let (user, slot) = before.map(|(user, slot)| (user.as_str(), slot.as_str())).unzip();
+    execute(client, sql, &[&key.as_str(), &user, &slot, &to.0, &to.1]).await.map(drop)
+}
+
+/// Notes that the fence of every slot has been seen to, if `before` is still the last one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn finish_fences(
+    client: &impl GenericClient,
+    key: &KeyId,
+    before: Option<&(String, String)>,
+) -> Result<(), DbError> {
+    let sql = "UPDATE platform_keys SET fences_signed_at = clock_timestamp() WHERE key_id = $1 \
+               AND fences_signed_at IS NULL AND fences_user IS NOT DISTINCT FROM $2 \
+               AND fences_slot IS NOT DISTINCT FROM $3";
+    let (user, slot) = before.map(|(user, slot)| (user.as_str(), slot.as_str())).unzip();
+    execute(client, sql, &[&key.as_str(), &user, &slot]).await.map(drop)
+}
+
+/// The next slots in their order.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn slots_after(
+    client: &impl GenericClient,
+    after: Option<&(String, String)>,
+    limit: i64,
+) -> Result<Vec<(String, String)>, DbError> {
+    let sql = "SELECT DISTINCT idp_user_id, slot FROM user_machines WHERE (idp_user_id, slot) > ($1, $2) \
+               ORDER BY idp_user_id, slot LIMIT $3";
+    let (user, slot) = bounds(after);
+    let found = rows(client, sql, &[&user, &slot, &limit]).await?;
+    Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
+}
+
+/// How many slots come after this one.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn count_slots_after(
+    client: &impl GenericClient,
+    after: Option<&(String, String)>,
+) -> Result<i64, DbError> {
+    let sql = "SELECT count(*) FROM (SELECT DISTINCT idp_user_id, slot FROM user_machines \
+               WHERE (idp_user_id, slot) > ($1, $2)) slots";
+    let (user, slot) = bounds(after);
+    Ok(row(client, sql, &[&user, &slot]).await?.map_or(0, |row| row.get(0)))
+}
+
+fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
+    after.map_or(("", ""), |(user, slot)| (user.as_str(), slot.as_str()))
+}
+
+/// Notes that no stored thing needs another key than the current one. Keys before the previous one are forgotten.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn note_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
+    let sql =
+        "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";
+    execute(tx, sql, &[&ids.current.as_str()]).await?;
+    let previous = ids.previous.as_ref().map(KeyId::as_str);
+    let sql = "DELETE FROM platform_keys WHERE key_id <> $1 AND key_id IS DISTINCT FROM $2";
+    execute(tx, sql, &[&ids.current.as_str(), &previous]).await.map(drop)
+}

@@ -1,0 +1,84 @@
+//! The platform keys: whether `PLATFORM_KEY_PREVIOUS` is missing, still needed, or can be removed.
+
+use crate::diagnosis::Findings;
+use crate::platform::config::PlatformConfig;
+use crate::platform::db::{Db, DbError, platform_keys};
+use crate::platform::key_change::{self, need::Need};
+use crate::platform::keys::Seal;
+use crate::platform::tokens::TokenMint;
+
+/// What was read of the database.
+struct Seen {
+    need: Need,
+    /// Whether the previous key has made anything here.
+    is_previous_used: bool,
+    /// How many processes run, and how many have the previous key in force.
+    processes: (i64, i64),
+}
+
+pub async fn check(config: &PlatformConfig) -> Findings {
+    let findings = Findings::of("platform-key");
+    let seen = match see(config).await {
+        Ok(Some(seen)) => seen,
+        Ok(None) => return findings.skipped("svc-platform of this release has not started yet"),
+        Err(error) => return findings.problem(format!("{error:#}"), "the check `database` says more"),
+    };
+    let ids = config.keys.ids();
+    let findings = match &ids.previous {
+        None if seen.need.is_empty() => findings.ok(format!("{} made all that is stored", ids.current)),
+        None => findings.problem(
+            format!("PLATFORM_KEY {} is not the only key that is needed: another made {}", ids.current, seen.need),
+            "set PLATFORM_KEY_PREVIOUS to the PLATFORM_KEY of before; svc-platform will not start",
+        ),
+        Some(previous) if !seen.is_previous_used && seen.need.is_empty() => {
+            let (all, with) = seen.processes;
+            findings.ok(format!(
+                "{previous} is prepared, and in force in {with} of {all} running processes: once in all, it may become \
+                 PLATFORM_KEY, and {} PLATFORM_KEY_PREVIOUS",
+                ids.current
+            ))
+        }
+        Some(previous) if seen.need.is_empty() => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is not needed any more: it can be dropped"),
+            "remove it, and restart svc-platform; keep it as long as copies of the database from before the change",
+        ),
+        Some(previous) => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", seen.need),
+            "leave it; running platforms and heartbeats replace it by themselves, then run this again",
+        ),
+    };
+    match seen.need.silent() {
+        Some(silent) => findings.warning(
+            format!("{silent} without a token of PLATFORM_KEY"),
+            "not waited for: the token rotates at the next heartbeat; after a restored database, recover them first",
+        ),
+        None => findings,
+    }
+}
+
+async fn see(config: &PlatformConfig) -> anyhow::Result<Option<Seen>> {
+    let db = Db::new(&config.database, 1)?;
+    let session = db.session().await?;
+    if !platform_keys::has_tables(&session).await? || !platform_keys::has_any(&session).await? {
+        return Ok(None);
+    }
+    Ok(Some(read(config, &session).await?))
+}
+
+async fn read(
+    config: &PlatformConfig,
+    client: &impl deadpool_postgres::GenericClient,
+) -> Result<Seen, DbError> {
+    let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
+    let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
+    let silence = config.timing.keys.max_silence;
+    let need = Need::find(client, &ids.current, &mint, &Seal::of(&config.keys), silence, ttl).await?;
+    let (is_previous_used, processes) = match &ids.previous {
+        Some(previous) => (
+            platform_keys::is_known(client, previous).await?,
+            platform_keys::in_force(client, previous, ttl).await?,
+        ),
+        None => (false, (0, 0)),
+    };
+    Ok(Seen { need, is_previous_used, processes })
+}

@@ -1,0 +1,100 @@
+//! The fences of slots in the object store, signed again with the current platform key.
+//!
+//! Slots are seen to in their order, in batches; the database keeps the last one that is done. A slot that is fenced
+//! meanwhile is signed with the current key by whoever fences it, since all processes have that one.
+
+use std::time::Duration;
+
+use super::{BATCH, ChangeError};
+use crate::failpoint;
+use crate::http::problem::chain;
+use crate::machine::name::{IdpUserId, Slot};
+use crate::platform::context::Platform;
+use crate::platform::db::platform_keys;
+use crate::store::StoreError;
+use crate::store::key::SlotPrefix;
+use crate::store::pointer::Fence;
+use crate::store::pointer_io::{self, PointerError};
+
+/// For one slot: a store that hangs must not hold up the whole change.
+const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// Slots are left for the next pass.
+    Some,
+    Done,
+}
+
+/// Sees to the next batch of slots.
+///
+/// # Errors
+/// [`ChangeError`]; slots that are done stay done.
+pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
+    let key = &platform.process.ids.current;
+    let session = platform.db.session().await?;
+    let state = platform_keys::state(&session, key).await?;
+    if state.has_signed_fences {
+        return Ok(Progress::Done);
+    }
+    let mut before = state.fences_after;
+    let slots = platform_keys::slots_after(&session, before.as_ref(), BATCH).await?;
+    if slots.is_empty() {
+        platform_keys::finish_fences(&session, key, before.as_ref()).await?;
+        return Ok(Progress::Done);
+    }
+    drop(session);
+    for slot in slots {
+        if platform.stop.is_cancelled() {
+            break;
+        }
+        sign_slot(platform, &slot).await?;
+        failpoint::pass("platform-key-after-fence")?;
+        let session = platform.db.session().await?;
+        platform_keys::advance_fences(&session, key, before.as_ref(), &slot).await?;
+        before = Some(slot);
+    }
+    Ok(Progress::Some)
+}
+
+async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), ChangeError> {
+    let name = || format!("{user}/{slot}");
+    let parsed = user.parse::<IdpUserId>().ok().zip(slot.parse::<Slot>().ok());
+    let Some((user, slot)) = parsed else { return Ok(()) };
+    let prefix = SlotPrefix::new(&user, &slot);
+    let pointer = prefix.pointer();
+    let signed = platform.bucket.within(&pointer, SLOT_TIMEOUT, async {
+        match sign(platform, &prefix).await {
+            Ok(()) => Ok(Ok(())),
+            Err(PointerError::Store(error)) => Err(error),
+            Err(other) => Ok(Err(other)),
+        }
+    });
+    match signed.await {
+        // Fenced by a later machine since it was read: with the current key.
+        Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
+        Ok(Err(_)) => Err(ChangeError::Contended(name())),
+        // No proof can be read from it by any key; `svcctl pointer rebuild` signs with the current one.
+        Err(error @ StoreError::Corrupt { .. }) => {
+            tracing::warn!(slot = name(), error = %chain(&error), "a fence is not readable, and is not signed again");
+            Ok(())
+        }
+        Err(source) => Err(ChangeError::Fence { slot: name(), source }),
+    }
+}
+
+/// A fence that is signed by neither key is no fence of the platform's, and stays as it is.
+async fn sign(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
+    let Some(read) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
+    let (epoch, mint) = (read.value.fence_epoch, &platform.mint);
+    let signed = read.value.fence_machine_id.zip(read.value.fence_proof);
+    let Some((machine, proof)) = signed else { return Ok(()) };
+    let is_of_previous = mint.has_signed_fence(slot, epoch, machine, &proof)
+        && !mint.is_fence_of_current_key(slot, epoch, machine, &proof);
+    if !is_of_previous {
+        return Ok(());
+    }
+    failpoint::pass("platform-key-before-fence").map_err(|_| PointerError::Contended)?;
+    let proof = Some(mint.fence_proof(slot, epoch, machine));
+    pointer_io::fence(&platform.bucket, slot, &Fence { epoch, machine, proof }).await
+}

@@ -1,0 +1,205 @@
+//! What needs another platform key than the current one, by counts and names: for the end of a change, for the start of a
+//! process without that key, and for `svcctl doctor platform`.
+
+use std::fmt;
+use std::time::Duration;
+
+use deadpool_postgres::GenericClient;
+
+use super::{BATCH, MAX_SIGNING_KEYS};
+use crate::machine::id::MachineId;
+use crate::platform::db::platform_keys::{self, OtherProcess};
+use crate::platform::db::{self, DbError, upgrade_token};
+use crate::platform::keys::{Seal, SealedWith};
+use crate::platform::platform_key::KeyId;
+use crate::platform::token_rotation;
+use crate::platform::tokens::TokenMint;
+
+/// How many of a kind a message names.
+const MAX_NAMED: usize = 5;
+
+#[derive(Debug, Default)]
+pub struct Need {
+    signing_keys: Named,
+    /// Whose hosts send heartbeats: their tokens rotate by these.
+    machines: Named,
+    /// Not waited for: the token that the database knows of them is accepted by its hash, and rotates when they are back.
+    silent: Named,
+    fences: Named,
+    processes: Named,
+}
+
+/// How many, and the names of some.
+#[derive(Debug, Default)]
+struct Named {
+    count: u64,
+    names: Vec<String>,
+}
+
+impl Named {
+    fn note(&mut self, name: impl fmt::Display) {
+        self.count += 1;
+        if self.names.len() < MAX_NAMED {
+            self.names.push(name.to_string());
+        }
+    }
+}
+
+impl Need {
+    /// All that needs a key besides the current one of `mint` and `seal`. Costs a row and a MAC for each machine that holds
+    /// its slot.
+    ///
+    /// # Errors
+    /// [`DbError`].
+    pub async fn find(
+        client: &impl GenericClient,
+        current: &KeyId,
+        mint: &TokenMint,
+        seal: &Seal,
+        max_silence: Duration,
+        process_ttl: Duration,
+    ) -> Result<Self, DbError> {
+        let mut need = Self::of_signing_keys(client, seal).await?;
+        need.note_tokens(client, mint, max_silence).await?;
+        need.note_fences(client, current).await?;
+        for OtherProcess { process, .. } in
+            platform_keys::with_other_key(client, current, process_ttl).await?
+        {
+            need.processes.note(process);
+        }
+        Ok(need)
+    }
+
+    /// Of the signing keys alone.
+    ///
+    /// # Errors
+    /// [`DbError`].
+    pub async fn of_signing_keys(client: &impl GenericClient, seal: &Seal) -> Result<Self, DbError> {
+        let mut need = Self::default();
+        for key in signing_keys(client).await? {
+            let with = seal.sealed_with(&key.kid, &key.sealed);
+            // Where there is a previous key that does not open it, dropping that one loses nothing.
+            if with == SealedWith::Previous || with == SealedWith::Neither && !seal.has_previous() {
+                need.signing_keys.note(key.kid);
+            }
+        }
+        Ok(need)
+    }
+
+    async fn note_tokens(
+        &mut self,
+        client: &impl GenericClient,
+        mint: &TokenMint,
+        max_silence: Duration,
+    ) -> Result<(), DbError> {
+        let mut after = MachineId(uuid::Uuid::nil());
+        loop {
+            let held = upgrade_token::held_after(client, after, max_silence, 10 * BATCH).await?;
+            let Some(last) = held.last() else { return Ok(()) };
+            after = last.machine;
+            for token in held {
+                if token_rotation::is_made_by_current_key(mint, token.machine, token.generation, &token.hash)
+                {
+                    continue;
+                }
+                let named = if token.is_silent { &mut self.silent } else { &mut self.machines };
+                named.note(token.machine);
+            }
+        }
+    }
+
+    async fn note_fences(&mut self, client: &impl GenericClient, current: &KeyId) -> Result<(), DbError> {
+        let state = platform_keys::state(client, current).await?;
+        if state.has_signed_fences {
+            return Ok(());
+        }
+        let after = state.fences_after.as_ref();
+        self.fences.count = platform_keys::count_slots_after(client, after).await?.unsigned_abs();
+        let named = platform_keys::slots_after(client, after, MAX_NAMED as i64).await?;
+        self.fences.names = named.into_iter().map(|(user, slot)| format!("{user}/{slot}")).collect();
+        Ok(())
+    }
+
+    /// Whether nothing needs another key. Silent machines are not waited for.
+    pub fn is_empty(&self) -> bool {
+        let Self { signing_keys, machines, silent: _, fences, processes } = self;
+        [signing_keys, machines, fences, processes].iter().all(|named| named.count == 0)
+    }
+
+    /// The machines that keep a token of another key, and that are not waited for.
+    pub fn silent(&self) -> Option<String> {
+        (self.silent.count > 0).then(|| list(&[("silent machine", &self.silent)]))
+    }
+}
+
+impl fmt::Display for Need {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = [
+            ("sealed signing key", &self.signing_keys),
+            ("machine's token", &self.machines),
+            ("slot's fence", &self.fences),
+            ("running process", &self.processes),
+        ];
+        f.write_str(&list(&parts))
+    }
+}
+
+/// `1 sealed signing key (proof-…), 2 machines' tokens (…)`.
+fn list(parts: &[(&str, &Named)]) -> String {
+    let part = |(what, named): &(&str, &Named)| {
+        let more = if named.count > named.names.len() as u64 { ", …" } else { "" };
+        format!("{} {} ({}{more})", named.count, plural(what, named.count), named.names.join(", "))
+    };
+    let parts: Vec<String> = parts.iter().filter(|(_, named)| named.count > 0).map(part).collect();
+    parts.join("; ")
+}
+
+fn plural(what: &str, count: u64) -> String {
+    if count == 1 {
+        return what.to_owned();
+    }
+    match what.split_once("'s ") {
+        Some((whose, what)) => format!("{whose}s' {what}s"),
+        None if what.ends_with('s') => format!("{what}es"),
+        None => format!("{what}s"),
+    }
+}
+
+/// Every signing key of the database, also retired ones.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::StoredKey>, DbError> {
+    let mut all: Vec<db::keys::StoredKey> = Vec::new();
+    while all.len() < MAX_SIGNING_KEYS {
+        let after = all.last().map_or("", |key| key.kid.as_str());
+        let more = db::keys::after(client, after, BATCH).await?;
+        if more.is_empty() {
+            break;
+        }
+        all.extend(more);
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn need_names_some_of_each_kind_and_counts_all() {
+        let mut need = Need::default();
+        assert!(need.is_empty());
+        need.silent.note("quiet");
+        assert!(need.is_empty(), "silent machines are not waited for");
+        assert_eq!(need.silent().as_deref(), Some("1 silent machine (quiet)"));
+        need.signing_keys.note("proof-1");
+        (1..=7).for_each(|n| need.machines.note(n));
+        assert!(!need.is_empty());
+        let expected = "1 sealed signing key (proof-1); 7 machines' tokens (1, 2, 3, 4, 5, …)";
+        assert_eq!(need.to_string(), expected);
+        need.processes.note("p");
+        need.processes.note("q");
+        assert!(need.to_string().ends_with("2 running processes (p, q)"), "{need}");
+    }
+}

@@ -1,0 +1,66 @@
+//! The platform keys in force, pure: everything new is made with `PLATFORM_KEY`; what `PLATFORM_KEY_PREVIOUS` made is still
+//! verified and opened.
+//!
+//! The invariant: what identifies a key outside the process is its fingerprint, which reveals nothing of it.
+
+use std::fmt;
+
+use ring::hmac;
+use secrecy::{ExposeSecret, SecretSlice};
+
+/// A fingerprint of a key has this length in hexadecimal.
+const ID_BYTES: usize = 6;
+
+pub struct PlatformKeys {
+    pub current: SecretSlice<u8>,
+    pub previous: Option<SecretSlice<u8>>,
+}
+
+/// Names a platform key in the database, in logs and in messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyId(String);
+
+impl KeyId {
+    pub fn of(key: &SecretSlice<u8>) -> Self {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
+        let mac = hmac::sign(&key, b"svc platform key id");
+        Self(hex::encode(&mac.as_ref()[..ID_BYTES]))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for KeyId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The fingerprints of the keys that a process has in force.
+#[derive(Debug, Clone)]
+pub struct KeyIds {
+    pub current: KeyId,
+    pub previous: Option<KeyId>,
+}
+
+impl PlatformKeys {
+    pub fn ids(&self) -> KeyIds {
+        KeyIds { current: KeyId::of(&self.current), previous: self.previous.as_ref().map(KeyId::of) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fingerprint_differs_by_key_and_shows_nothing_of_it() {
+        let id = |byte: u8| KeyId::of(&vec![byte; 32].into());
+        assert_eq!(id(7), id(7));
+        assert_ne!(id(7), id(8));
+        assert_eq!(id(7).as_str().len(), 2 * ID_BYTES);
+        assert!(!id(7).as_str().contains("0707"), "{}", id(7));
+    }
+}

@@ -1,0 +1,309 @@
+//! `PLATFORM_KEY` changes with two keys in force: under running machines, beside processes of both keys, and after a kill.
+
+use std::collections::BTreeMap;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::{StreamExt, stream};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use reqwest::Method;
+use secrecy::SecretSlice;
+use serde_json::{Value, json};
+use svc::platform::keys::{Seal, SealedWith};
+use svc::platform::platform_key::KeyId;
+use svc::platform::tokens::TokenMint;
+use svc::store::key::SlotPrefix;
+use tokio_postgres::Client;
+
+use super::internal_host::host;
+use super::stack::{Answer, Guest, Process, SECRET, Stack, beat_of};
+
+const OLD: u8 = 7;
+const NEW: u8 = 8;
+/// Of the processes here; a row that is four times as old counts no more.
+const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
+
+fn key(byte: u8) -> SecretSlice<u8> {
+    vec![byte; 32].into()
+}
+
+/// The settings of a process with these keys.
+fn settings(current: u8, previous: Option<u8>) -> Vec<(&'static str, String)> {
+    let text = |byte: u8| hex::encode([byte; 32]);
+    let mut settings = vec![("PLATFORM_KEY", text(current)), (LEASE.0, LEASE.1.to_owned())];
+    settings.extend(previous.map(|previous| ("PLATFORM_KEY_PREVIOUS", text(previous))));
+    settings
+}
+
+fn started(stack: &Stack, current: u8, previous: Option<u8>, more: &[(&str, &str)]) -> Process {
+    let settings = settings(current, previous);
+    let mut all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    all.extend(more);
+    stack.platform_with(&all)
+}
+
+async fn stop(mut process: Process) {
+    kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
+    assert!(process.end().await.success());
+}
+
+/// Starts a process that must refuse these keys; what it said.
+async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
+    let settings = settings(current, previous);
+    let all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    let mut command = stack.command(&all);
+    let before = stack.log().len();
+    let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+    let end = std::time::Instant::now() + Duration::from_secs(40);
+    let status = tokio::task::block_in_place(|| kit::child::wait_until(&mut child, end));
+    child.kill().ok();
+    let said = stack.log()[before..].to_owned();
+    assert_eq!(status.and_then(|status| status.code()), Some(78), "{said}");
+    assert!(!said.contains(&hex::encode([current; 32])), "{said}");
+    said
+}
+
+/// What `svcctl doctor platform` says of the keys.
+async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<u8>) -> String {
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
+    command.args(["svcctl", "doctor", "platform", "--json"]).env_clear().envs(stack.settings());
+    command.envs(settings(current, previous));
+    // Nothing is asked outside this machine.
+    command
+        .envs([("PLATFORM_PUBLIC_URL", process.base.as_str()), ("IDP_JWKS_URL", "http://127.0.0.1:1/keys")]);
+    let output = command.kill_on_drop(true).output().await.unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let report: Value = serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"));
+    let all = report["findings"].as_array().unwrap().iter();
+    let found: Vec<String> = all
+        .filter(|one| one["check"] == "platform-key")
+        .map(|one| format!("{}: {}", one["level"], one["what"]))
+        .collect();
+    found.join("\n")
+}
+
+async fn sealed(client: &Client) -> BTreeMap<String, Vec<u8>> {
+    let rows = client.query("SELECT kid, sealed FROM signing_keys", &[]).await.unwrap();
+    rows.iter().map(|row| (row.get(0), row.get(1))).collect()
+}
+
+async fn is_all_sealed_with(client: &Client, byte: u8) -> bool {
+    let seal = Seal::new(&key(byte));
+    sealed(client).await.iter().all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
+}
+
+/// Whether nothing needs another key than the new one.
+async fn is_sole(client: &Client) -> bool {
+    let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
+    let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
+    row.get::<_, i64>(0) == 1
+}
+
+/// Whether this key has signed the fence of the user's slot.
+fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
+    let pointer: svc::store::pointer::Pointer = serde_json::from_value(stack.pointer(user)).unwrap();
+    let slot = SlotPrefix::new(&user.parse().unwrap(), &"primary".parse().unwrap());
+    let (machine, proof) = pointer.fence_machine_id.zip(pointer.fence_proof).unwrap();
+    TokenMint::new(&key(byte)).has_signed_fence(&slot, pointer.fence_epoch, machine, &proof)
+}
+
+async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    stack.beat(process, guest, &beat_of(guest)).await
+}
+
+/// Stores the token of an answer as a host does.
+fn store_next(guest: &mut Guest, answer: &Value) {
+    if let Some(token) = answer["nextToken"].as_str() {
+        token.clone_into(&mut guest.upgrade_token);
+    }
+}
+
+/// Sends heartbeats until nothing needs another key.
+async fn changed(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
+    let end = std::time::Instant::now() + Duration::from_secs(40);
+    while !is_sole(client).await {
+        let answer = beat(stack, process, guest).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        store_next(guest, &answer.body);
+        assert!(std::time::Instant::now() < end, "the change does not end\n{}", stack.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+async fn add_operator(stack: &Stack, process: &Process) -> Answer {
+    let body = json!({"name": "ada", "scopes": ["read"]});
+    let request = stack.request(process, Method::POST, "/operators").bearer_auth(SECRET).json(&body);
+    stack.send(request.header("idempotency-key", "add-ada")).await
+}
+
+async fn who(stack: &Stack, process: &Process, token: &str) -> u16 {
+    stack.send(stack.request(process, Method::GET, "/operators/whoami").bearer_auth(token)).await.status
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn key_changes_under_a_running_machine_and_ends() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    let process = started(&stack, OLD, None, &[]);
+    let host = host(&stack, &process).await;
+    let (mut guest, usage) = (host.guest.clone(), format!("/vps/{}/usage", host.guest.machine));
+    let ada = add_operator(&stack, &process).await.body["token"].as_str().unwrap().to_owned();
+    let (before, public) =
+        (sealed(&client).await, beat(&stack, &process, &guest).await.body["proofKeys"].clone());
+    assert!(has_signed_fence(&stack, "user_1", OLD));
+    assert!(doctor(&stack, &process, OLD, None).await.starts_with("\"ok\""));
+    stop(process).await;
+
+    let process = started(&stack, NEW, Some(OLD), &[]);
+    let needed = doctor(&stack, &process, NEW, Some(OLD)).await;
+    assert!(needed.contains("still needed") && needed.contains("1 machine's token"), "{needed}");
+    assert!(needed.contains(&guest.machine), "{needed}");
+    let early = refused(&stack, NEW, None).await;
+    assert!(early.contains("PLATFORM_KEY_PREVIOUS") && early.contains(&guest.machine), "{early}");
+    assert_eq!(
+        add_operator(&stack, &process).await.body["token"],
+        json!(ada),
+        "a repetition is answered the same"
+    );
+    let old_token = guest.upgrade_token.clone();
+    changed(&stack, &process, &client, &mut guest).await;
+    let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
+    assert_eq!((&record["upgradeToken"]["generation"], old_token == guest.upgrade_token), (&json!(2), false));
+    let after = sealed(&client).await;
+    assert!(before.keys().eq(after.keys()) && before.iter().all(|(kid, sealed)| after[kid] != *sealed));
+    assert!(is_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW));
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
+    let safe = doctor(&stack, &process, NEW, Some(OLD)).await;
+    assert!(safe.contains("can be dropped"), "{safe}");
+    stop(process).await;
+
+    let process = started(&stack, NEW, None, &[]);
+    let answer = beat(&stack, &process, &guest).await;
+    assert_eq!((answer.status, &answer.body["nextToken"]), (200, &Value::Null), "{answer:?}");
+    assert_eq!(answer.body["proofKeys"], public, "hosts and sessions keep their keys");
+    let proven = host.calls("GET", "/api/usage");
+    stack.get(&process, &usage).await;
+    assert_eq!(host.calls("GET", "/api/usage"), proven + 1, "the host accepts the platform's proof");
+    assert_eq!(who(&stack, &process, &ada).await, 200);
+    add_operator(&stack, &process).await.assert_problem(409, "conflict");
+    assert!(doctor(&stack, &process, NEW, None).await.starts_with("\"ok\""));
+    stop(process).await;
+    assert!(refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn processes_of_both_keys_undo_nothing_of_each_other() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    stop(started(&stack, OLD, None, &[])).await;
+    let (old, new) = (started(&stack, OLD, Some(NEW), &[]), started(&stack, NEW, Some(OLD), &[]));
+    let prepared = doctor(&stack, &old, OLD, Some(NEW)).await;
+    assert!(prepared.contains("running process"), "{prepared}");
+    let before = sealed(&client).await;
+    let mut guests = Vec::new();
+    for (user, made_by, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
+        let made = stack.provision(made_by, user).await;
+        let guest = stack.guest(other, made["machineId"].as_str().unwrap()).await;
+        let registered = stack.register(other, &guest).await;
+        assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
+        guests.push(guest);
+    }
+    // Longer than either would wait to begin by itself.
+    for _ in 0..12 {
+        for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
+            let answer = beat(&stack, process, guest).await;
+            assert_eq!((answer.status, &answer.body["nextToken"]), (200, &Value::Null), "{answer:?}");
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert_eq!(sealed(&client).await, before, "no key is sealed again while both run");
+    assert!(refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
+
+    stop(old).await;
+    let done = || async {
+        for guest in &mut guests.clone() {
+            let answer = beat(&stack, &new, guest).await;
+            assert_eq!(answer.status, 200, "{answer:?}");
+        }
+        is_all_sealed_with(&client, NEW).await.then_some(())
+    };
+    stack.eventually("the keys are sealed again", done).await;
+    let mut guest = guests[0].clone();
+    let mut other = guests[1].clone();
+    let answer = beat(&stack, &new, &other).await.body;
+    store_next(&mut other, &answer);
+    beat(&stack, &new, &other).await;
+    changed(&stack, &new, &client, &mut guest).await;
+    assert!(has_signed_fence(&stack, "user_1", NEW) && has_signed_fence(&stack, "user_2", NEW));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn process_that_another_could_not_work_with_is_refused() {
+    let stack = Stack::start().await;
+    let running = started(&stack, OLD, None, &[]);
+    let said = refused(&stack, NEW, Some(OLD)).await;
+    assert!(said.contains("a platform process with other keys is running"), "{said}");
+    // What it was refused for is not begun: the running one starts again alone.
+    stop(running).await;
+    let said = refused(&stack, NEW, Some(NEW + 1)).await;
+    assert!(said.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{said}");
+    drop(started(&stack, OLD, None, &[]));
+    // One that was killed is waited for.
+    let prepared = started(&stack, NEW, Some(OLD), &[]);
+    assert!(stack.log().contains("waiting for platform processes with other keys to end"), "{}", stack.log());
+    stop(prepared).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn prepared_key_is_reported_with_the_processes_that_have_it() {
+    let stack = Stack::start().await;
+    let (one, two) = (started(&stack, OLD, None, &[]), started(&stack, OLD, Some(NEW), &[]));
+    let half = doctor(&stack, &two, OLD, Some(NEW)).await;
+    assert!(half.contains("is prepared, and in force in 1 of 2 running processes"), "{half}");
+    stop(one).await;
+    let all = doctor(&stack, &two, OLD, Some(NEW)).await;
+    assert!(all.contains("in force in 1 of 1 running processes"), "{all}");
+}
+
+async fn survives_a_kill_at(point: &str) {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    let process = started(&stack, OLD, None, &[]);
+    let guest = Arc::new(Mutex::new(stack.running(&process, "user_1").await));
+    stop(process).await;
+    let fail = format!("{point}=return(kill)");
+    let mut process = started(&stack, NEW, Some(OLD), &[("FAILPOINTS", &fail)]);
+    let speak = |base: String| {
+        let (stack, guest) = (&stack, guest.clone());
+        async move {
+            let own = guest.lock().unwrap().clone();
+            if let Some(answer) = stack.try_beat(&base, &own, &beat_of(&own)).await {
+                store_next(&mut guest.lock().unwrap(), &answer);
+            }
+        }
+    };
+    process.killed_while(speak).await;
+    let mut guest = guest.lock().unwrap().clone();
+
+    // The change may be taken back, and made after all.
+    let process = started(&stack, OLD, Some(NEW), &[]);
+    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "{point}");
+    stop(process).await;
+    let process = started(&stack, NEW, Some(OLD), &[]);
+    changed(&stack, &process, &client, &mut guest).await;
+    stop(process).await;
+    let process = started(&stack, NEW, None, &[]);
+    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "{point}");
+    assert!(is_all_sealed_with(&client, NEW).await && has_signed_fence(&stack, "user_1", NEW), "{point}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn change_survives_a_kill_at_every_point() {
+    let mut kills = Vec::new();
+    for point in svc::platform::key_change::POINTS {
+        kills.push(survives_a_kill_at(point));
+    }
+    stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
+}
