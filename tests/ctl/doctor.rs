@@ -260,8 +260,6 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     let past = at_another_time("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
     late.has("clock", "problem", "ahead of the platform's");
-    let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
-    replaced.has("platform", "problem", "taken this one's place");
 
     let other = svc::http::tls::self_signed(&["other.test".to_owned()]).unwrap();
     let (cert, key) = (other.cert_pem.clone(), other.key_pem.clone());
@@ -336,6 +334,9 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
 
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.host().await.has("gateway", "problem", "not ready");
+    // Not before: a gateway or an agent that finds this file ends.
+    let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
+    replaced.has("platform", "problem", "taken this one's place");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
