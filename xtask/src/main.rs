@@ -6,6 +6,7 @@ mod bundle;
 mod cargo;
 mod ci;
 mod dist;
+mod fuzz;
 mod test;
 
 use std::path::{Path, PathBuf};
@@ -89,6 +90,8 @@ enum Command {
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
+    /// Search the parsers by libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
+    Fuzz(fuzz::Args),
     /// All other checks: format, clippy, documentation, dependencies
     Ci {
         #[arg(long, required = true)]
@@ -106,6 +109,7 @@ fn main() -> ExitCode {
         Command::Lab { quick, only, svc } => lab(quick, only, svc),
         Command::Test { long, filters } => setup().and_then(|()| test::run(long, &filters)),
         Command::Bench(args) => bench::run(args),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
         Command::Ci { .. } => ci::rest(),

@@ -6,14 +6,18 @@
 
 use std::fs::{DirEntry, File};
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
+use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
 /// So many files are looked at, and so much of one.
 const MOST_FILES: usize = 100_000;
 const LARGEST: u64 = 256 << 20;
+/// Lines of the kinds that are read have some hundred bytes, the first one some ten thousand.
+const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// What a run has used, subagents included.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -106,17 +110,16 @@ fn rollouts(sessions: &Path) -> impl Iterator<Item = DirEntry> {
 
 /// Adds what one thread has used since a time, if it is one of this session; whether it tells of any.
 fn read(path: &Path, session: &str, since: Timestamp, all: &mut Used) -> Option<bool> {
-    let mut lines = BufReader::new(File::open(path).ok()?.take(LARGEST));
+    let mut lines = BufReader::new(open(path)?.take(LARGEST));
     let mut line = Vec::new();
-    lines.read_until(b'\n', &mut line).ok()?;
+    next_line(&mut lines, &mut line).ok()?;
     let meta = serde_json::from_slice::<Line<Meta>>(&line).ok()?.payload;
     if meta.id != session && meta.session_id.as_deref() != Some(session) {
         return None;
     }
     let mut is_told = false;
     loop {
-        line.clear();
-        if lines.read_until(b'\n', &mut line).ok()? == 0 {
+        if !next_line(&mut lines, &mut line).ok()? {
             return Some(is_told);
         }
         // Most lines are long, and of something else.
@@ -134,6 +137,22 @@ fn read(path: &Path, session: &str, since: Timestamp, all: &mut Used) -> Option<
             all.model = context.and_then(|context| context.payload.model).or(all.model.take());
         }
     }
+}
+
+/// A regular file; the agent can put a FIFO there, which would never open.
+fn open(path: &Path) -> Option<File> {
+    let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).ok()?;
+    file.metadata().ok()?.is_file().then_some(file)
+}
+
+/// The next line, as far as [`MAX_LINE_BYTES`]; a longer one is cut, so that it is no JSON. `false` at the end.
+fn next_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
+    line.clear();
+    let read = lines.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
+    if read as u64 == MAX_LINE_BYTES && !line.ends_with(b"\n") {
+        lines.skip_until(b'\n')?;
+    }
+    Ok(read > 0)
 }
 
 /// Whether its type, which stands at its beginning, is this.
@@ -165,6 +184,13 @@ mod tests {
         )
     }
 
+    /// Would count, if it were not longer than any line of its kind.
+    fn long_line() -> String {
+        let call = call("03:00:02.500", THREAD, 5000, 5000);
+        let padding = "x".repeat(usize::try_from(MAX_LINE_BYTES).unwrap());
+        call.replace("\"payload\"", &format!("\"padding\":\"{padding}\",\"payload\""))
+    }
+
     #[test]
     fn a_run_has_used_what_its_threads_have_since_it_began() {
         let dir = tempfile::tempdir().unwrap();
@@ -183,6 +209,8 @@ mod tests {
                 "not JSON: \"token_usage_record\"\n".to_owned(),
                 call("03:00:01.000", THREAD, 500, 50),
                 call("03:00:02.000", THREAD, 200, 30),
+                long_line(),
+                call("03:00:03.000", THREAD, 1, 1),
                 "{\"timestamp\": \"2026-11-22T0".to_owned(),
             ],
         );
@@ -200,8 +228,10 @@ mod tests {
             &[meta(other, other), call("03:00:01.500", other, 7, 7)],
         );
         write(&day, "something else", &["x".to_owned()]);
+        nix::unistd::mkfifo(&day.join(format!("fifo-{THREAD}.jsonl")), nix::sys::stat::Mode::S_IRWXU)
+            .unwrap();
         let expected =
-            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 730, tokens_out: 83, tokens_cached: 3 };
+            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 731, tokens_out: 84, tokens_cached: 4 };
         assert_eq!(used(&sessions, THREAD, since), Some(expected));
         assert_eq!(used(&sessions, THREAD, "2026-11-22T03:10:00Z".parse().unwrap()), None, "nothing since");
         assert!(has(&sessions, THREAD) && has(&sessions, other));

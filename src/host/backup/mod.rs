@@ -59,6 +59,8 @@ pub use drill::POINTS as DRILL_POINTS;
 pub use export::POINTS as EXPORT_POINTS;
 pub use job::POINTS;
 pub use side::POINTS as SIDE_POINTS;
+#[cfg(feature = "fuzzing")]
+pub use toc::entries as dump_entries;
 pub use verify::POINTS as VERIFY_POINTS;
 
 /// How long a request waits for a run that began before it was made.

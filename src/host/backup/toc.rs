@@ -51,7 +51,8 @@ impl Reader<'_> {
         for at in 0..self.int_size {
             value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(at).ok()?)?;
         }
-        Some(if negative { -value } else { value })
+        // The lowest number has no opposite.
+        if negative { value.checked_neg() } else { Some(value) }
     }
 
     fn text(&mut self) -> Option<()> {

@@ -37,6 +37,8 @@ use clap::Parser;
 use sd_notify::NotifyState;
 use tokio::net::TcpListener;
 
+#[cfg(feature = "fuzzing")]
+pub use self::bridge::fuzzing as bridge_fuzzing;
 pub use self::endpoint::Endpoint;
 pub use self::router::{ENDPOINTS, description};
 

@@ -21,6 +21,15 @@ use super::watched::{self, Message, SOCKET, Untold};
 use crate::applet::{self, Exit, OrExit};
 use crate::failpoint;
 
+/// What the watcher would be sent of a hook's input, as `tests/fuzz` reaches it; `None` for what changes no file.
+///
+/// # Errors
+/// When it is no hook's input, or too large.
+#[cfg(feature = "fuzzing")]
+pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
+    Ok(Input::read(bytes)?.map(|input| input.message("")))
+}
+
 /// All of it, from its start.
 const LIMIT: Duration = Duration::from_millis(100);
 /// What is kept of it to leave a word where there was no answer.

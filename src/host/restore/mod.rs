@@ -33,6 +33,8 @@ use journal::Journal;
 
 pub use gate::POINTS;
 pub use import::POINTS as IMPORT_POINTS;
+#[cfg(feature = "fuzzing")]
+pub use import::fuzzing as import_fuzzing;
 
 #[derive(clap::Parser)]
 #[command(

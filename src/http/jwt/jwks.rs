@@ -154,6 +154,16 @@ fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
     Ok(set.keys.into_iter().filter_map(usable).collect())
 }
 
+/// The ids of the keys that a set gives us, with the algorithm of each, as `tests/fuzz` reaches them.
+///
+/// # Errors
+/// When it is no set of keys.
+#[cfg(feature = "fuzzing")]
+pub fn read_keys(body: &[u8]) -> Result<Vec<(String, Vec<Algorithm>)>, serde_json::Error> {
+    let keys = parse(body)?;
+    Ok(keys.into_iter().map(|(kid, key)| (kid, key.validation.algorithms.clone())).collect())
+}
+
 fn usable(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
     let jwk: Jwk = serde_json::from_value(jwk).ok()?;
     let common = &jwk.common;

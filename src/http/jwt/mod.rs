@@ -13,6 +13,8 @@ use serde::Deserialize;
 use url::Url;
 
 use crate::machine::name::IdpUserId;
+#[cfg(feature = "fuzzing")]
+pub use jwks::read_keys;
 use jwks::{Jwks, VerifyingKey};
 
 /// How far the two clocks may be apart, in seconds.

@@ -253,6 +253,31 @@ fn epoch(fields: &mut Fields) -> Option<Epoch> {
     epoch
 }
 
+/// What a heartbeat's body would leave in the database, as `tests/fuzz` reaches it.
+///
+/// # Errors
+/// What the host is answered.
+#[cfg(feature = "fuzzing")]
+pub async fn read_body(body: Vec<u8>) -> Result<Value, Problem> {
+    let mut request = Request::new(axum::body::Body::from(body));
+    let json = http::HeaderValue::from_static("application/json");
+    request.headers_mut().insert(http::header::CONTENT_TYPE, json);
+    let beat = beat(&Call::read(request).await?)?;
+    Ok(json!({
+        "imageVersion": beat.image_version,
+        "health": beat.health,
+        "lastBackup": beat.last_backup,
+        "lastUpdate": beat.last_update,
+        "checks": beat.checks,
+        "updating": beat.updating,
+        "attention": beat.attention,
+        "backupTakenAt": beat.backup_taken_at.map(crate::clock::rfc3339_ms),
+        "epoch": beat.epoch,
+        "proofKids": beat.proof_kids,
+        "hasRegistration": beat.registration.is_some(),
+    }))
+}
+
 fn beat(call: &Call) -> Result<Beat, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");

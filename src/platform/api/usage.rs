@@ -204,6 +204,15 @@ impl Report {
     }
 }
 
+/// What an operator is answered of a host's report, as `tests/fuzz` reaches it.
+///
+/// # Errors
+/// Why it is no report.
+#[cfg(feature = "fuzzing")]
+pub fn read_report(answer: &[u8]) -> Result<serde_json::Value, String> {
+    Report::parse(answer).map(|report| json!(report))
+}
+
 /// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(BILLING),

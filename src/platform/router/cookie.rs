@@ -88,6 +88,19 @@ fn is_reserved(name: &[u8]) -> bool {
         || RouterCookie::ALL.iter().any(|cookie| bare == cookie.name().as_bytes())
 }
 
+/// The names of our cookies, bare and with their prefix, as `tests/fuzz` holds machines to them.
+#[cfg(feature = "fuzzing")]
+pub fn reserved_names() -> Vec<String> {
+    let ours = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([IDP]);
+    ours.flat_map(|name| [name.to_owned(), format!("{HOST_PREFIX}{name}")]).collect()
+}
+
+/// Leaves what a browser is given of an upstream's cookies, as `tests/fuzz` reaches it.
+#[cfg(feature = "fuzzing")]
+pub fn drop_reserved(headers: &mut HeaderMap) {
+    drop_ours(headers);
+}
+
 /// Drops what an upstream would set under our names. A line without a name is dropped too: browsers send it back as
 /// if its value were the pair.
 pub(super) fn drop_ours(headers: &mut HeaderMap) {

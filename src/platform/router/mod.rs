@@ -36,6 +36,8 @@ use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 
 pub use config::RouterConfig;
+#[cfg(feature = "fuzzing")]
+pub use cookie::{drop_reserved, reserved_names};
 pub use freshness::{Freshness, Routes};
 pub use own::{Own, ROUTES};
 pub use own_routes::{own_slot, servers};

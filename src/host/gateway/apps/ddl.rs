@@ -55,6 +55,15 @@ pub fn plan(schema: &Name, wanted: &[Table], found: &Found) -> Registration {
     planned
 }
 
+/// The statements that register `wanted` in an empty schema.
+#[cfg(feature = "fuzzing")]
+pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
+    let text = |change| match change {
+        Change::Needed(sql) | Change::IfRowsAllow { sql, .. } => sql,
+    };
+    plan(schema, wanted, &Found::default()).changes.into_iter().map(text).collect()
+}
+
 impl Registration {
     fn table(&mut self, schema: &Name, table: &Table, found: &Found) {
         let place = format!("{}.{}", schema.quoted(), table.name.quoted());

@@ -19,12 +19,16 @@ mod watch;
 
 pub use bundled::run as install_bundled;
 pub use column::{Column, ColumnType, Origin};
+#[cfg(feature = "fuzzing")]
+pub use ddl::registration_sql;
 pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
-#[cfg(test)]
+#[cfg(any(test, feature = "fuzzing"))]
 pub use manifest::Manifest;
 pub use manifest::Table;
 pub use name::{Name, Slug};
 pub use pages::GzipCache;
+#[cfg(feature = "fuzzing")]
+pub use pages::path_in_app;
 pub use quota::{Quotas, measure as measure_sizes};
 pub use registry::{App, Registry};
 pub use supervise::supervise;

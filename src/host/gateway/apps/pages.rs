@@ -125,6 +125,12 @@ fn relative(path: &str) -> Option<PathBuf> {
     inside.then_some(path)
 }
 
+/// The path below an app's folder that a request's path names, as `tests/fuzz` reaches it.
+#[cfg(feature = "fuzzing")]
+pub fn path_in_app(path: &str) -> Option<PathBuf> {
+    relative(path)
+}
+
 /// Opens the file, or the app's first page for a path that only the app's own router knows.
 fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");

@@ -10,6 +10,8 @@ mod cursor;
 mod describe;
 mod fields;
 mod filter;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod handler;
 mod order;
 mod param;

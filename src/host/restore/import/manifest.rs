@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 
 use crate::host::archive::{Kind, Listed};
 use crate::host::tar_reader::quoted;
+use crate::untrusted_text;
 
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
 const MAX_TEXT_BYTES: usize = 128 * 1024;
@@ -39,12 +40,14 @@ pub fn entry_digest(listed: &Listed) -> EntryDigest {
 /// Whether the manifest lists exactly the entries that were seen.
 ///
 /// # Errors
-/// Says what differs, or why it is no manifest.
+/// Says what differs, or why it is no manifest, in a text that can be printed: it may quote the manifest.
 pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> {
     let bounded = BoundedTexts { inner: BufReader::with_capacity(1 << 16, manifest), state: Text::Outside };
     let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, bounded));
     let compared = Manifest { seen }.deserialize(&mut json);
-    compared.and_then(|()| json.end()).map_err(|error| format!("manifest.json: {error}"))
+    compared
+        .and_then(|()| json.end())
+        .map_err(|error| untrusted_text::bounded(&format!("manifest.json: {error}")))
 }
 
 struct Manifest<'a> {
@@ -197,6 +200,9 @@ mod tests {
             compare(broken.as_bytes(), &seen).unwrap_err();
         }
         compare(format!("{} x", manifest(&entries)).as_bytes(), &seen).unwrap_err();
+        let escape = r#"{"entries":[{"path":"a","kind":"\u001b[2J","sizeBytes":3}]}"#;
+        let refused = compare(escape.as_bytes(), &seen).unwrap_err();
+        assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
     }
 
     /// 100 MB of text without an end, which a parser would hold.

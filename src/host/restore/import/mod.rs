@@ -8,6 +8,8 @@
 
 mod archived;
 mod catalog;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod home;
 mod manifest;
 mod snapshot_first;

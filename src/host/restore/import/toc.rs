@@ -4,7 +4,7 @@
 //! superuser, would run without knowing. A listing is only what the dump says of itself, so this gives early and plain
 //! refusals; what was really made is inspected afterwards (`catalog.rs`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use crate::host::tar_reader::quoted;
@@ -63,6 +63,8 @@ pub enum TocError {
     Extension { name: String },
     #[error("the listing of its dump has a line that is no entry: {line}")]
     Line { line: String },
+    #[error("its dump gives the number {id} to more than one entry")]
+    RepeatedId { id: u32 },
 }
 
 /// Chooses from a listing.
@@ -71,8 +73,13 @@ pub enum TocError {
 /// [`TocError`] when the dump has what is neither loaded nor left out.
 pub fn select(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
+    let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse(line).ok_or_else(|| TocError::Line { line: shown(line) })?;
+        // `pg_restore` is given numbers, and loads only one entry of a number: perhaps the one that was to be left out.
+        if !ids.insert(id) {
+            return Err(TocError::RepeatedId { id });
+        }
         match judge(entry)? {
             Verdict::Load => selection.list.push_str(&format!("{id};\n")),
             Verdict::LeaveOut => {}
@@ -174,6 +181,8 @@ mod tests {
         ] {
             assert!(select(&format!("7; {entry}\n")).is_err(), "{entry}");
         }
+        let repeated = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
+        assert_eq!(select(repeated), Err(TocError::RepeatedId { id: 7 }));
         for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
             assert!(matches!(select(line), Err(TocError::Line { .. })), "{line}");
         }

@@ -10,4 +10,6 @@ mod stream;
 
 pub use feed::{Changes, tend};
 pub use position::IdSecret;
+#[cfg(feature = "fuzzing")]
+pub use position::{EventId, IdForm};
 pub use stream::changes;

@@ -69,8 +69,8 @@ fn gz(bytes: &[u8]) -> Vec<u8> {
 
 /// With the checksums of the headers right again, so that what was changed in them is looked at.
 pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
-    let mut at = 0;
-    while let Some(block) = bytes.get_mut(at..at + 512) {
+    let mut at = 0_usize;
+    while let Some(block) = at.checked_add(512).and_then(|end| bytes.get_mut(at..end)) {
         let mut header = tar::Header::new_old();
         header.as_mut_bytes().copy_from_slice(block);
         header.set_cksum();
@@ -78,7 +78,8 @@ pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
         let size = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
         at = at.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
         // An end mark is a block of zeros, and stays one.
-        if bytes.get(at..at + 512).is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
+        let next = at.checked_add(512).and_then(|end| bytes.get(at..end));
+        if next.is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
             break;
         }
     }

@@ -23,7 +23,8 @@ struct Publisher {
 }
 
 static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
-    let key = SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).expect("a key");
+    let key =
+        SigningKey::from_pem(include_bytes!("../../kit/src/bundle/ed25519-test-only.txt")).expect("a key");
     let trusted = key.public_key_base64().parse().expect("a key");
     let line = key.signature_line(MANIFEST.as_bytes());
     Publisher { key, trusted, line }

@@ -69,7 +69,7 @@ async fn bucket(side: &[u8]) -> Result<Bucket, String> {
     Ok(bucket)
 }
 
-fn wait<T>(work: impl Future<Output = T>) -> T {
+pub fn wait<T>(work: impl Future<Output = T>) -> T {
     thread_local! {
         static RUNTIME: tokio::runtime::Runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");

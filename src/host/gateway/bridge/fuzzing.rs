@@ -1,0 +1,146 @@
+//! The bridge's parsers as `tests/fuzz` reaches them: results as plain data, against one table with a column of each type.
+//! Absent from what is shipped.
+
+use std::sync::LazyLock;
+
+use bytes::BytesMut;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
+use tokio_postgres::types::ToSql;
+
+use super::changes::{EventId, IdForm, IdSecret};
+use super::cursor::{self, Cursor};
+use super::filter::Filter;
+use super::order::Order;
+use super::plan::plan;
+use super::request::{Action, Request};
+use super::sql::Sql;
+pub use crate::host::gateway::apps::path_in_app;
+use crate::host::gateway::apps::{ColumnType, Manifest, Name, Table, registration_sql};
+use crate::machine::epoch::Epoch;
+
+static TABLE: LazyLock<Table> = LazyLock::new(|| {
+    let columns: Map<String, Value> =
+        ColumnType::ALL.iter().map(|kind| (format!("c_{}", kind.name()), json!(kind.name()))).collect();
+    let manifest = json!({ "name": "n", "slug": "n", "version": "1", "runtime": "static",
+        "storage": { "tables": { "t": { "columns": columns } } } });
+    Manifest::from_value(&manifest).expect("a manifest in order").tables.remove(0)
+});
+
+/// SQL that would be run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Statement {
+    pub text: String,
+    pub params: usize,
+    /// Of the parameters, as they would be sent; `None` where one has no such form.
+    pub sent_bytes: Option<usize>,
+}
+
+impl Statement {
+    fn of(sql: &Sql) -> Self {
+        let mut bytes = BytesMut::new();
+        let sent = sql.params.iter().all(|param| param.to_sql(&param.sql_type(), &mut bytes).is_ok());
+        Self { text: sql.text.clone(), params: sql.params.len(), sent_bytes: sent.then_some(bytes.len()) }
+    }
+}
+
+/// The names of the table's columns.
+pub fn columns() -> Vec<String> {
+    TABLE.columns.iter().map(|column| column.name.to_string()).collect()
+}
+
+/// A request that was accepted.
+#[derive(Debug, Clone)]
+pub struct AcceptedRequest {
+    pub action: &'static str,
+    pub operations: usize,
+    /// Of each operation whose values fit the table.
+    pub statements: Vec<Statement>,
+}
+
+/// # Errors
+/// What the client is answered.
+pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
+    let request = Request::parse(body).map_err(|problem| problem.body().to_string())?;
+    let calls = match &request.action {
+        Action::Table(call) => std::slice::from_ref(call),
+        Action::Transaction(calls) => calls,
+        Action::Schemas => &[],
+    };
+    let schema: Name = "app_n".parse().expect("a name");
+    let mut statements = Vec::new();
+    for call in calls {
+        if let Ok(plan) = plan(&schema, &TABLE, &call.operation) {
+            statements.extend(plan.statements().into_iter().map(Statement::of));
+        }
+    }
+    Ok(AcceptedRequest { action: request.action.name(), operations: calls.len(), statements })
+}
+
+/// A filter as it would stand in a statement, and its fingerprint.
+///
+/// # Errors
+/// The place and what is wrong there; nothing for what is not JSON at all, which never reaches a filter.
+pub fn read_filter(text: &str) -> Option<Result<(Statement, String), String>> {
+    let raw: &RawValue = serde_json::from_str(text).ok()?;
+    let filter = Filter::parse(&TABLE, raw, "/filter");
+    Some(filter.map_err(|wrong| format!("{}: {}", wrong.pointer, wrong.detail)).map(|filter| {
+        let mut sql = Sql::default();
+        filter.write(&mut sql);
+        (Statement::of(&sql), cursor::fingerprint(&filter))
+    }))
+}
+
+/// Orders that cursors are made for: by columns that may be NULL, and by the id alone.
+pub const ORDERS: [&str; 2] = [r#"["c_text",{"column":"c_numeric","direction":"desc"}]"#, "[]"];
+
+fn with_order<T>(index: usize, work: impl FnOnce(&Order<'_>) -> T) -> T {
+    let raw: &RawValue = serde_json::from_str(ORDERS[index]).expect("an array");
+    work(&Order::parse(&TABLE, Some(raw)).expect("an order of the table"))
+}
+
+/// A cursor of an order of [`ORDERS`] and of a filter by its fingerprint.
+pub fn write_cursor(order: usize, filter: &str, keys: Vec<Option<String>>) -> Option<String> {
+    with_order(order, |order| Cursor::new(order, filter, keys).encode())
+}
+
+/// Its keys, and the condition that a page after it begins with.
+///
+/// # Errors
+/// What the client is answered.
+pub fn read_cursor(
+    order: usize,
+    filter: &str,
+    text: &str,
+) -> Result<(Vec<Option<String>>, Statement), &'static str> {
+    with_order(order, |order| {
+        let cursor = Cursor::decode(text, order, filter)?;
+        let mut sql = Sql::default();
+        order.write_after(&cursor, &mut sql);
+        Ok((cursor.keys, Statement::of(&sql)))
+    })
+}
+
+fn id_form(app: Option<&str>) -> IdForm {
+    app.map_or(IdForm::Plain, |app| IdForm::of_app(&IdSecret::derive(b"of a machine"), app))
+}
+
+/// The id of a change event, for an app or the owner.
+pub fn write_event_id(app: Option<&str>, epoch: u32, position: i64) -> String {
+    id_form(app).write(EventId { epoch: Epoch(epoch), position })
+}
+
+/// The epoch and the position that an id names.
+pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32, i64)> {
+    id_form(app).read(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
+}
+
+/// An app's manifest in the one form that the database keeps, and the SQL that registers it in an empty schema.
+///
+/// # Errors
+/// Every mistake.
+pub fn read_manifest(text: &[u8]) -> Result<(Value, Vec<String>), Vec<String>> {
+    let manifest = Manifest::parse(text).map_err(|error| error.mistakes)?;
+    let sql = registration_sql(&manifest.slug.schema(), &manifest.tables);
+    Ok((manifest.to_value(), sql))
+}

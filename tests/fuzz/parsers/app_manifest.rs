@@ -1,0 +1,76 @@
+//! An app's `svc.json`, which an owner's agents write: what is registered has the names that it may have.
+
+use proptest::prelude::*;
+use serde_json::{Map, Value, json};
+use svc::host::gateway::bridge_fuzzing::read_manifest;
+
+use super::Target;
+
+pub fn target() -> Target {
+    Target { name: "app-manifest", valid: manifests().boxed(), holds, accepts, cases: 1000 }
+}
+
+const TYPES: [&str; 6] = ["text", "integer", "numeric", "timestamptz", "jsonb", "uuid"];
+
+fn manifests() -> impl Strategy<Value = Vec<u8>> {
+    let column = ("c_[a-z0-9]{1,8}", prop::sample::select(&TYPES[..]));
+    let table = ("t_[a-z0-9]{1,8}", prop::collection::vec(column, 1..5), any::<bool>());
+    let tables = prop::collection::vec(table, 0..4).prop_map(|tables| -> Map<String, Value> {
+        let described = tables.into_iter().map(|(name, columns, is_indexed)| {
+            let first = columns[0].0.clone();
+            let indexes = if is_indexed { json!([[first]]) } else { json!([]) };
+            let columns: Map<String, Value> =
+                columns.into_iter().map(|(name, kind)| (name, kind.into())).collect();
+            (name, json!({ "columns": columns, "indexes": indexes }))
+        });
+        described.collect()
+    });
+    ("\\PC{1,20}", "[a-z][a-z0-9-]{0,20}", tables).prop_map(|(name, slug, tables)| {
+        let manifest = json!({ "name": name, "slug": slug, "version": "1.0", "runtime": "vite",
+            "build": { "output": "dist/web" }, "icon": "icon.svg", "storage": { "tables": tables } });
+        manifest.to_string().into_bytes()
+    })
+}
+
+/// What is kept is read back as the same, leads nowhere else, and makes one statement each.
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let (kept, statements) = match read_manifest(bytes) {
+        Ok(read) => read,
+        Err(mistakes) if mistakes.is_empty() => return Err("refused without a reason".to_owned()),
+        Err(_) => return Ok(()),
+    };
+    match read_manifest(kept.to_string().as_bytes()) {
+        Ok(again) if again == (kept.clone(), statements.clone()) => {}
+        other => return Err(format!("{kept} is read back as {other:?}")),
+    }
+    for path in [&kept["build"]["output"], &kept["icon"]] {
+        let leads_out = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
+        if path.as_str().is_some_and(leads_out) {
+            return Err(format!("{path} leads out of the app's folder"));
+        }
+    }
+    for statement in &statements {
+        // Every second part is a name. Defaults of columns are the only other quotes that there are.
+        let names = statement.split('"').skip(1).step_by(2);
+        let is_name = |name: &str| {
+            (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+        };
+        if let Some(name) = names.into_iter().find(|name| !is_name(name)) {
+            return Err(format!("{name:?} is a name in {statement}"));
+        }
+        if statement.contains([';', '\\', '\0']) || statement.contains("--") {
+            return Err(format!("more than one statement: {statement}"));
+        }
+    }
+    Ok(())
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let (kept, statements) = read_manifest(bytes).map_err(|mistakes| mistakes.join("; "))?;
+    let tables = wanted["storage"]["tables"].as_object().map_or(0, Map::len);
+    let is_same =
+        ["name", "slug", "version", "runtime", "icon"].iter().all(|field| kept[field] == wanted[field]);
+    let created = statements.iter().filter(|sql| sql.starts_with("CREATE TABLE ")).count();
+    if is_same && created == tables { Ok(()) } else { Err(format!("{kept} was read")) }
+}

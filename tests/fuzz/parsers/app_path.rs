@@ -1,0 +1,84 @@
+//! The path of a request below an app's folder, which the app's owner and its agents fill: whatever is opened lies inside.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Component, Path};
+use std::sync::LazyLock;
+
+use proptest::prelude::*;
+use svc::beneath::Folder;
+use svc::host::gateway::bridge_fuzzing::path_in_app;
+
+use super::Target;
+
+pub fn target() -> Target {
+    Target { name: "app-path", valid: paths().boxed(), holds, accepts, cases: 2000 }
+}
+
+const INSIDE: &[u8] = b"inside";
+
+/// An app's folder with files, links out and a hidden file; it stays as long as the process.
+static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
+    let dir = tempfile::tempdir().expect("a directory");
+    let app = dir.path().join("app");
+    fs::create_dir_all(app.join("a/b")).expect("made");
+    for name in ["index.html", "a/b/page", "a/ü 1.txt"] {
+        fs::write(app.join(name), INSIDE).expect("written");
+    }
+    for name in ["../secret", ".hidden"] {
+        fs::write(app.join(name), "secret").expect("written");
+    }
+    std::os::unix::fs::symlink("..", app.join("up")).expect("made");
+    std::os::unix::fs::symlink("../secret", app.join("out")).expect("made");
+    std::os::unix::fs::symlink("/", app.join("a/root")).expect("made");
+    let folder = Folder::open(&app).expect("it is there");
+    (dir, folder)
+});
+
+const FILES: [&str; 3] = ["index.html", "a/b/page", "a/ü 1.txt"];
+
+fn paths() -> impl Strategy<Value = Vec<u8>> {
+    let encoded = |text: &str, all: bool| -> String {
+        let written = |byte: u8| match byte {
+            b'/' => "/".to_owned(),
+            byte if !all && byte.is_ascii_alphanumeric() => char::from(byte).to_string(),
+            byte => format!("%{byte:02x}"),
+        };
+        text.bytes().map(written).collect()
+    };
+    let known = prop::sample::select(&FILES[..]);
+    (known, any::<bool>()).prop_map(move |(path, all)| encoded(path, all).into_bytes())
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
+    let Some(path) = path_in_app(text) else { return Ok(()) };
+    let is_below = |part: Component<'_>| match part {
+        Component::Normal(name) => !name.as_encoded_bytes().starts_with(b"."),
+        _ => false,
+    };
+    if path.has_root() || !path.components().all(is_below) || path.as_os_str().as_encoded_bytes().contains(&0)
+    {
+        return Err(format!("{} is looked for", path.display()));
+    }
+    match read(&path) {
+        Some(content) if content != INSIDE => Err(format!("{} is another's file", path.display())),
+        _ => Ok(()),
+    }
+}
+
+fn read(path: &Path) -> Option<Vec<u8>> {
+    let mut content = Vec::new();
+    APP.1.file(path).ok()?.take(100).read_to_end(&mut content).ok()?;
+    Some(content)
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let path = path_in_app(text).ok_or("it was refused")?;
+    if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {
+        Ok(())
+    } else {
+        Err(format!("{} is looked for", path.display()))
+    }
+}

@@ -1,0 +1,269 @@
+//! The bridge: whatever an app sends, the SQL holds names of the table and placeholders, and no value.
+
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::host::gateway::bridge_fuzzing::{
+    ORDERS, Statement, columns, read_cursor, read_filter, read_request, write_cursor,
+};
+
+use super::Target;
+
+/// Names that statements have of their own.
+const OWN_NAMES: [&str; 11] = ["t", "b", "json", "#", "app_n", "hit", "done", "row", "h", "d", "count"];
+/// Of an operation; all of its text is fixed but for the columns that it names.
+const MAX_STATEMENT_BYTES: usize = 256 * 1024;
+const MAX_OPERATIONS: usize = 50;
+
+/// The text names what it may, has each placeholder that it has a parameter for, and nothing that ends a statement.
+fn is_safe(statement: &Statement) -> Result<(), String> {
+    let Statement { text, params, .. } = statement;
+    if text.len() > MAX_STATEMENT_BYTES {
+        return Err(format!("a statement of {} bytes", text.len()));
+    }
+    let columns = columns();
+    let mut outside = String::new();
+    for (index, part) in text.split('"').enumerate() {
+        let is_name = index % 2 == 1;
+        if is_name && !OWN_NAMES.contains(&part) && !columns.iter().any(|column| column == part) {
+            // The only text literal with quotes in it is the form of a time.
+            if part != "T" && part != "Z" {
+                return Err(format!("{part:?} is a name in {text}"));
+            }
+        }
+        if !is_name {
+            outside.push_str(part);
+        }
+    }
+    if [";", "--", "/*"].iter().any(|end| outside.contains(end)) {
+        return Err(format!("more than one statement: {text}"));
+    }
+    let mut named = BTreeSet::new();
+    for after in outside.split('$').skip(1) {
+        let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
+        named.insert(digits.parse::<usize>().map_err(|_| format!("a placeholder without a number: {text}"))?);
+    }
+    if named.iter().copied().eq(1..=*params) {
+        Ok(())
+    } else {
+        Err(format!("{params} parameters for the placeholders of {text}"))
+    }
+}
+
+pub fn request() -> Target {
+    Target {
+        name: "bridge-request",
+        valid: requests().boxed(),
+        holds: request_holds,
+        accepts: request_accepted,
+        cases: 1500,
+    }
+}
+
+/// A column of the table, and a value that fits it.
+fn field() -> impl Strategy<Value = (String, Value)> {
+    prop_oneof![
+        "\\PC{0,12}".prop_map(|text| ("c_text".to_owned(), json!(text))),
+        any::<i32>().prop_map(|number| ("c_integer".to_owned(), json!(number))),
+        any::<i64>().prop_map(|number| ("c_bigint".to_owned(), json!(number.to_string()))),
+        any::<bool>().prop_map(|flag| ("c_boolean".to_owned(), json!(flag))),
+        "-?[1-9][0-9]{0,20}(\\.[0-9]{1,9})?".prop_map(|number| ("c_numeric".to_owned(), json!(number))),
+        Just(("c_double".to_owned(), json!("NaN"))),
+        Just(("c_date".to_owned(), json!("2026-02-28"))),
+        Just(("c_timestamptz".to_owned(), json!("2026-01-02T03:04:05.678Z"))),
+        "[a-z]{0,5}".prop_map(|text| ("c_jsonb".to_owned(), json!({ "a": [text, 1.5] }))),
+        any::<u128>().prop_map(|id| ("c_uuid".to_owned(), json!(uuid::Uuid::from_u128(id)))),
+        Just(("c_bytea".to_owned(), json!("AAE="))),
+    ]
+}
+
+fn filters() -> impl Strategy<Value = Value> {
+    let operator = prop_oneof![Just("eq"), Just("ne"), Just("in"), Just("isNull")];
+    let term = (field(), operator).prop_map(|((name, value), operator)| match operator {
+        "in" => json!({ name: { "in": [value.clone(), value] } }),
+        "isNull" => json!({ name: { "isNull": true } }),
+        // An object would be read as operators.
+        "eq" if !value.is_object() => json!({ name: value }),
+        other => json!({ name: { other: value } }),
+    });
+    term.prop_recursive(3, 12, 3, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 1..3).prop_map(|parts| json!({ "and": parts })),
+            prop::collection::vec(inner.clone(), 1..3).prop_map(|parts| json!({ "or": parts })),
+            inner.prop_map(|part| json!({ "not": part })),
+        ]
+    })
+}
+
+fn operations() -> impl Strategy<Value = Value> {
+    let row = || {
+        prop::collection::vec(field(), 1..4).prop_map(|fields| Value::Object(fields.into_iter().collect()))
+    };
+    let id = || any::<u128>().prop_map(|id| json!(uuid::Uuid::from_u128(id)));
+    prop_oneof![
+        row().prop_map(|data| json!({ "action": "insert", "table": "t", "data": data })),
+        prop::collection::vec(row(), 1..3)
+            .prop_map(|rows| json!({ "action": "insertMany", "table": "t", "rows": rows })),
+        filters().prop_map(|filter| json!({ "action": "find", "table": "t", "filter": filter, "limit": 5,
+            "columns": ["c_text", "id"], "orderBy": [{ "column": "c_date", "direction": "desc" }],
+            "count": "exact" })),
+        filters().prop_map(|filter| json!({ "action": "count", "table": "t", "filter": filter })),
+        id().prop_map(|id| json!({ "action": "get", "table": "t", "id": id })),
+        (row(), filters()).prop_map(|(data, filter)| json!({ "action": "update", "table": "t", "data": data,
+            "filter": filter, "maxAffected": 3, "returning": true })),
+        id().prop_map(|id| json!({ "action": "delete", "table": "t", "id": id })),
+    ]
+}
+
+fn requests() -> impl Strategy<Value = Vec<u8>> {
+    let one = operations().prop_map(|mut operation| {
+        operation["app"] = json!("n");
+        operation
+    });
+    let many = prop::collection::vec(operations(), 1..4)
+        .prop_map(|all| json!({ "action": "transaction", "app": "n", "operations": all }));
+    prop_oneof![3 => one, 1 => many, 1 => Just(json!({ "action": "schemas" }))]
+        .prop_map(|request| request.to_string().into_bytes())
+}
+
+fn request_holds(bytes: &[u8]) -> Result<(), String> {
+    let request = match read_request(bytes) {
+        Ok(request) => request,
+        Err(answer) => {
+            // Each unknown field is named, cut to 64 characters, with those that the action takes.
+            let limit = 4096 + 64 * bytes.len();
+            return if answer.len() <= limit {
+                Ok(())
+            } else {
+                Err(format!("a refusal of {} bytes", answer.len()))
+            };
+        }
+    };
+    if request.operations > MAX_OPERATIONS {
+        return Err(format!("{} operations", request.operations));
+    }
+    for statement in &request.statements {
+        is_safe(statement)?;
+        let Some(sent) = statement.sent_bytes else { return Err(format!("not sent: {}", statement.text)) };
+        // What is sent is what came: base64 and numbers are shorter, times and UUIDs have a fixed length.
+        if sent > 1024 + 16 * bytes.len() {
+            return Err(format!("{sent} bytes are sent for {}", bytes.len()));
+        }
+    }
+    Ok(())
+}
+
+fn request_accepted(bytes: &[u8]) -> Result<(), String> {
+    let request = read_request(bytes)?;
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let is_whole = match request.action {
+        "schemas" => request.statements.is_empty(),
+        "transaction" => Some(request.operations) == value["operations"].as_array().map(Vec::len),
+        _ => !request.statements.is_empty(),
+    };
+    let is_same = value["action"] == request.action && request.statements.len() >= request.operations;
+    if is_whole && is_same { Ok(()) } else { Err(format!("{request:?} was read")) }
+}
+
+pub fn filter() -> Target {
+    Target {
+        name: "bridge-filter",
+        valid: filters().prop_map(|filter| filter.to_string().into_bytes()).boxed(),
+        holds: filter_holds,
+        accepts: |bytes| match read_filter(&String::from_utf8_lossy(bytes)) {
+            Some(Ok((statement, _))) if statement.text != "TRUE" => Ok(()),
+            other => Err(format!("{other:?}")),
+        },
+        cases: 1500,
+    }
+}
+
+fn filter_holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
+    let Some(Ok((statement, fingerprint))) = read_filter(text) else { return Ok(()) };
+    is_safe(&statement)?;
+    if statement.sent_bytes.is_none() {
+        return Err(format!("not sent: {}", statement.text));
+    }
+    // Terms are at most fifty, and a list is one parameter.
+    if statement.params > 50 {
+        return Err(format!("{} parameters", statement.params));
+    }
+    let is_empty = statement.text == "TRUE";
+    if is_empty != fingerprint.is_empty() {
+        return Err("only an empty filter has no fingerprint".to_owned());
+    }
+    let again = read_filter(&format!(" {text}\n"));
+    if again != Some(Ok((statement.clone(), fingerprint))) {
+        return Err(format!("between spaces it is {again:?}"));
+    }
+    if is_empty {
+        return Ok(());
+    }
+    // Within another filter it means the same, or is refused as nested too deep.
+    for (outer, expected) in [
+        (format!("{{\"not\":{text}}}"), format!("NOT ({})", statement.text)),
+        (format!("{{\"and\":[{text}]}}"), format!("({})", statement.text)),
+        (format!("{{\"or\":[{text}]}}"), format!("({})", statement.text)),
+    ] {
+        match read_filter(&outer) {
+            Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
+            Some(Err(why)) if why.contains("nested deeper") => {}
+            other => return Err(format!("within {outer} it is {other:?}")),
+        }
+    }
+    Ok(())
+}
+
+pub fn cursor() -> Target {
+    Target {
+        name: "bridge-cursor",
+        valid: cursors().boxed(),
+        holds: cursor_holds,
+        accepts: |bytes| {
+            let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+            let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FILTER, text).is_ok());
+            if accepted.count() == 1 { Ok(()) } else { Err("it is not of one order alone".to_owned()) }
+        },
+        cases: 1500,
+    }
+}
+
+/// The fingerprint of the filter that cursors are made with.
+const FILTER: &str = "0123456789abcdef";
+
+fn cursors() -> impl Strategy<Value = Vec<u8>> {
+    let id = || any::<u128>().prop_map(|id| Some(uuid::Uuid::from_u128(id).to_string()));
+    let nullable = || prop::option::of("[^\\x00]{0,20}");
+    prop_oneof![
+        (nullable(), nullable(), id()).prop_map(|(one, other, id)| (0, vec![one, other, id])),
+        id().prop_map(|id| (1, vec![id])),
+    ]
+    .prop_map(|(order, keys)| write_cursor(order, FILTER, keys).expect("a short cursor").into_bytes())
+}
+
+/// It goes on in its own order and filter alone, with values that are bound and never written.
+fn cursor_holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
+    let mut accepted = 0;
+    for order in 0..ORDERS.len() {
+        for filter in ["", "fedcba9876543210"] {
+            if read_cursor(order, filter, text).is_ok() && read_cursor(order, FILTER, text).is_ok() {
+                return Err("it goes on with another filter".to_owned());
+            }
+        }
+        let Ok((keys, condition)) = read_cursor(order, FILTER, text) else { continue };
+        accepted += 1;
+        is_safe(&condition)?;
+        if condition.sent_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
+            return Err("a value that PostgreSQL does not take".to_owned());
+        }
+        let written = write_cursor(order, FILTER, keys.clone()).ok_or("it is not written again")?;
+        let again = read_cursor(order, FILTER, &written)?;
+        if again != (keys, condition) {
+            return Err(format!("it comes back as {again:?}"));
+        }
+    }
+    if accepted > 1 { Err("it goes on in another order".to_owned()) } else { Ok(()) }
+}

@@ -1,0 +1,93 @@
+//! A session's file as Codex writes it, and as the agent's tools can write it: only calls of the run's own thread are counted.
+
+use std::fs;
+use std::path::PathBuf;
+
+use jiff::Timestamp;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::host::agents::rollouts::{self, Used};
+
+use super::Target;
+
+pub fn target() -> Target {
+    Target { name: "codex-session", valid: sessions().boxed(), holds, accepts, cases: 400 }
+}
+
+const THREAD: &str = "01a20129-46c0-7e12-862a-5371ec4ee03f";
+
+fn sessions() -> impl Strategy<Value = Vec<u8>> {
+    let call = (any::<u32>(), any::<u32>(), any::<bool>());
+    prop::collection::vec(call, 0..5).prop_map(|calls| {
+        let line = |kind: &str, payload: Value| {
+            json!({ "timestamp": "2026-11-22T03:00:00Z", "type": kind, "payload": payload }).to_string()
+        };
+        let mut lines = vec![
+            line("session_meta", json!({ "session_id": THREAD, "id": THREAD })),
+            line("turn_context", json!({ "model": "gpt-5.5" })),
+        ];
+        lines.extend(calls.into_iter().map(|(tokens_in, tokens_out, is_own)| {
+            let thread = if is_own { THREAD } else { "another" };
+            let usage =
+                json!({ "input_tokens": tokens_in, "cached_input_tokens": 1, "output_tokens": tokens_out });
+            line("token_usage_record", json!({ "thread_id": thread, "usage": usage }))
+        }));
+        (lines.join("\n") + "\n").into_bytes()
+    })
+}
+
+fn used(bytes: &[u8]) -> Option<Used> {
+    thread_local! {
+        static SESSIONS: (tempfile::TempDir, PathBuf) = {
+            let dir = tempfile::tempdir().expect("a directory");
+            let day = dir.path().join("2026/11/22");
+            fs::create_dir_all(&day).expect("made");
+            (dir, day.join(format!("rollout-2026-11-22T02-50-12-{THREAD}.jsonl")))
+        };
+    }
+    SESSIONS.with(|(sessions, file)| {
+        fs::write(file, bytes).expect("written");
+        rollouts::used(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
+    })
+}
+
+/// The calls of the thread in lines that are JSON.
+fn recorded(bytes: &[u8]) -> (usize, u64, u64) {
+    let lines = bytes.split(|byte| *byte == b'\n').skip(1);
+    let records = lines.filter_map(|line| serde_json::from_slice::<Value>(line).ok());
+    let payloads = records.map(|record| record["payload"].clone());
+    let own = payloads.filter(|payload| payload["thread_id"] == THREAD && payload["usage"].is_object());
+    own.fold((0, 0, 0), |(count, tokens_in, tokens_out), payload| {
+        let tokens = |name: &str| payload["usage"][name].as_u64().unwrap_or(0);
+        let sums = (tokens_in, tokens_out);
+        (
+            count + 1,
+            sums.0.saturating_add(tokens("input_tokens")),
+            sums.1.saturating_add(tokens("output_tokens")),
+        )
+    })
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let Some(used) = used(bytes) else { return Ok(()) };
+    // A thread of another id belongs to the session, and its own calls are counted.
+    let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
+    let (count, tokens_in, tokens_out) = recorded(bytes);
+    // What is passed over may be JSON that this reader refuses.
+    if is_own && count > 0 && (used.tokens_in > tokens_in || used.tokens_out > tokens_out) {
+        return Err(format!("{used:?} of {count} calls with {tokens_in} and {tokens_out} tokens"));
+    }
+    Ok(())
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let (count, tokens_in, tokens_out) = recorded(bytes);
+    let used = used(bytes);
+    let is_same = used.as_ref().map(|used| (used.tokens_in, used.tokens_out));
+    if is_same == (count > 0).then_some((tokens_in, tokens_out)) {
+        Ok(())
+    } else {
+        Err(format!("{used:?} of {count} calls"))
+    }
+}

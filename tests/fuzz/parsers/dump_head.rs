@@ -1,0 +1,50 @@
+//! The head of a database dump: a number of entries, or none, for any bytes.
+
+use proptest::prelude::*;
+use svc::host::backup::dump_entries;
+
+use super::Target;
+
+pub fn target() -> Target {
+    Target { name: "dump-head", valid: heads().boxed(), holds, accepts, cases: 2000 }
+}
+
+fn heads() -> impl Strategy<Value = Vec<u8>> {
+    let name = "[a-z0-9. ]{0,20}";
+    (14..=16_u8, 4..=8_u8, name, 0..100_000_u32).prop_map(|(minor, int_size, name, entries)| {
+        let int = |value: i32| {
+            let mut bytes = vec![u8::from(value < 0)];
+            bytes.extend_from_slice(&u64::from(value.unsigned_abs()).to_le_bytes()[..usize::from(int_size)]);
+            bytes
+        };
+        let mut head = b"PGDMP".to_vec();
+        head.extend([1, minor, 0, int_size, 8, 1]);
+        if minor >= 15 {
+            head.push(1)
+        } else {
+            head.extend(int(-1))
+        }
+        (0..7).for_each(|part| head.extend(int(part)));
+        for text in [&*name, "16.14", "16.14"] {
+            head.extend(int(i32::try_from(text.len()).expect("short")));
+            head.extend_from_slice(text.as_bytes());
+        }
+        head.extend(int(i32::try_from(entries).expect("small")));
+        head
+    })
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    match dump_entries(bytes) {
+        Some(entries) if !bytes.starts_with(b"PGDMP\x01") => Err(format!("{entries} entries of no dump")),
+        _ => Ok(()),
+    }
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let size = usize::from(bytes[8]);
+    let last = &bytes[bytes.len() - size..];
+    let wanted = last.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
+    let found = dump_entries(bytes);
+    if found.map(u64::from) == Some(wanted) { Ok(()) } else { Err(format!("{found:?} instead of {wanted}")) }
+}

@@ -1,0 +1,78 @@
+//! `Last-Event-ID`, by which a listener resumes a stream: an app learns nothing from it and reaches nobody else's place.
+
+use proptest::prelude::*;
+use svc::host::gateway::bridge_fuzzing::{read_event_id, write_event_id};
+use svc::host::records::files::Places;
+
+use super::Target;
+
+const EPOCH: u32 = 3;
+
+pub fn target() -> Target {
+    Target { name: "event-id", valid: ids().boxed(), holds, accepts, cases: 1500 }
+}
+
+fn ids() -> impl Strategy<Value = Vec<u8>> {
+    let position = || 0..i64::MAX;
+    let place = || "[1-9][0-9]{0,17}-[1-9][0-9]{0,17}-(0|[1-9][0-9]{0,17})";
+    prop_oneof![
+        position().prop_map(|position| write_event_id(None, EPOCH, position)),
+        position().prop_map(|position| write_event_id(Some("notes"), EPOCH, position)),
+        place(),
+        (place(), place()).prop_map(|(one, other)| format!("{one}_{other}")),
+    ]
+    .prop_map(String::into_bytes)
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
+    if let Ok(places) = text.parse::<Places>()
+        && places.to_string() != text
+    {
+        return Err(format!("{text:?} is the place {places}"));
+    }
+    let owner = read_event_id(None, text, EPOCH);
+    if let Some((epoch, position)) = owner
+        && (position < 0 || read_event_id(None, &write_event_id(None, epoch, position), EPOCH) != owner)
+    {
+        return Err(format!("{text:?} is the event {owner:?}"));
+    }
+    let (notes, other) =
+        (read_event_id(Some("notes"), text, EPOCH), read_event_id(Some("other"), text, EPOCH));
+    match (notes, other) {
+        // Another machine's: nothing of it is known but that.
+        (Some((epoch, 0)), Some((same, 0))) if epoch == same && epoch != EPOCH => Ok(()),
+        (Some(_), Some(_)) => Err(format!("{text:?} is an id of two apps")),
+        (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
+            Err(format!("{text:?}, of epoch {epoch}, is one app's alone"))
+        }
+        // One of the two keys sealed it. No other text opens, by any change of a byte.
+        (Some(_), None) => sealed_alone(text),
+        _ => Ok(()),
+    }
+}
+
+/// Each text with another last character is refused.
+fn sealed_alone(text: &str) -> Result<(), String> {
+    let mut changed = text.to_owned();
+    let last = changed.pop();
+    changed.push(if last == Some('A') { 'B' } else { 'A' });
+    match read_event_id(Some("notes"), &changed, EPOCH) {
+        None => Ok(()),
+        Some(event) => Err(format!("{changed:?} is the event {event:?}, as {text:?} is")),
+    }
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let readers = [
+        read_event_id(None, text, EPOCH).is_some(),
+        read_event_id(Some("notes"), text, EPOCH).is_some_and(|(epoch, _)| epoch == EPOCH),
+        text.parse::<Places>().is_ok(),
+    ];
+    if readers.iter().filter(|is_read| **is_read).count() == 1 {
+        Ok(())
+    } else {
+        Err(format!("{readers:?}: it is not read as one of them"))
+    }
+}

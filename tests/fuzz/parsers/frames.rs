@@ -1,0 +1,221 @@
+//! What agents, their hooks and the process that runs them write: nothing of a file's content gets further, and every text
+//! that is kept has a bound.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::host::agents::{Exit, Kind, Outcome};
+use svc::host::hook;
+use svc::host::records::entry::Failed;
+use svc::host::runner::{Ended, FromRunner, ToRunner};
+use svc::host::watched::Message;
+
+use super::Target;
+use super::objects::wait;
+
+/// What programs printed.
+const RECORDED: [&str; 5] = [
+    include_str!("../../agents/recordings/claude/basic.stdout.jsonl"),
+    include_str!("../../agents/recordings/claude/parallel.stdout.jsonl"),
+    include_str!("../../agents/recordings/claude/err500.stdout.jsonl"),
+    include_str!("../../agents/recordings/codex/basic.stdout.jsonl"),
+    include_str!("../../agents/recordings/codex/err500.stdout.jsonl"),
+];
+
+pub fn hook_input() -> Target {
+    Target {
+        name: "hook-input",
+        valid: hooks().boxed(),
+        holds: hook_holds,
+        accepts: hook_accepted,
+        cases: 1000,
+    }
+}
+
+/// In what must not be passed on.
+const CONTENT: &str = "the-content-of-a-file";
+
+fn hooks() -> impl Strategy<Value = Vec<u8>> {
+    let event =
+        prop_oneof![Just("PreToolUse"), Just("PostToolUse"), Just("PostToolUseFailure"), Just("Stop")];
+    let tool =
+        prop_oneof![Just("Bash"), Just("Write"), Just("Edit"), Just("apply_patch"), Just("NotebookEdit")];
+    (event, tool, "[a-z0-9-]{1,20}", "/[a-z/]{1,20}").prop_map(|(event, tool, id, path)| {
+        let input = json!({ "session_id": id, "transcript_path": "/x/.claude/y", "cwd": path,
+            "hook_event_name": event, "tool_name": tool, "tool_use_id": id,
+            "tool_input": { "file_path": path, "content": CONTENT, "command": CONTENT },
+            "tool_response": { "stdout": CONTENT, "backgroundTaskId": "b1" } });
+        input.to_string().into_bytes()
+    })
+}
+
+/// Each text that the watcher is sent is one of the few fields that it may be.
+fn hook_holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(Some(message)) = hook::read_input(bytes) else { return message_holds(bytes) };
+    // What is passed over may hold what is no text, which this reader refuses.
+    let Ok(input) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
+    let fields = ["session_id", "tool_name", "tool_use_id", "cwd", "agent_id", "agent_type"];
+    let mut allowed: Vec<&str> = fields.iter().filter_map(|field| input[field].as_str()).collect();
+    allowed.extend(
+        ["file_path", "notebook_path"].iter().filter_map(|field| input["tool_input"][field].as_str()),
+    );
+    allowed.extend(["", "claude", "claude-code", "codex", "agent"]);
+    let own_name = std::env::var("SVC_AGENT_NAME").unwrap_or_default();
+    allowed.push(&own_name);
+    let sent = serde_json::to_value(&message).map_err(|error| error.to_string())?;
+    for (name, value) in sent.as_object().into_iter().flatten() {
+        let is_own = ["phase", "sentAt", "version", "isBackground"].contains(&name.as_str());
+        if !is_own && !value.as_str().is_some_and(|text| allowed.contains(&text)) {
+            return Err(format!("{name} is {value}"));
+        }
+    }
+    message_holds(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
+}
+
+/// The watcher reads back what it would write.
+fn message_holds(line: &[u8]) -> Result<(), String> {
+    let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
+    let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
+    let again: Message = serde_json::from_slice(&text).map_err(|error| format!("not read back: {error}"))?;
+    // But for what is finer than a millisecond, which the wire does not carry.
+    let again = Message { sent_at: message.sent_at, ..again };
+    if again == message { Ok(()) } else { Err(format!("{message:?} came back as {again:?}")) }
+}
+
+fn hook_accepted(bytes: &[u8]) -> Result<(), String> {
+    let message = hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("it was left out")?;
+    let text = serde_json::to_string(&message).map_err(|error| error.to_string())?;
+    if text.contains(CONTENT) || message.actor != "claude-code" {
+        return Err(format!("{text} is sent"));
+    }
+    Ok(())
+}
+
+pub fn agent_frames() -> Target {
+    Target {
+        name: "agent-frames",
+        valid: frames().boxed(),
+        holds: |bytes| wait(frames_hold(bytes)),
+        accepts: |bytes| wait(frames_accepted(bytes)),
+        cases: 1000,
+    }
+}
+
+fn frames() -> impl Strategy<Value = Vec<u8>> {
+    let frame = prop_oneof![
+        any::<u32>().prop_map(|pid| FromRunner::Ready { pid }),
+        any::<u32>().prop_map(|pid| FromRunner::Started { pid }),
+        prop::collection::vec(any::<u8>(), 0..60).prop_map(FromRunner::Line),
+        Just(()).prop_map(|()| FromRunner::LongLine),
+        "\\PC{0,20}".prop_map(FromRunner::Refused),
+        any::<i32>().prop_map(|code| FromRunner::Ended(Ended {
+            exit: Exit::Code(code),
+            said: "no".to_owned(),
+            used: None
+        })),
+    ];
+    prop::collection::vec(frame, 1..6).prop_map(|frames| {
+        let mut bytes = Vec::new();
+        wait(async {
+            for frame in &frames {
+                frame.write(&mut bytes).await.expect("memory takes it");
+            }
+        });
+        bytes
+    })
+}
+
+/// Whatever comes is read to an end or refused; each frame is written back and read as the same.
+async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
+    let mut input = bytes;
+    loop {
+        let before = input.len();
+        let Ok(Some(frame)) = FromRunner::read(&mut input).await else { break };
+        let taken = before - input.len();
+        if taken < 5 {
+            return Err(format!("{frame:?} was read of {taken} bytes"));
+        }
+        let mut written = Vec::new();
+        frame.write(&mut written).await.map_err(|error| error.to_string())?;
+        let again = FromRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        if again.as_ref() != Some(&frame) {
+            return Err(format!("{frame:?} came back as {again:?}"));
+        }
+    }
+    let mut input = bytes;
+    while let Ok(Some(frame)) = ToRunner::read(&mut input).await {
+        let mut written = Vec::new();
+        frame.write(&mut written).await.map_err(|error| error.to_string())?;
+        let again = ToRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
+        let is_same = match (&frame, again) {
+            (ToRunner::Order(one), Some(ToRunner::Order(other))) => {
+                serde_json::to_vec(one).ok() == serde_json::to_vec(&other).ok()
+            }
+            (ToRunner::Go, Some(ToRunner::Go)) | (ToRunner::Cancel, Some(ToRunner::Cancel)) => true,
+            _ => false,
+        };
+        if !is_same {
+            return Err("an order came back as another".to_owned());
+        }
+    }
+    Ok(())
+}
+
+async fn frames_accepted(bytes: &[u8]) -> Result<(), String> {
+    let (mut input, mut written) = (bytes, Vec::new());
+    while let Some(frame) = FromRunner::read(&mut input).await.map_err(|error| error.to_string())? {
+        frame.write(&mut written).await.map_err(|error| error.to_string())?;
+    }
+    if written == bytes { Ok(()) } else { Err("the frames are others".to_owned()) }
+}
+
+pub fn agent_output() -> Target {
+    Target {
+        name: "agent-output",
+        valid: outputs().boxed(),
+        holds: |bytes| KINDS.into_iter().try_for_each(|kind| bounded(&played(kind, bytes))),
+        accepts: |bytes| {
+            let is_understood = |kind| played(kind, bytes).conversation_id.is_some();
+            if KINDS.into_iter().any(is_understood) { Ok(()) } else { Err("no program's output".to_owned()) }
+        },
+        cases: 400,
+    }
+}
+
+const KINDS: [Kind; 3] = [Kind::ClaudeCode, Kind::Codex, Kind::JsonLines];
+
+/// As programs printed it, cut to some lines.
+fn outputs() -> impl Strategy<Value = Vec<u8>> {
+    (prop::sample::select(&RECORDED[..]), 3..40usize)
+        .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
+}
+
+fn played(kind: Kind, bytes: &[u8]) -> Outcome {
+    let mut adapter = kind.adapter();
+    for (at_ms, line) in (0..).zip(String::from_utf8_lossy(bytes).lines()) {
+        drop(adapter.line(at_ms, line));
+    }
+    adapter.ended(u64::MAX, Exit::Code(0), "words on standard error")
+}
+
+/// Of what a record keeps of a run.
+fn bounded(outcome: &Outcome) -> Result<(), String> {
+    let within = |what: &str, text: Option<&str>, most: usize| match text {
+        Some(text) if text.chars().count() > most => {
+            Err(format!("{what} has {} characters", text.chars().count()))
+        }
+        _ => Ok(()),
+    };
+    within("the conversation", outcome.conversation_id.as_deref(), 201)?;
+    within("the model", outcome.model.as_deref(), 201)?;
+    for tool in &outcome.tools {
+        within("a tool's name", Some(&tool.name), 201)?;
+        within("a tool's input", Some(&tool.input_preview), 201)?;
+    }
+    if let Some(Failed { name, message, stack, tool, .. }) = &outcome.error {
+        within("an error's name", Some(name), 201)?;
+        within("an error's message", Some(message), 2001)?;
+        within("an error's stack", stack.as_deref(), 4001)?;
+        within("an error's tool", tool.as_deref(), 201)?;
+    }
+    Ok(())
+}

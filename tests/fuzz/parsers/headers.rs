@@ -1,0 +1,186 @@
+//! Headers of the other side: cookies that a machine sets, and what a connection's ends say to each other.
+
+use http::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, UPGRADE};
+use proptest::prelude::*;
+use svc::http::proxy::strip_hop_by_hop;
+use svc::platform::router::{drop_reserved, reserved_names};
+
+use super::Target;
+
+pub fn set_cookie() -> Target {
+    Target {
+        name: "set-cookie",
+        valid: cookies().boxed(),
+        holds: cookies_hold,
+        accepts: cookies_accepted,
+        cases: 2000,
+    }
+}
+
+/// A line for each cookie; some have one of our names.
+fn cookies() -> impl Strategy<Value = Vec<u8>> {
+    let own = prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
+    let ours = prop::sample::select(reserved_names());
+    let line = (prop_oneof![3 => own, 1 => ours], "[a-zA-Z0-9%=]{0,12}")
+        .prop_map(|(name, value)| format!("{name}={value}; Path=/; HttpOnly"));
+    prop::collection::vec(line, 0..5).prop_map(|lines| lines.join("\n").into_bytes())
+}
+
+/// The lines that are headers at all.
+fn headers(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    let lines = bytes.split(|byte| *byte == b'\n').take(64);
+    lines.filter_map(|line| HeaderValue::from_bytes(line).ok()).for_each(|line| {
+        headers.append(name, line);
+    });
+    headers
+}
+
+/// The name that a browser stores a cookie under (RFC 6265bis, section 5.6).
+fn stored_name(line: &[u8]) -> Vec<u8> {
+    let pair = line.split(|byte| *byte == b';').next().unwrap_or_default();
+    let name = pair.iter().position(|byte| *byte == b'=').map_or(&[][..], |end| &pair[..end]);
+    let is_space = |byte: &u8| matches!(byte, b' ' | b'\t');
+    let begin = name.iter().position(|byte| !is_space(byte)).unwrap_or(name.len());
+    let end = name.iter().rposition(|byte| !is_space(byte)).map_or(begin, |last| last + 1);
+    name[begin..end].to_vec()
+}
+
+/// Whether a browser would send it where the router looks for its own; it ignores the case of a prefix.
+fn is_ours(name: &[u8]) -> bool {
+    // A cookie without a name is sent as its value, which can be a pair.
+    name.is_empty()
+        || reserved_names().iter().any(|ours| match ours.strip_prefix("__Host-") {
+            None => name == ours.as_bytes(),
+            Some(bare) => {
+                name.len() == ours.len()
+                    && name[..7].eq_ignore_ascii_case(b"__Host-")
+                    && name[7..] == *bare.as_bytes()
+            }
+        })
+}
+
+fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
+    let before = headers(&SET_COOKIE, bytes);
+    let mut after = before.clone();
+    drop_reserved(&mut after);
+    let lines =
+        |headers: &HeaderMap| -> Vec<HeaderValue> { headers.get_all(SET_COOKIE).iter().cloned().collect() };
+    let (before, after) = (lines(&before), lines(&after));
+    if let Some(line) = after.iter().find(|line| is_ours(&stored_name(line.as_bytes()))) {
+        return Err(format!("{line:?} is passed on"));
+    }
+    let wanted: Vec<_> = before.into_iter().filter(|line| !is_ours(&stored_name(line.as_bytes()))).collect();
+    // More may be dropped where the name cannot be one: nothing else may be added or reordered.
+    let mut rest = wanted.iter();
+    if after.iter().all(|line| rest.any(|wanted| wanted == line)) {
+        Ok(())
+    } else {
+        Err(format!("{after:?} instead of {wanted:?}"))
+    }
+}
+
+fn cookies_accepted(bytes: &[u8]) -> Result<(), String> {
+    let before = headers(&SET_COOKIE, bytes);
+    let wanted = before.get_all(SET_COOKIE).iter();
+    let wanted = wanted.filter(|line| !is_ours(&stored_name(line.as_bytes()))).count();
+    let mut after = before.clone();
+    drop_reserved(&mut after);
+    let found = after.get_all(SET_COOKIE).iter().count();
+    if found == wanted { Ok(()) } else { Err(format!("{found} cookies instead of {wanted}")) }
+}
+
+pub fn hop_by_hop() -> Target {
+    Target {
+        name: "hop-by-hop",
+        valid: hops().boxed(),
+        holds: hops_hold,
+        accepts: hops_accepted,
+        cases: 2000,
+    }
+}
+
+fn hops() -> impl Strategy<Value = Vec<u8>> {
+    let line = prop_oneof![
+        Just("connection: keep-alive, Upgrade".to_owned()),
+        Just("connection: x-own, te".to_owned()),
+        Just("upgrade: websocket".to_owned()),
+        Just("upgrade: h2c".to_owned()),
+        Just("te: trailers".to_owned()),
+        Just("transfer-encoding: chunked".to_owned()),
+        Just("x-own: 1".to_owned()),
+        "x-[a-z]{1,8}: [a-z]{0,8}",
+    ];
+    prop::collection::vec(line, 0..8).prop_map(|lines| lines.join("\n").into_bytes())
+}
+
+fn hop_headers(bytes: &[u8]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    for line in bytes.split(|byte| *byte == b'\n').take(64) {
+        let Some(colon) = line.iter().position(|byte| *byte == b':') else { continue };
+        let name = HeaderName::from_bytes(&line[..colon]);
+        if let (Ok(name), Ok(value)) = (name, HeaderValue::from_bytes(line[colon + 1..].trim_ascii())) {
+            headers.append(name, value);
+        }
+    }
+    headers
+}
+
+const OF_A_HOP: [&str; 8] = [
+    "keep-alive",
+    "proxy-connection",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "http2-settings",
+];
+
+/// What `Connection` named is gone; an upgrade that stays is one, and not to HTTP, in which requests could hide.
+fn hops_hold(bytes: &[u8]) -> Result<(), String> {
+    let before = hop_headers(bytes);
+    let mut after = before.clone();
+    let upgrades = strip_hop_by_hop(&mut after);
+    let named = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
+    for name in named.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
+        if after.contains_key(&name) && name != UPGRADE && name != CONNECTION {
+            return Err(format!("{name} was named and stays"));
+        }
+    }
+    if let Some(name) = OF_A_HOP[..7].iter().find(|name| after.contains_key(**name)) {
+        return Err(format!("{name} stays"));
+    }
+    let all = |name: HeaderName| after.get_all(name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
+    let (connection, upgrade) = (all(CONNECTION), all(UPGRADE));
+    let hides_http = |value: &[u8]| {
+        let text = String::from_utf8_lossy(value).to_ascii_lowercase();
+        text.split(',').any(|one| ["h2c", "http", "tls"].iter().any(|name| one.trim().starts_with(name)))
+    };
+    let is_right = match (upgrades, connection.as_slice(), upgrade.as_slice()) {
+        (false, [], []) => true,
+        (true, [b"upgrade"], [one]) => !hides_http(one),
+        _ => false,
+    };
+    if !is_right {
+        return Err(format!("{upgrades}: connection {connection:?}, upgrade {upgrade:?}"));
+    }
+    let mut again = after.clone();
+    if strip_hop_by_hop(&mut again) != upgrades || again != after {
+        return Err(format!("{again:?} is what a second time leaves of {after:?}"));
+    }
+    Ok(())
+}
+
+fn hops_accepted(bytes: &[u8]) -> Result<(), String> {
+    let before = hop_headers(bytes);
+    let names_own = before.get_all(CONNECTION).iter().any(|value| value.as_bytes().starts_with(b"x-own"));
+    let mut after = before.clone();
+    strip_hop_by_hop(&mut after);
+    let others = before.keys().filter(|name| name.as_str().starts_with("x-"));
+    let mut others = others.filter(|name| !(names_own && name.as_str() == "x-own"));
+    match others.find(|name| after.get_all(*name).iter().ne(before.get_all(*name).iter())) {
+        Some(name) => Err(format!("{name} is another")),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,123 @@
+//! A heartbeat, as anybody with that host can send it: what is stored is bounded, and safe to print.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::machine::epoch::MAX_EPOCH;
+use svc::platform::api::heartbeat::read_body;
+
+use super::Target;
+use super::objects::wait;
+
+/// Of one reported text.
+const MAX_CHARS: usize = 2000;
+
+pub fn target() -> Target {
+    Target { name: "heartbeat", valid: heartbeats().boxed(), holds, accepts, cases: 1000 }
+}
+
+fn heartbeats() -> impl Strategy<Value = Vec<u8>> {
+    let word = || prop_oneof![Just("ok"), Just("failing")];
+    let backup = prop::option::of((any::<bool>(), "\\PC{0,20}")).prop_map(|backup| {
+        backup.map(|(is_good, error)| {
+            json!({ "status": if is_good { "success" } else { "error" }, "key": "system/db/snapshots/x.dump",
+                "beganAt": "2026-01-02T03:04:05.678Z", "takenAt": "2026-01-02T03:04:06.000Z", "sizeBytes": 5,
+                "error": error })
+        })
+    });
+    let attention = prop::collection::vec(("[a-z_]{1,20}", "[a-z ]{1,20}"), 0..3).prop_map(|items| {
+        items.into_iter().map(|(code, detail)| json!({ "code": code, "detail": detail })).collect::<Value>()
+    });
+    (word(), word(), 0..=MAX_EPOCH.0, 0..1u64 << 50, backup, attention, any::<bool>()).prop_map(
+        |(gateway, database, epoch, bytes, backup, attention, is_registering)| {
+            let mut beat = json!({
+                "imageVersion": "2026.11.21-1", "epoch": epoch,
+                "health": { "gateway": gateway, "database": database },
+                "disk": { "totalBytes": bytes, "freeBytes": bytes / 2 },
+                "updating": false, "attention": attention, "proofKids": ["k1", "k2"],
+                "lastUpdate": { "version": "2026.11.21-1", "outcome": "updated", "stage": "done",
+                    "at": "2026-01-02T03:04:05.678Z" },
+                "checks": { "verify": { "status": "success", "at": "2026-01-02T03:04:05.678Z" } },
+            });
+            if let Some(backup) = backup {
+                beat["lastBackup"] = backup;
+            }
+            if is_registering {
+                beat["registration"] = json!({ "machineId": uuid::Uuid::from_u128(7), "imageVersion": "2026.11.21-1",
+                    "bundleSha256": "ab".repeat(32), "tlsSpkiSha256": "cd".repeat(32), "bootMs": 5 });
+            }
+            beat.to_string().into_bytes()
+        },
+    )
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    match wait(read_body(bytes.to_vec())) {
+        Ok(stored) => fits(&stored),
+        Err(problem) => {
+            let answer = problem.body().to_string();
+            let status = problem.code.status().as_u16();
+            if !(400..500).contains(&status) {
+                return Err(format!("answered with {status}"));
+            }
+            // Of what was sent, a refusal quotes names of fields at most.
+            if answer.len() > 8192 + 16 * bytes.len() {
+                Err(format!("a refusal of {} bytes", answer.len()))
+            } else {
+                Ok(())
+            }
+        }
+    }
+}
+
+fn fits(stored: &Value) -> Result<(), String> {
+    for part in ["imageVersion", "health", "lastBackup", "lastUpdate", "checks", "attention"] {
+        texts(&stored[part], &mut |text| {
+            let is_unsafe = |c: char| {
+                (c.is_control() && c != '\n')
+                    || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+            };
+            if text.chars().count() > MAX_CHARS {
+                return Err(format!("{part} has a text of {} bytes", text.len()));
+            }
+            if text.contains(is_unsafe) { Err(format!("{part} has the text {text:?}")) } else { Ok(()) }
+        })?;
+    }
+    let count = |list: &Value| list.as_array().map_or(0, Vec::len);
+    if count(&stored["attention"]) > 16 || count(&stored["proofKids"]) > 16 {
+        return Err(format!("{stored} has more than 16 of a list"));
+    }
+    // PostgreSQL has no NUL in a text.
+    texts(&stored["proofKids"], &mut |text| {
+        if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
+    })?;
+    let health = &stored["health"];
+    let is_word = |value: &Value| value == "ok" || value == "failing";
+    if !is_word(&health["gateway"]) || !is_word(&health["database"]) {
+        return Err(format!("the health is {health}"));
+    }
+    // Only a backup that succeeded proves that there is one.
+    if !stored["backupTakenAt"].is_null() && stored["lastBackup"]["status"] != "success" {
+        return Err(format!("{stored} has a backup that failed"));
+    }
+    Ok(())
+}
+
+/// Each text of a value.
+fn texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
+    match value {
+        Value::String(text) => check(text),
+        Value::Array(items) => items.iter().try_for_each(|item| texts(item, check)),
+        Value::Object(members) => members.values().try_for_each(|item| texts(item, check)),
+        Value::Null | Value::Bool(_) | Value::Number(_) => Ok(()),
+    }
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let sent: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let stored = wait(read_body(bytes.to_vec())).map_err(|problem| problem.detail)?;
+    let same = ["imageVersion", "epoch", "attention", "proofKids", "updating"].iter();
+    let is_same = same.clone().all(|field| stored[field] == sent[field])
+        && stored["health"]["disk"] == sent["disk"]
+        && stored["lastBackup"]["status"] == sent["lastBackup"]["status"];
+    if is_same { Ok(()) } else { Err(format!("{stored} was read")) }
+}

@@ -1,0 +1,165 @@
+//! What an owner's archive says of itself: the listing of its dump, and its manifest. Anybody can have made it.
+
+use std::sync::LazyLock;
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::host::archive::{Kind, Listed};
+use svc::host::restore::import_fuzzing::{compare_manifest, read_listing};
+
+use super::Target;
+
+pub fn listing() -> Target {
+    Target {
+        name: "import-listing",
+        valid: listings().boxed(),
+        holds: listing_holds,
+        accepts: listing_accepted,
+        cases: 1500,
+    }
+}
+
+/// What may begin an entry that is loaded.
+const LOADED: [&str; 13] = [
+    "CHECK CONSTRAINT ",
+    "FK CONSTRAINT ",
+    "CONSTRAINT ",
+    "DEFAULT ",
+    "DOMAIN ",
+    "INDEX ",
+    "SCHEMA ",
+    "SEQUENCE ",
+    "STATISTICS ",
+    "TABLE ",
+    "TYPE ",
+    "COMMENT ",
+    "TABLE DATA ",
+];
+
+fn listings() -> impl Strategy<Value = Vec<u8>> {
+    let kind =
+        prop::sample::select(&["TABLE", "TABLE DATA", "SEQUENCE", "INDEX", "FK CONSTRAINT", "ACL"][..]);
+    let entries = prop::collection::vec((kind, "[a-z ]{1,12}"), 0..6);
+    (entries, any::<bool>(), any::<bool>()).prop_map(|(entries, has_extension, has_outbox)| {
+        let mut lines = vec![";".to_owned(), "; Archive created at 2026-11-23".to_owned()];
+        if has_extension {
+            lines.push("2; 3079 16390 EXTENSION - citext ".to_owned());
+            lines.push("3; 0 0 COMMENT - EXTENSION citext ".to_owned());
+        }
+        if has_outbox {
+            lines.push("4; 1255 16400 FUNCTION svc note_change() postgres".to_owned());
+            lines.push("5; 2620 16401 TRIGGER app_notes notes svc_changes_insert postgres".to_owned());
+        }
+        let entry = |(index, (kind, name)): (usize, &(&str, String))| {
+            format!("{}; 1259 {} {kind} app_notes {name} app_notes", 10 + index, 16_386 + index)
+        };
+        lines.extend(entries.iter().enumerate().map(entry));
+        (lines.join("\n") + "\n").into_bytes()
+    })
+}
+
+/// Each number that `pg_restore` is given stands for entries that may be loaded, and for nothing else.
+fn listing_holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
+    let (list, extensions) = match read_listing(listing) {
+        Ok(read) => read,
+        Err(why) => return is_printable(&why),
+    };
+    for line in list.lines() {
+        let id = line.strip_suffix(';').filter(|id| id.parse::<u32>().is_ok());
+        let id = id.ok_or_else(|| format!("pg_restore would be given {line:?}"))?;
+        let numbered = |line: &&str| {
+            let number = line.split_once("; ").and_then(|(number, _)| number.parse::<u32>().ok());
+            number.is_some() && number == id.parse().ok()
+        };
+        for entry in listing.lines().filter(numbered) {
+            let what = entry.splitn(4, ' ').nth(3).unwrap_or_default();
+            if !LOADED.iter().any(|kind| what.starts_with(kind)) || what.starts_with("DEFAULT ACL ") {
+                return Err(format!("{entry:?} would be loaded"));
+            }
+        }
+    }
+    let known = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
+    match extensions.iter().find(|name| !known.contains(&name.as_str())) {
+        Some(name) => Err(format!("the extension {name} would be created")),
+        None => Ok(()),
+    }
+}
+
+fn is_printable(text: &str) -> Result<(), String> {
+    let is_unsafe = |c: char| c.is_control() && c != '\n';
+    if text.contains(is_unsafe) || text.len() > 16_384 {
+        return Err(format!("an error of {} bytes, or with control characters: {text:?}", text.len()));
+    }
+    Ok(())
+}
+
+fn listing_accepted(bytes: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let (list, extensions) = read_listing(text)?;
+    let wanted = text.lines().filter(|line| line.contains(" app_notes ") && !line.contains(" ACL "));
+    let wanted = wanted.filter(|line| !line.contains(" TRIGGER ")).count();
+    let has_extension = text.contains("EXTENSION - citext");
+    if list.lines().count() == wanted && has_extension != extensions.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("{list:?} with {extensions:?} would be loaded"))
+    }
+}
+
+pub fn manifest() -> Target {
+    Target {
+        name: "import-manifest",
+        valid: manifests().boxed(),
+        holds: manifest_holds,
+        accepts: manifest_accepted,
+        cases: 1500,
+    }
+}
+
+/// What was read of the archive before its manifest.
+static SEEN: LazyLock<Vec<Listed>> = LazyLock::new(|| {
+    let entry = |path: &str, kind, size_bytes, sha256: Option<String>| Listed {
+        path: path.to_owned(),
+        kind,
+        size_bytes,
+        sha256,
+    };
+    vec![
+        entry("export.json", Kind::File, 3, Some("ab".repeat(32))),
+        entry("home", Kind::Directory, 0, None),
+        entry("home/a%25\"b", Kind::Link, 7, Some("cd".repeat(32))),
+    ]
+});
+
+fn manifests() -> impl Strategy<Value = Vec<u8>> {
+    (prop::collection::vec("\\PC{0,20}", 0..3), any::<bool>()).prop_map(|(left_out, is_pretty)| {
+        let manifest =
+            json!({ "version": 1, "entries": *SEEN, "leftOut": left_out, "later": { "entries": 1 } });
+        if is_pretty { format!("{manifest:#}").into_bytes() } else { manifest.to_string().into_bytes() }
+    })
+}
+
+/// It is taken for the archive's only where it lists exactly what was seen.
+fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
+    match compare_manifest(bytes, &SEEN) {
+        Err(why) => is_printable(&why),
+        Ok(()) => {
+            // What is passed over may be JSON that this reader refuses, as the half of a surrogate pair.
+            let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
+            let listed = serde_json::from_value::<Vec<Listed>>(manifest["entries"].clone());
+            match listed {
+                Ok(listed) if listed == *SEEN => Ok(()),
+                other => Err(format!("{other:?} was taken for what was seen")),
+            }
+        }
+    }
+}
+
+fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
+    compare_manifest(bytes, &SEEN)?;
+    match compare_manifest(bytes, &SEEN[..2]) {
+        Err(_) => Ok(()),
+        Ok(()) => Err("an entry too many was taken".to_owned()),
+    }
+}

@@ -1,0 +1,87 @@
+//! `system/config.json`, as the owner's browser and programs change it: limits and agents are within bounds, and a mistake is
+//! named without the values beside it.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::host::records::money::Dollars;
+use svc::host::settings::Settings;
+
+use super::Target;
+
+pub fn target() -> Target {
+    Target { name: "owner-config", valid: configs().boxed(), holds, accepts, cases: 1000 }
+}
+
+/// In values that no message may quote.
+const SECRET: &str = "sk-a-key-of-the-owner";
+
+fn configs() -> impl Strategy<Value = Vec<u8>> {
+    let zone = prop::sample::select(&["UTC", "Europe/Berlin", "America/New_York"][..]);
+    let agents = prop::collection::btree_map("[a-z]{1,8}", (1..=86_400_u64, "[a-z]{1,8}"), 0..3);
+    (zone, 0..10_000_u32, 1..=64_usize, agents).prop_map(|(zone, cents, concurrency, agents)| {
+        let described: serde_json::Map<String, Value> = agents
+            .into_iter()
+            .map(|(name, (seconds, program))| {
+                let agent = json!({ "adapter": "claude-code", "command": [program, SECRET],
+                    "deadlineSeconds": seconds, "environment": { "API_KEY": SECRET }, "apps": ["notes"] });
+                (name, agent)
+            })
+            .collect();
+        let config = json!({
+            "costLimits": { "daily": f64::from(cents) / 100.0, "monthly": 100, "timeZone": zone },
+            "storage": { "appBytes": 1_000_000, "apps": { "notes": 5 } },
+            "agents": described, "dispatch": { "concurrency": concurrency },
+            "prices": { "m": { "input": 3, "output": 15.5, "cachedInput": 0.3 } },
+            "editor": { "theme": SECRET },
+        });
+        config.to_string().into_bytes()
+    })
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let settings = match Settings::parse(bytes) {
+        Ok(settings) => settings,
+        Err(why) if why.contains(SECRET) => return Err(format!("a value is quoted: {why}")),
+        Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
+            return Err(format!("a message that cannot be shown: {why:?}"));
+        }
+        Err(_) => return Ok(()),
+    };
+    if format!("{:?}", settings.agents.agents).contains(SECRET) {
+        return Err("a value of an agent's environment is shown".to_owned());
+    }
+    let limits = settings.limits;
+    if [limits.daily, limits.monthly, limits.reservation].iter().any(|amount| *amount < Dollars::ZERO) {
+        return Err(format!("{limits:?} has an amount below zero"));
+    }
+    let agents = &settings.agents;
+    if !(1..=64).contains(&agents.concurrency) || !agents.agents.contains_key(&agents.default_agent) {
+        return Err(format!("{} of {} run at once", agents.concurrency, agents.default_agent));
+    }
+    for (name, agent) in &agents.agents {
+        let has_nul = |text: &String| text.contains('\0');
+        let environment = agent.environment.iter();
+        let is_whole = agent.command.first().is_some_and(|program| !program.is_empty())
+            && !agent.command.iter().any(has_nul)
+            && !environment
+                .clone()
+                .any(|(name, value)| has_nul(name) || has_nul(value) || name.contains('='))
+            && (1..=86_400).contains(&agent.deadline_seconds);
+        if !is_whole || name.is_empty() {
+            return Err(format!("the agent {name:?} cannot be run"));
+        }
+    }
+    Ok(())
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let settings = Settings::parse(bytes)?;
+    let named = wanted["agents"].as_object().map_or(0, serde_json::Map::len).max(1);
+    let is_same = settings.time_zone == wanted["costLimits"]["timeZone"]
+        && wanted["costLimits"]["daily"].as_f64() == json!(settings.limits.daily).as_f64()
+        && settings.agents.agents.len() == named
+        && settings.storage.of("notes") == Some(5)
+        && settings.storage.of("other") == Some(1_000_000);
+    if is_same { Ok(()) } else { Err(format!("{settings:?} was read")) }
+}

@@ -1,0 +1,108 @@
+//! systemd's own reading of an env file: a port of the states of its `parse_env_file_internal` (src/basic/env-file.c, v252).
+
+/// `\n` and `\r` end a line.
+fn is_newline(c: char) -> bool {
+    matches!(c, '\n' | '\r')
+}
+
+fn is_space(c: char) -> bool {
+    matches!(c, ' ' | '\t') || is_newline(c)
+}
+
+#[derive(Clone, Copy)]
+enum State {
+    PreKey,
+    Key,
+    PreValue,
+    Value,
+    ValueEscape,
+    SingleQuote,
+    DoubleQuote,
+    DoubleQuoteEscape,
+    Comment,
+    CommentEscape,
+}
+
+/// The assignments of a file, in order. Lines without `=` are passed over, as systemd passes over them with a warning.
+pub fn read_env_file(text: &str) -> Vec<(String, String)> {
+    let mut pairs = Vec::new();
+    let (mut key, mut value) = (String::new(), String::new());
+    // Up to where the value is no trailing space.
+    let mut kept = 0;
+    let mut state = State::PreKey;
+    for c in text.chars() {
+        state = match state {
+            State::PreKey if matches!(c, '#' | ';') => State::Comment,
+            State::PreKey if is_space(c) => State::PreKey,
+            State::PreKey => {
+                key.push(c);
+                State::Key
+            }
+            State::Key if is_newline(c) => {
+                key.clear();
+                State::PreKey
+            }
+            State::Key if c == '=' => State::PreValue,
+            State::Key => {
+                key.push(c);
+                State::Key
+            }
+            State::PreValue | State::Value if is_newline(c) => {
+                if matches!(state, State::Value) {
+                    value.truncate(kept);
+                }
+                pairs.push((std::mem::take(&mut key).trim_end_matches(is_space).to_owned(), value));
+                value = String::new();
+                kept = 0;
+                State::PreKey
+            }
+            State::PreValue if c == '\'' => State::SingleQuote,
+            State::PreValue if c == '"' => State::DoubleQuote,
+            State::PreValue | State::Value if c == '\\' => State::ValueEscape,
+            State::PreValue if is_space(c) => State::PreValue,
+            State::PreValue | State::Value => {
+                value.push(c);
+                if !is_space(c) {
+                    kept = value.len();
+                }
+                State::Value
+            }
+            State::ValueEscape => {
+                if !is_newline(c) {
+                    value.push(c);
+                }
+                kept = value.len();
+                State::Value
+            }
+            State::SingleQuote if c == '\'' => State::PreValue,
+            State::DoubleQuote if c == '"' => State::PreValue,
+            State::DoubleQuote if c == '\\' => State::DoubleQuoteEscape,
+            State::SingleQuote | State::DoubleQuote => {
+                value.push(c);
+                kept = value.len();
+                state
+            }
+            State::DoubleQuoteEscape => {
+                if !"\"\\`$".contains(c) && c != '\n' {
+                    value.push('\\');
+                }
+                if c != '\n' {
+                    value.push(c);
+                }
+                kept = value.len();
+                State::DoubleQuote
+            }
+            State::Comment if c == '\\' => State::CommentEscape,
+            State::Comment if is_newline(c) => State::PreKey,
+            State::Comment | State::CommentEscape => State::Comment,
+        };
+    }
+    if matches!(state, State::Value) {
+        value.truncate(kept);
+    }
+    let has_value = !matches!(state, State::PreKey | State::Key | State::Comment | State::CommentEscape);
+    if has_value {
+        pairs.push((key.trim_end_matches(is_space).to_owned(), value));
+    }
+    pairs
+}

@@ -1,0 +1,224 @@
+//! The two tokens that say who somebody is: the identity provider's JWT, and the platform's proof. Neither is believed for
+//! anybody but whom it was signed for.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::sync::LazyLock;
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
+use jiff::Timestamp;
+use proptest::prelude::*;
+use ring::signature::{ED25519, Ed25519KeyPair, KeyPair, UnparsedPublicKey};
+use serde_json::{Value, json};
+use svc::http::jwt::{Trust, Verifier};
+use svc::http::proof::{self, ProofKey, ProofKeys};
+use svc::machine::id::MachineId;
+
+use super::Target;
+use super::objects::wait;
+
+const NOW: i64 = 1_780_000_000;
+const KID: &str = "k1";
+const ISSUER: &str = "https://id.example";
+const AUDIENCE: &str = "svc";
+const JWT_LEEWAY: f64 = svc::http::jwt::LEEWAY_SECONDS as f64;
+
+static KEY: LazyLock<Ed25519KeyPair> =
+    LazyLock::new(|| Ed25519KeyPair::from_seed_unchecked(&[7; 32]).expect("32 bytes are a seed"));
+
+fn now() -> Timestamp {
+    Timestamp::from_second(NOW).expect("in range")
+}
+
+fn public() -> String {
+    B64.encode(KEY.public_key())
+}
+
+fn token(header: &[u8], payload: &[u8]) -> String {
+    let signed = format!("{}.{}", B64.encode(header), B64.encode(payload));
+    let signature = B64.encode(KEY.sign(signed.as_bytes()));
+    format!("{signed}.{signature}")
+}
+
+fn header() -> Vec<u8> {
+    json!({ "alg": "EdDSA", "typ": "JWT", "kid": KID }).to_string().into_bytes()
+}
+
+/// The payload of a token that our key really signed.
+fn signed_bytes(token: &str) -> Option<Vec<u8>> {
+    let (signed, signature) = token.rsplit_once('.')?;
+    let signature = B64.decode(signature).ok()?;
+    UnparsedPublicKey::new(&ED25519, KEY.public_key()).verify(signed.as_bytes(), &signature).ok()?;
+    B64.decode(signed.split_once('.')?.1).ok()
+}
+
+fn signed_payload(token: &str) -> Option<Value> {
+    serde_json::from_slice(&signed_bytes(token)?).ok()
+}
+
+/// The token with one byte changed, at places throughout it.
+fn altered(token: &str) -> impl Iterator<Item = String> {
+    let step = (token.len() / 24).max(1);
+    (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|at| {
+        let mut bytes = token.as_bytes().to_vec();
+        bytes[at] = if bytes[at] == b'A' { b'B' } else { b'A' };
+        String::from_utf8(bytes).ok()
+    })
+}
+
+/// What every token that was believed must have: our signature; and with another byte it is not believed. `None` where a claim
+/// that is passed over is JSON that this reader refuses, as a number beyond all others.
+fn only_as_signed<T>(token: &str, believe: impl Fn(&str) -> Option<T>) -> Result<Option<Value>, String> {
+    let payload = signed_bytes(token).ok_or_else(|| format!("{token} was believed without our signature"))?;
+    match altered(token).find(|altered| believe(altered).is_some()) {
+        Some(altered) => Err(format!("{altered} was believed, as {token} is")),
+        None => Ok(serde_json::from_slice(&payload).ok()),
+    }
+}
+
+/// The bytes as a token, as what our key signs, and as the header before what it signs.
+fn tokens_of(bytes: &[u8], payload: &[u8]) -> Vec<String> {
+    let given = std::str::from_utf8(bytes).map(str::to_owned).ok();
+    given.into_iter().chain([token(&header(), bytes), token(bytes, payload)]).collect()
+}
+
+pub fn jwt() -> Target {
+    Target { name: "jwt", valid: jwts().boxed(), holds: jwt_holds, accepts: jwt_accepted, cases: 300 }
+}
+
+fn jwts() -> impl Strategy<Value = Vec<u8>> {
+    let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
+    let audience = prop_oneof![Just(json!(AUDIENCE)), Just(json!(["other", AUDIENCE]))];
+    let claims = (user, audience, 1..100_000i64).prop_map(|(user, audience, life)| {
+        json!({ "iss": ISSUER, "sub": user, "aud": audience, "exp": NOW + life, "iat": NOW, "nbf": NOW })
+    });
+    (claims, any::<bool>()).prop_map(|(claims, is_token)| {
+        let claims = claims.to_string().into_bytes();
+        // Claims alone are signed when they are played, so that changes to them reach what reads them.
+        if is_token { token(&header(), &claims).into_bytes() } else { claims }
+    })
+}
+
+/// The issuer's keys, at an address of this process.
+static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("it is bound");
+    let keys = json!({ "keys": [{ "kty": "OKP", "crv": "Ed25519", "kid": KID, "x": public() }] }).to_string();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let answer = format!(
+                "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}",
+                keys.len()
+            );
+            // Who has gone gets no keys.
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    format!("http://{address}/jwks").parse().expect("a URL")
+});
+
+fn jwt_user(token: &str) -> Option<String> {
+    thread_local! {
+        static VERIFIER: Verifier = {
+            let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("a client");
+            let trust = Trust { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
+            let verifier = Verifier::new(trust, client);
+            // It fetches the keys.
+            let known = token_of_somebody();
+            let user = wait(verifier.verify(&known, now())).expect("a token in order");
+            assert_eq!(user.user.as_str(), "somebody");
+            verifier
+        };
+    }
+    VERIFIER.with(|verifier| {
+        let subject = verifier.verify_with_known_keys(token, now()).ok()?;
+        Some(subject.user.as_str().to_owned())
+    })
+}
+
+fn token_of_somebody() -> String {
+    let claims = json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 });
+    token(&header(), claims.to_string().as_bytes())
+}
+
+fn jwt_holds(bytes: &[u8]) -> Result<(), String> {
+    let payload = json!({ "iss": ISSUER, "sub": "somebody", "aud": AUDIENCE, "exp": NOW + 60 }).to_string();
+    for token in tokens_of(bytes, payload.as_bytes()) {
+        let Some(user) = jwt_user(&token) else { continue };
+        let Some(claims) = only_as_signed(&token, jwt_user)? else { continue };
+        let is_ours = |name: &Value| name == AUDIENCE;
+        let is_for_us = match &claims["aud"] {
+            Value::Array(all) => all.iter().any(is_ours),
+            Value::Null => is_ours(&claims["azp"]),
+            one => is_ours(one),
+        };
+        let is_living = claims["exp"].as_f64().is_some_and(|end| NOW as f64 <= end + JWT_LEEWAY);
+        let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY >= begin);
+        if claims["sub"] != user.as_str() || claims["iss"] != ISSUER || !is_for_us || !is_living || !has_begun
+        {
+            return Err(format!("{claims} is believed as {user}"));
+        }
+    }
+    Ok(())
+}
+
+fn jwt_accepted(bytes: &[u8]) -> Result<(), String> {
+    let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
+    let claims =
+        payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
+    let user = jwt_user(&token(&header(), claims.to_string().as_bytes())).ok_or("it was refused")?;
+    if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("{user} was read")) }
+}
+
+pub fn proof() -> Target {
+    Target { name: "proof", valid: proofs().boxed(), holds: proof_holds, accepts: proof_accepted, cases: 300 }
+}
+
+const MACHINE: MachineId = MachineId(uuid::Uuid::from_u128(7));
+
+fn proof_claims(user: &str, life: i64) -> Value {
+    json!({ "iss": proof::ISSUER, "aud": MACHINE, "sub": user, "handle": "ada", "slot": "primary",
+        "route": "shell", "iat": NOW, "exp": NOW + life })
+}
+
+fn proofs() -> impl Strategy<Value = Vec<u8>> {
+    let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
+    (user, 1..=proof::MAX_LIFE_SECONDS, any::<bool>()).prop_map(|(user, life, is_token)| {
+        let claims = proof_claims(&user, life).to_string().into_bytes();
+        if is_token { token(&header(), &claims).into_bytes() } else { claims }
+    })
+}
+
+fn believed(token: &str) -> Option<proof::Claims> {
+    let keys = ProofKeys { keys: vec![ProofKey { kid: KID.to_owned(), x: public() }] };
+    keys.verify(token, MACHINE, now()).ok()
+}
+
+fn proof_holds(bytes: &[u8]) -> Result<(), String> {
+    let payload = proof_claims("somebody", 30).to_string();
+    for token in tokens_of(bytes, payload.as_bytes()) {
+        let Some(claims) = believed(&token) else { continue };
+        let Some(signed) = only_as_signed(&token, believed)? else { continue };
+        let is_same = signed["sub"] == claims.sub.as_str()
+            && signed["handle"] == claims.handle.as_str()
+            && signed["slot"] == claims.slot.as_str()
+            && signed["aud"].as_str().and_then(|text| text.parse().ok()) == Some(MACHINE.0);
+        let life = i128::from(claims.exp) - i128::from(claims.iat);
+        let is_living = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
+            && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
+        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFE_SECONDS.into() || !is_living {
+            return Err(format!("{signed} is believed as {claims:?}"));
+        }
+    }
+    Ok(())
+}
+
+fn proof_accepted(bytes: &[u8]) -> Result<(), String> {
+    let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
+    let claims: Value =
+        payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
+    let found = believed(&token(&header(), claims.to_string().as_bytes())).ok_or("it was refused")?;
+    if claims["sub"] == found.sub.as_str() { Ok(()) } else { Err(format!("{found:?} was read")) }
+}

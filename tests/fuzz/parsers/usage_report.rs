@@ -1,0 +1,71 @@
+//! A host's report of what dispatches have cost, which an operator reads: bounded, safe to print, and nothing else.
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use svc::platform::api::usage::read_report;
+
+use super::Target;
+
+const MAX_CHARS: usize = 2000;
+
+pub fn target() -> Target {
+    Target { name: "usage-report", valid: reports().boxed(), holds, accepts, cases: 1000 }
+}
+
+fn reports() -> impl Strategy<Value = Vec<u8>> {
+    let entry = (0..10_000_u32, any::<u32>(), prop::option::of("[a-z0-9.-]{1,20}"));
+    prop::collection::vec(entry, 0..4).prop_map(|entries| {
+        let total: u32 = entries.iter().map(|(cents, ..)| cents).sum();
+        let described: Vec<Value> = entries
+            .into_iter()
+            .map(|(cents, tokens, model)| {
+                let mut entry = json!({ "date": "2026-11-23", "userId": "user_1", "cost": f64::from(cents) / 100.0,
+                    "tokensIn": tokens, "tokensOut": 1, "dispatches": 1 });
+                if let Some(model) = model {
+                    entry["model"] = model.into();
+                }
+                entry
+            })
+            .collect();
+        let report = json!({ "totalCost": f64::from(total) / 100.0, "totalTokensIn": 5, "totalTokensOut": 6,
+            "totalDispatches": 7, "entries": described, "later": "a field of a newer host" });
+        report.to_string().into_bytes()
+    })
+}
+
+fn holds(bytes: &[u8]) -> Result<(), String> {
+    let Ok(report) = read_report(bytes) else { return Ok(()) };
+    let cost = |value: &Value| value.as_f64().is_some_and(|cost| cost.is_finite() && cost >= 0.0);
+    if !cost(&report["totalCost"]) {
+        return Err(format!("the total is {}", report["totalCost"]));
+    }
+    let only = |value: &Value, names: &[&str]| {
+        value.as_object().is_some_and(|members| members.keys().all(|name| names.contains(&name.as_str())))
+    };
+    let totals = ["totalCost", "totalTokensIn", "totalTokensOut", "totalDispatches", "entries"];
+    let fields = ["date", "model", "userId", "cost", "tokensIn", "tokensOut", "dispatches"];
+    if !only(&report, &totals) {
+        return Err(format!("{report} has other members"));
+    }
+    for entry in report["entries"].as_array().into_iter().flatten() {
+        if !only(entry, &fields) || !cost(&entry["cost"]) {
+            return Err(format!("{entry} is passed on"));
+        }
+        for text in ["model", "userId"].iter().filter_map(|name| entry[name].as_str()) {
+            let is_unsafe = |c: char| (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}');
+            if text.chars().count() > MAX_CHARS || text.contains(is_unsafe) {
+                return Err(format!("{text:?} is passed on"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn accepts(bytes: &[u8]) -> Result<(), String> {
+    let mut wanted: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    if let Some(members) = wanted.as_object_mut() {
+        members.remove("later");
+    }
+    let read = read_report(bytes)?;
+    if read == wanted { Ok(()) } else { Err(format!("{read} was read")) }
+}

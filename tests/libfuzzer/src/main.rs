@@ -1,0 +1,66 @@
+//! The targets of tests/fuzz as libFuzzer plays them: the same rules, searched by coverage instead of by mutation alone. The
+//! environment names the target, because libFuzzer reads the arguments.
+
+#![no_main]
+
+// How many cases the quick form plays is no matter here.
+#[allow(dead_code)]
+#[path = "../../fuzz/parsers/mod.rs"]
+mod parsers;
+
+use std::path::Path;
+use std::sync::OnceLock;
+
+use libfuzzer_sys::fuzz_target;
+use parsers::Target;
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+
+/// Valid documents that a search begins with, beside the corpus that is kept.
+const SAMPLES: usize = 24;
+/// Names the target.
+const TARGET_NAME: &str = "SVC_FUZZ_TARGET";
+/// Set, it prints the names of all targets instead.
+const LIST: &str = "SVC_FUZZ_LIST";
+/// Names the folder that takes the samples.
+const SAMPLES_DIR: &str = "SVC_FUZZ_SAMPLES";
+
+/// The name of the target, and what must hold of any input.
+type Rule = (&'static str, fn(&[u8]) -> Result<(), String>);
+
+static RULE: OnceLock<Rule> = OnceLock::new();
+
+fuzz_target!(
+    init: {
+        if std::env::var_os(LIST).is_some() {
+            parsers::targets().iter().for_each(|target| println!("{}", target.name));
+            std::process::exit(0);
+        }
+        let target = named_target();
+        if let Some(dir) = std::env::var_os(SAMPLES_DIR) {
+            write_samples(&target, Path::new(&dir));
+        }
+        RULE.get_or_init(|| (target.name, target.holds));
+    },
+    |input: &[u8]| {
+        let (name, holds) = RULE.get().expect("libFuzzer has initialised the target");
+        if let Err(rule) = holds(input) {
+            panic!("{name}: {rule}\nof {:?}", String::from_utf8_lossy(input));
+        }
+    }
+);
+
+fn named_target() -> Target {
+    let name = std::env::var(TARGET_NAME).unwrap_or_else(|error| panic!("{TARGET_NAME}: {error}"));
+    let target = parsers::targets().into_iter().find(|target| target.name == name);
+    target.unwrap_or_else(|| panic!("{name} is not a target of tests/fuzz/parsers"))
+}
+
+fn write_samples(target: &Target, dir: &Path) {
+    let mut runner = TestRunner::deterministic();
+    for index in 0..SAMPLES {
+        let sample = target.valid.new_tree(&mut runner).expect("a strategy without filters").current();
+        (target.accepts)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
+        std::fs::write(dir.join(format!("sample-{index}")), sample).expect("the samples' folder takes files");
+    }
+}

@@ -1,0 +1,222 @@
+//! `cargo xtask fuzz`: the parsers of tests/fuzz under libFuzzer, one after the other, each within bounds of time, memory and
+//! input. One executable plays all targets. Of the workspace only `svc` is compiled with coverage (`tests/libfuzzer/rustc.sh`),
+//! and dependencies are those of every other development build, so any stable compiler with a C++ compiler will do.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::cargo;
+
+const DEFAULT_SECONDS: u64 = 60;
+const LONG_SECONDS: u64 = 600;
+const MAX_INPUT_BYTES: u32 = 64 * 1024;
+const MAX_RSS_MIB: u32 = 1024;
+/// Of one input.
+const INPUT_TIMEOUT_SECONDS: u32 = 10;
+/// Beyond the time of the search: to read the corpus before it, and to minimise what was found after it.
+const MARGIN: Duration = Duration::from_secs(300);
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// These targets alone; all without one
+    #[arg(value_name = "TARGET")]
+    targets: Vec<String>,
+    /// How long each target is searched: a minute without it
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    seconds: Option<u64>,
+    /// Ten minutes for each target
+    #[arg(long, conflicts_with = "seconds")]
+    long: bool,
+}
+
+impl Args {
+    fn seconds(&self) -> u64 {
+        self.seconds.unwrap_or(if self.long { LONG_SECONDS } else { DEFAULT_SECONDS })
+    }
+}
+
+/// Searches each target, beginning with `tests/corpus`, valid samples, and what earlier runs found. A summary is kept in
+/// `target/libfuzzer/report.json`; fails where a rule was broken.
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let program = build()?;
+    let known = known_targets(&program)?;
+    let targets = if args.targets.is_empty() { known.clone() } else { args.targets.clone() };
+    for target in &targets {
+        ensure!(known.contains(target), "{target} is no target: choose from {}", known.join(", "));
+    }
+    let place = kit::fetch::target_dir().join("libfuzzer");
+    let mut rows = Vec::new();
+    for target in &targets {
+        let row = Search { program: &program, place: &place, target }.run(args.seconds())?;
+        println!("{row}");
+        rows.push(row);
+    }
+    let report = place.join("report.json");
+    fs::write(&report, serde_json::to_vec_pretty(&json!({ "targets": rows }))?)
+        .with_context(|| format!("write {}", report.display()))?;
+    println!("kept in {}", report.display());
+    let is_whole = rows.iter().all(|row| row["crashes"] == json!([]));
+    Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Builds the executable beside the development builds: cargo keeps what a wrapped compiler made apart from their crates.
+fn build() -> Result<PathBuf> {
+    ensure!(has_cpp_compiler(), "libFuzzer needs a C++ compiler: install g++ or clang");
+    // All members, so that dependencies have the features that every other command builds them with.
+    let args = ["build", "--workspace", "--bin", "svc-libfuzzer", "--features", "svc-libfuzzer/libfuzzer"];
+    let mut build = cargo::command(&args);
+    build.env("RUSTC_WORKSPACE_WRAPPER", cargo::root().join("tests/libfuzzer/rustc.sh"));
+    // Nobody edits and builds it again and again; what an incremental build keeps is larger than the executable.
+    build.env("CARGO_INCREMENTAL", "0");
+    cargo::succeed(build)?;
+    let program = kit::fetch::target_dir().join("debug/svc-libfuzzer");
+    std::path::absolute(&program).with_context(|| format!("find {}", program.display()))
+}
+
+fn has_cpp_compiler() -> bool {
+    let named = std::env::var("CXX").ok();
+    let compilers = named.iter().map(String::as_str).chain(["c++", "g++", "clang++"]);
+    compilers.into_iter().any(|compiler| {
+        let version = Command::new(compiler).arg("--version").output();
+        version.is_ok_and(|output| output.status.success())
+    })
+}
+
+/// The names of all targets, as the executable prints them.
+fn known_targets(program: &Path) -> Result<Vec<String>> {
+    let output = Command::new(program).env("SVC_FUZZ_LIST", "1").stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("start {}", program.display()))?;
+    ensure!(output.status.success(), "{} does not list its targets", program.display());
+    let names = String::from_utf8(output.stdout).context("the names of the targets are not UTF-8")?;
+    Ok(names.lines().map(str::to_owned).collect())
+}
+
+struct Search<'a> {
+    program: &'a Path,
+    place: &'a Path,
+    target: &'a str,
+}
+
+impl Search<'_> {
+    fn run(&self, seconds: u64) -> Result<Value> {
+        let kept = cargo::root().join("tests/corpus").join(self.target);
+        let [found, samples, crashes, minimised] =
+            ["corpus", "samples", "crashes", "minimised"].map(|name| self.place.join(name).join(self.target));
+        for dir in [&found, &samples, &crashes, &minimised] {
+            fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+        }
+        self.write_samples(&samples)?;
+
+        let log = self.place.join(format!("{}.log", self.target));
+        let mut search = self.program(&log)?;
+        search.args([&found, &kept, &samples]).arg(format!("-max_total_time={seconds}"));
+        search.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
+        let status = ended(search.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
+        let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+        let crashes = files(&crashes)?;
+        if !status.success() && crashes.is_empty() {
+            bail!("{} ended with {status}: see {}", self.target, log.display());
+        }
+
+        // Only what adds coverage is begun with next time.
+        fs::remove_dir_all(&minimised).and_then(|()| fs::create_dir(&minimised))?;
+        let mut merge = self.program(&self.place.join(format!("{}.merge.log", self.target)))?;
+        merge.arg("-merge=1").args([&minimised, &found]);
+        if ended(merge.spawn()?, MARGIN)?.success() {
+            fs::remove_dir_all(&found).and_then(|()| fs::rename(&minimised, &found))?;
+        }
+        Ok(json!({
+            "target": self.target,
+            "seconds": seconds,
+            "executions": figure(&text, "stat::number_of_executed_units:"),
+            "coverage": figure(&text, "cov:"),
+            "features": figure(&text, "ft:"),
+            "peakRssMib": figure(&text, "stat::peak_rss_mb:"),
+            "corpus": files(&found)?.len(),
+            "crashes": crashes,
+        }))
+    }
+
+    /// Valid documents, by the target itself.
+    fn write_samples(&self, dir: &Path) -> Result<()> {
+        let input = dir.join("empty");
+        File::create(&input).with_context(|| format!("make {}", input.display()))?;
+        let log = self.place.join(format!("{}.samples.log", self.target));
+        let mut write = self.program(&log)?;
+        write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
+        let status = ended(write.spawn()?, MARGIN)?;
+        ensure!(status.success(), "{} wrote no samples: see {}", self.target, log.display());
+        Ok(())
+    }
+
+    fn program(&self, log: &Path) -> Result<Command> {
+        let log = File::create(log).with_context(|| format!("make {}", log.display()))?;
+        let mut command = Command::new(self.program);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).args([
+            format!("-max_len={MAX_INPUT_BYTES}"),
+            format!("-timeout={INPUT_TIMEOUT_SECONDS}"),
+            format!("-rss_limit_mb={MAX_RSS_MIB}"),
+        ]);
+        command.env("SVC_FUZZ_TARGET", self.target).env("RUST_BACKTRACE", "0");
+        Ok(command)
+    }
+}
+
+/// Waits, and ends the program where it takes longer.
+fn ended(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        if Instant::now() >= deadline {
+            child.kill()?;
+            child.wait()?;
+            bail!("the program did not end within {} s", timeout.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(dir).with_context(|| format!("read {}", dir.display()))? {
+        all.push(entry?.path());
+    }
+    all.sort();
+    Ok(all)
+}
+
+/// The number after the last mention of a figure.
+fn figure(log: &str, name: &str) -> Option<u64> {
+    let (_, after) = log.rsplit_once(&format!("{name} "))?;
+    after.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_the_last_of_a_log() {
+        let log = "#2\tINITED cov: 10 ft: 11 corp: 1/1b\n#9\tDONE   cov: 20 ft: 21 corp: 2/9b\n\
+            stat::number_of_executed_units: 4242\nstat::peak_rss_mb:              97\n";
+        assert_eq!(figure(log, "cov:"), Some(20));
+        assert_eq!(figure(log, "stat::number_of_executed_units:"), Some(4242));
+        assert_eq!(figure(log, "stat::peak_rss_mb:"), Some(97));
+        assert_eq!(figure(log, "stat::absent:"), None);
+    }
+
+    #[test]
+    fn seconds_are_a_minute_or_as_asked() {
+        let args = |seconds, long| Args { targets: Vec::new(), seconds, long };
+        assert_eq!(args(None, false).seconds(), 60);
+        assert_eq!(args(None, true).seconds(), 600);
+        assert_eq!(args(Some(5), false).seconds(), 5);
+    }
+}
