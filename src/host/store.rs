@@ -76,13 +76,25 @@ impl StoreLink {
     /// # Errors
     /// When no client can be made.
     pub fn open_for(self, during_outage: DuringOutage) -> anyhow::Result<Bucket> {
+        self.open_with_source(during_outage).map(|(bucket, _)| bucket)
+    }
+
+    /// The same, with the source of its credentials, where they run out.
+    ///
+    /// # Errors
+    /// When no client can be made.
+    pub fn open_with_source(
+        self,
+        during_outage: DuringOutage,
+    ) -> anyhow::Result<(Bucket, Option<Arc<Renewed>>)> {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
                 let renewed = Renewed::new(machine, platform, layout.store_credentials(), &first)?;
-                Some(Arc::new(renewed.during_outage(during_outage)) as Arc<dyn Source>)
+                Some(Arc::new(renewed.during_outage(during_outage)))
             }
         };
-        self.store.open_with(source)
+        let asked = source.clone().map(|source| source as Arc<dyn Source>);
+        Ok((self.store.open_with(asked)?, source))
     }
 }

@@ -7,6 +7,8 @@
 //! With them comes an outage session, which lives longer and can only store snapshots. A backup uses it while the platform
 //! is unreachable; a refusal of the platform never leads to it.
 
+mod kept;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,26 +19,24 @@ use http::{StatusCode, header};
 use jiff::{SignedDuration, Timestamp};
 use object_store::aws::AwsCredential;
 use secrecy::{ExposeSecret, SecretString};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use tokio::sync::Mutex;
 
 use super::config::PlatformLink;
 use crate::clock;
-use crate::fsx;
 use crate::http::client::{self, Deadlines};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::store::credentials::{CredentialError, Source, Temporary};
 
-const FORMAT: u32 = 1;
-/// The most that is taken for what a session lives, where it is not known.
+pub use self::kept::KeptSessions;
+use self::kept::KeptSession;
+
+/// Assumed life of a session whose life is unknown.
 const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
-/// Sessions that live longer are meant to outlast a platform that is away.
-const LONG_LIFE: SignedDuration = SignedDuration::from_hours(2);
-/// How old a long session becomes: less than the hour between two backups, so that each of them begins with one that has
-/// all of its life but an hour, even if the platform is unreachable then.
-const LONG_RENEW_AFTER: SignedDuration = SignedDuration::from_mins(50);
+/// The age at which [`Renewed::refresh`] renews an outage session.
+const MAX_OUTAGE_AGE: SignedDuration = SignedDuration::from_mins(50);
 /// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
 const MARGIN: SignedDuration = SignedDuration::from_secs(30);
 const ATTEMPTS: u32 = 4;
@@ -66,17 +66,18 @@ struct State {
     held: Held,
     /// A renewal is due, and is not tried before this moment.
     not_before: Timestamp,
-    /// Said once, it stays so.
+    /// Never cleared once set.
     is_withdrawn: bool,
 }
 
-/// Credentials, and when to think of others.
+/// Credentials and their renewal time.
 #[derive(Clone)]
 struct Held {
     key: Arc<AwsCredential>,
     /// By this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
+    renewed_at: Option<Timestamp>,
     outage: Option<Outage>,
 }
 
@@ -94,23 +95,19 @@ impl Outage {
 }
 
 impl Held {
-    /// Renewal is due when a third of a short life is left, and of a long one after [`LONG_RENEW_AFTER`]; somewhat earlier,
-    /// so that not all hosts ask at once. Each host costs the platform one call to STS in an hour.
+    /// Renewal is due when a third of the life is left, or somewhat earlier, so that not all hosts ask at once.
     fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
-        let seconds = life.as_secs().max(0);
-        let (left, spread) = if life > LONG_LIFE {
-            let after = LONG_RENEW_AFTER.as_secs();
-            (seconds - after, after / 2)
-        } else {
-            (seconds / 3, seconds / 3)
-        };
-        let early = SignedDuration::from_secs(left) + SignedDuration::from_secs(spread * random() / 512);
+        let third = life.as_secs().max(0) / 3;
+        let early = SignedDuration::from_secs(third) + SignedDuration::from_secs(third * random() / 512);
         let renew_at = expires_at.saturating_sub(early).unwrap_or(Timestamp::MIN);
-        Self { key: Arc::new(key), expires_at, renew_at, outage: None }
+        Self { key: Arc::new(key), expires_at, renew_at, renewed_at: None, outage: None }
     }
 
-    fn with_outage(self, outage: Option<Outage>) -> Self {
-        Self { outage, ..self }
+    fn of(kept: &KeptSessions) -> Self {
+        let outage = kept.outage.as_ref();
+        let outage = outage.map(|it| Outage { expires_at: it.expires_at, key: Arc::new(it.signing()) });
+        let session = Self::new(kept.session.signing(), kept.session.expires_at, kept.life());
+        Self { renewed_at: kept.renewed_at, outage, ..session }
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
@@ -180,10 +177,29 @@ impl Renewed {
         }
     }
 
+    /// Renews the sessions where the last ones are older than [`MAX_OUTAGE_AGE`], so that an outage of the platform begins
+    /// with a young outage session. Of each host it costs the platform two calls of STS in that time.
+    ///
+    /// # Errors
+    /// [`CredentialError`].
+    pub async fn refresh(&self) -> Result<(), CredentialError> {
+        let mut state = self.state.lock().await;
+        if state.is_withdrawn {
+            return Err(CredentialError::Withdrawn);
+        }
+        self.take_kept(&mut state);
+        let now = Timestamp::now();
+        let is_young = |at: Timestamp| now.duration_since(at) < MAX_OUTAGE_AGE && at <= now;
+        if state.held.renewed_at.is_some_and(is_young) {
+            return Ok(());
+        }
+        self.renew(&mut state, 1).await
+    }
+
     /// What another process of this machine has got, if it holds longer.
     fn take_kept(&self, state: &mut State) {
-        match kept(&self.file, self.machine) {
-            Ok(Some(kept)) if kept.expires_at > state.held.expires_at => state.held = kept,
+        match KeptSessions::read(&self.file, self.machine) {
+            Ok(Some(kept)) if kept.session.expires_at > state.held.expires_at => state.held = Held::of(&kept),
             Ok(_) => {}
             Err(error) => tracing::warn!(%error, "the kept credentials are not readable"),
         }
@@ -200,7 +216,7 @@ impl Renewed {
                     return Ok(());
                 }
                 Err(error @ CredentialError::Unavailable(_)) if attempt < attempts => {
-                    tracing::info!(%error, attempt, "asking again");
+                    tracing::info!(%error, attempt, "retrying");
                     let pause = 250 * u64::from(2_u32.pow(attempt)) + random().unsigned_abs();
                     tokio::time::sleep(Duration::from_millis(pause)).await;
                     attempt += 1;
@@ -229,30 +245,15 @@ impl Renewed {
         }
         let given: Given = serde_json::from_slice(&body)
             .map_err(|_| CredentialError::Unavailable("the platform's answer is not readable".to_owned()))?;
-        let life = given.session.expires_at.duration_since(date.unwrap_or(now));
-        let expires_at = now.saturating_add(life).unwrap_or(given.session.expires_at);
-        let kept = Kept {
-            version: FORMAT,
-            machine_id: self.machine,
-            session: given.session.kept(expires_at),
-            life_seconds: life.as_secs(),
-            outage: given.outage.map(|outage| {
-                let life = outage.expires_at.duration_since(date.unwrap_or(now));
-                let expires_at = now.saturating_add(life).unwrap_or(outage.expires_at);
-                outage.kept(expires_at)
-            }),
-        };
-        self.keep(&kept);
-        tracing::info!(%expires_at, "the platform renewed the credentials for the object store");
-        Ok(kept.held())
-    }
-
-    /// What cannot be kept is had all the same; the next process then asks for its own.
-    fn keep(&self, kept: &Kept) {
-        let text = serde_json::to_vec(kept).expect("plain fields are JSON");
-        if let Err(error) = tokio::task::block_in_place(|| fsx::write_atomic(&self.file, &text, 0o600)) {
+        let sent_at = date.unwrap_or(now);
+        let outage = given.outage.map(|outage| outage.kept(sent_at, now));
+        let kept = KeptSessions::new(self.machine, given.session.kept(sent_at, now), outage, now);
+        tracing::info!(expires_at = %kept.session.expires_at, "the platform renewed the credentials for the object store");
+        // A failed write is only logged: this process has the sessions, and the next one requests its own.
+        if let Err(error) = tokio::task::block_in_place(|| kept.write(&self.file)) {
             tracing::warn!(%error, "could not keep the renewed credentials");
         }
+        Ok(Held::of(&kept))
     }
 }
 
@@ -295,7 +296,7 @@ impl Source for Renewed {
         }
         // The store knows best what has expired.
         if let Some(outage) = state.held.outage.take_if(|outage| outage.key.key_id == access_key) {
-            tracing::warn!(expires_at = %outage.expires_at, "the store takes the outage session for expired");
+            tracing::warn!(expires_at = %outage.expires_at, "the store rejected the outage session as expired");
         }
         self.renew_or_outage(&mut state, now).await
     }
@@ -320,66 +321,16 @@ struct GivenSession {
 }
 
 impl GivenSession {
-    /// With the end by this machine's clock.
-    fn kept(&self, expires_at: Timestamp) -> KeptSession {
+    /// With its end by this machine's clock: `sent_at` is the time of the answer by the platform's.
+    fn kept(&self, sent_at: Timestamp, now: Timestamp) -> KeptSession {
+        let life = self.expires_at.duration_since(sent_at);
         KeptSession {
             access_key_id: self.access_key_id.clone(),
             secret_access_key: self.secret_access_key.expose_secret().to_owned(),
             session_token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
-            expires_at,
+            expires_at: now.saturating_add(life).unwrap_or(self.expires_at),
         }
     }
-}
-
-/// `store-credentials.json`.
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Kept {
-    version: u32,
-    machine_id: MachineId,
-    #[serde(flatten)]
-    session: KeptSession,
-    life_seconds: i64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    outage: Option<KeptSession>,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct KeptSession {
-    access_key_id: String,
-    secret_access_key: String,
-    session_token: Option<String>,
-    #[serde(with = "clock::wire")]
-    expires_at: Timestamp,
-}
-
-impl KeptSession {
-    fn signing(self) -> AwsCredential {
-        AwsCredential {
-            key_id: self.access_key_id,
-            secret_key: self.secret_access_key,
-            token: self.session_token,
-        }
-    }
-}
-
-impl Kept {
-    fn held(self) -> Held {
-        let (expires_at, life) = (self.session.expires_at, SignedDuration::from_secs(self.life_seconds));
-        let outage = self
-            .outage
-            .map(|session| Outage { expires_at: session.expires_at, key: Arc::new(session.signing()) });
-        Held::new(self.session.signing(), expires_at, life).with_outage(outage)
-    }
-}
-
-/// What is kept for this machine; a file of another format or machine is none.
-fn kept(file: &std::path::Path, machine: MachineId) -> Result<Option<Held>, fsx::FileError> {
-    let Some(text) = fsx::read_if_there(file)? else { return Ok(None) };
-    let kept = serde_json::from_slice::<Kept>(&text).ok();
-    let kept = kept.filter(|kept| kept.version == FORMAT && kept.machine_id == machine);
-    Ok(kept.map(Kept::held))
 }
 
 /// The moment of an answer by the clock of who sent it.
@@ -412,21 +363,6 @@ mod tests {
         let now = Timestamp::now();
         let key = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
         (now, Held::new(key, now.saturating_add(life).unwrap(), life))
-    }
-
-    #[test]
-    fn backup_begins_with_all_of_a_long_session_but_an_hour() {
-        for hours in [3, 12, 72, 168] {
-            for _ in 0..100 {
-                let (now, held) = held(SignedDuration::from_hours(hours));
-                let age = held.renew_at.duration_since(now);
-                assert!(age <= LONG_RENEW_AFTER, "{hours} h: renewed after {age:?}");
-                assert!(age >= LONG_RENEW_AFTER / 3, "{hours} h: hosts would ask all the time");
-                // The platform goes away: what was given last holds to its end.
-                let late = held.expires_at.saturating_sub(SignedDuration::from_mins(1)).unwrap();
-                assert!(held.is_usable(late) && !held.is_usable(held.expires_at));
-            }
-        }
     }
 
     #[test]

@@ -15,22 +15,27 @@ use super::db::machine_row::MachineRow;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
+use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 use crate::store::Bucket;
-use crate::store::key::SlotPrefix;
+use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::snapshots::{self, Window};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Snapshots among which a newer one than the latest is looked for.
+const MAX_NEWER: usize = 8;
 
 /// The copies of a slot, as far as the database knows.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
+    /// The last machine that has served the slot, also without a server.
+    holder: Option<(MachineId, Epoch)>,
     kept: Vec<KeptServerRow>,
     reported: Option<NewestSnapshot>,
     now: Timestamp,
@@ -56,6 +61,8 @@ pub async fn of_slot(
     let (user, slot) = (&machine.user, &machine.slot);
     let machines = db::machines::newest_of_slot(client, user, slot).await?;
     let reported = machines.iter().filter_map(reported_by).max_by_key(|newest| newest.taken_at);
+    let served = machines.iter().filter(|one| one.registered_at.is_some());
+    let holder = served.max_by_key(|one| one.epoch).map(|one| (one.id, one.epoch));
     Ok(Copies {
         kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
         now: db::servers::now(client).await?,
@@ -63,6 +70,7 @@ pub async fn of_slot(
             // One whose server is gone holds nothing.
             one.is_active() && one.registered_at.is_some() && one.server_exists()
         }),
+        holder,
         reported,
         user: user.clone(),
         slot: slot.clone(),
@@ -83,8 +91,10 @@ impl Copies {
         let mut newer = None;
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
-                let found = tokio::time::timeout_at(deadline, newer_than(bucket, &slot, &named)).await;
-                newer = found.ok().flatten();
+                if let Some(holder) = self.holder {
+                    let found = newer_of(bucket, &slot, holder, &named);
+                    newer = tokio::time::timeout_at(deadline, found).await.ok().flatten();
+                }
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
@@ -125,17 +135,28 @@ impl Copies {
     }
 }
 
-/// The newest whole snapshot, where the pointer names an older one: its host could not move the pointer, or held it back.
-/// One page of keys and one record are read.
-async fn newer_than(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> Option<SideRecord> {
-    let window = Window { before: None, latest: Some(named.taken_at), limit: 1 };
-    match snapshots::page(bucket, slot, window).await {
-        Ok(page) => page.records.into_iter().next().filter(|newest| newest.key > named.key),
+/// The newest whole snapshot of the machine that serves, or served last, where the pointer names an older one: the host could
+/// not move the pointer, or held the snapshot back. Those of other machines do not count, since what was copied from a replaced
+/// one can still add some. One page of keys is read, and the records of a few.
+async fn newer_of(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    (machine, epoch): (MachineId, Epoch),
+    named: &SnapshotRef,
+) -> Option<SideRecord> {
+    let window = Window { before: None, latest: Some(named.taken_at), limit: MAX_NEWER };
+    let page = match snapshots::page(bucket, slot, window).await {
+        Ok(page) => page,
         Err(error) => {
             tracing::warn!(error = %chain(&error), "newer snapshots than the latest are not known");
-            None
+            return None;
         }
-    }
+    };
+    let is_newer = |side: &SideRecord| {
+        side.key > named.key && key::epoch_of(&side.key) == Some(epoch) && side.machine_id == machine
+    };
+    let newest = page.records.into_iter().find(is_newer)?;
+    snapshot::by_key(bucket, slot, &newest.key).await.ok()
 }
 
 const NO_ANSWER: &str = "the object store does not answer";

@@ -48,16 +48,16 @@ pub const POINTS: &[&str] = &[
     "backup.recorded",
 ];
 
-/// What becomes of a database that holds nothing where the snapshot before held something.
+/// What to do when the database is empty and the previous snapshot was not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Empty {
     /// It was lost: the snapshot before stays.
     Refused,
-    /// Somebody says that it is meant.
+    /// The operator confirmed it.
     Meant,
 }
 
-/// What a run is told.
+/// Options of one backup run.
 #[derive(Debug, Clone, Copy)]
 pub struct Mandate {
     pub empty: Empty,
@@ -101,8 +101,6 @@ enum BackupError {
     Identity(#[from] IdentityError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error(transparent)]
-    Pointer(PointerError),
     #[error("the snapshot {key} is stored, and is not the latest, because the pointer cannot be moved")]
     Unpublished { key: String, source: PointerError },
     #[error(transparent)]
@@ -123,24 +121,14 @@ enum BackupError {
     Injected(#[from] Injected),
 }
 
-impl From<PointerError> for BackupError {
-    fn from(error: PointerError) -> Self {
-        match error {
-            PointerError::Fenced(fenced) => Self::Fenced(fenced),
-            error => Self::Pointer(error),
-        }
-    }
-}
-
 impl BackupError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Superseded | Self::Fenced(_) | Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
-            Self::Unpublished { .. } => Exit::Unavailable,
+            Self::Superseded | Self::Fenced(_) => Exit::Permission,
             Self::Store(error)
-            | Self::Pointer(PointerError::Store(error))
+            | Self::Unpublished { source: PointerError::Store(error), .. }
             | Self::Upload(UploadError::Store(error)) => host::store::exit(error),
-            Self::Pointer(PointerError::Contended) => Exit::Unavailable,
+            Self::Unpublished { .. } => Exit::Unavailable,
             Self::Snapshot(error) => error.exit(),
             Self::Dump(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
@@ -341,7 +329,7 @@ async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, Backu
 
 /// The snapshot whose place the new one takes.
 ///
-/// A replaced machine need not dump first to learn that it is. What the store says at the end decides all the same.
+/// Detects a replaced machine before the dump. The pointer's write at the end decides all the same.
 async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, BackupError> {
     let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
     let mine = &settings.identity;
@@ -352,9 +340,9 @@ async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, BackupError>
 async fn side_record(settings: &Settings, named: &SnapshotRef) -> Result<Option<SideRecord>, BackupError> {
     match stored::side_record(&settings.bucket, &settings.slot, named).await {
         Ok(side) => Ok(Some(side)),
-        // A snapshot that cannot be restored is the better replaced.
+        // An unusable snapshot must not block its replacement.
         Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
-            tracing::warn!(error = %chain(&error), "nothing is known of the snapshot before");
+            tracing::warn!(error = %chain(&error), "the previous snapshot has no usable side record; it is not compared");
             Ok(None)
         }
         Err(error) => Err(error.into()),

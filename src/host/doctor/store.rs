@@ -1,31 +1,23 @@
 //! The object store with the credentials at hand, and the slot's pointer. Credentials are read, never renewed: that would
 //! leave a file that the services cannot read.
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
-use serde::Deserialize;
 
 use super::settings;
 use crate::chain::chain;
 use crate::clock::rfc3339_ms;
 use crate::diagnosis::Findings;
-use crate::fsx;
 use crate::host::config::Identity;
 use crate::host::layout::Layout;
+use crate::host::store_credentials::KeptSessions;
 use crate::store::bucket::StoreError;
 use crate::store::config::{S3Config, StoreConfig};
 use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 
-/// What a host's credentials are kept as after a renewal.
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Kept {
-    access_key_id: String,
-    secret_access_key: String,
-    session_token: Option<String>,
-    expires_at: Timestamp,
-}
+/// The agent renews sessions that are 50 minutes old, each time that it beats.
+const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {
     let mut findings = Findings::of("store");
@@ -43,12 +35,11 @@ pub async fn check(layout: &Layout) -> Findings {
                 "set STS_ROLE_ARN on the platform, then recover the machine",
             );
         }
-        take_kept(layout, s3);
+        let kept = KeptSessions::read(&layout.store_credentials(), identity.machine).ok().flatten();
+        let renewed_at = kept.as_ref().and_then(|kept| kept.renewed_at);
+        take_kept(kept, s3);
         if let Some(at) = s3.expires_at.filter(|at| *at <= Timestamp::now()) {
-            return findings.problem(
-                format!("the credentials ran out at {}", rfc3339_ms(at)),
-                "svc-sync-agent renews them: journalctl -u svc-sync-agent -n 50",
-            );
+            return run_out(findings, at, renewed_at);
         }
     }
     let bucket = match config.open() {
@@ -78,14 +69,26 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
+/// A session lives 15 minutes, and who uses the store renews it; only the agent's regular renewal says whether that works.
+fn run_out(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> Findings {
+    let since = renewed_at.unwrap_or(at);
+    if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
+        let renewed = rfc3339_ms(since);
+        return findings.or_ok(format!("not asked: its last session, of {renewed}, has ended and is renewed by its next use"));
+    }
+    findings.problem(
+        format!("the credentials ran out at {}, and have not been renewed since {}", rfc3339_ms(at), rfc3339_ms(since)),
+        "svc-sync-agent renews them each hour: journalctl -u svc-sync-agent -n 50",
+    )
+}
+
 /// The later of what r2.env says and what was kept since.
-fn take_kept(layout: &Layout, s3: &mut S3Config) {
-    let Ok(Some(text)) = fsx::read_if_there(&layout.store_credentials()) else { return };
-    let Ok(kept) = serde_json::from_slice::<Kept>(&text) else { return };
-    if s3.expires_at.is_some_and(|at| at < kept.expires_at) {
-        s3.access_key = kept.access_key_id;
-        s3.secret_key = SecretString::from(kept.secret_access_key);
-        s3.session_token = kept.session_token.map(SecretString::from);
-        s3.expires_at = Some(kept.expires_at);
+fn take_kept(kept: Option<KeptSessions>, s3: &mut S3Config) {
+    let Some(session) = kept.map(|kept| kept.session) else { return };
+    if s3.expires_at.is_some_and(|at| at < session.expires_at) {
+        s3.access_key = session.access_key_id;
+        s3.secret_key = SecretString::from(session.secret_access_key);
+        s3.session_token = session.session_token.map(SecretString::from);
+        s3.expires_at = Some(session.expires_at);
     }
 }

@@ -10,6 +10,7 @@ mod vitals;
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -24,6 +25,7 @@ use super::pgconn::Server;
 use super::probe;
 use super::quiesce::Quiesce;
 use super::store::StoreLink;
+use super::store_credentials::{DuringOutage, Renewed};
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::chain::chain;
 use crate::config::Env;
@@ -50,6 +52,8 @@ pub(crate) struct Settings {
     platform: PlatformLink,
     slot: SlotPrefix,
     bucket: Bucket,
+    /// Where the store's credentials run out.
+    credentials: Option<Arc<Renewed>>,
     server: Server,
     listen: SocketAddr,
     /// The release of user-data; the current one's is asked first.
@@ -73,9 +77,11 @@ impl Settings {
         let meta_at_least_each = seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
+        let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
         Ok(Self {
             slot: SlotPrefix::new(&identity.user, &identity.slot),
-            bucket: store.open().or_exit(Exit::Config)?,
+            bucket,
+            credentials,
             server: Server::new(database.config()?),
             layout,
             identity,
@@ -179,6 +185,11 @@ async fn tell_store(settings: &Settings) -> std::convert::Infallible {
     let mut written = meta::Written::default();
     loop {
         ticks.tick().await;
+        if let Some(credentials) = &settings.credentials
+            && let Err(error) = credentials.refresh().await
+        {
+            tracing::warn!(%error, "could not renew the credentials for the object store");
+        }
         if let Err(error) = meta::write(settings, &mut written).await {
             tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
         }

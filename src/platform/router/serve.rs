@@ -330,6 +330,9 @@ pub(super) fn session_failure(error: &SessionError) -> Problem {
     if let SessionError::TooMany(wait) = error {
         return too_many(*wait);
     }
+    if matches!(error, SessionError::ParentEnded) {
+        return Problem::new(Code::Unauthorized, "The session has ended; sign in again.");
+    }
     tracing::warn!(error = %chain(error), "sessions cannot be looked up");
     Problem::new(Code::DatabaseUnavailable, "Sessions cannot be looked up right now.")
         .retry_after(page::REFRESH_SECONDS)

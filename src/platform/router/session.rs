@@ -67,6 +67,8 @@ pub(super) enum SessionError {
     Randomness,
     #[error("a stored session cannot be read")]
     Unreadable,
+    #[error("the session that it is opened in has ended")]
+    ParentEnded,
 }
 
 pub(super) struct Sessions {
@@ -135,7 +137,7 @@ impl Sessions {
         self.open_within(None, door, user, slot).await
     }
 
-    /// The same, for a session that ends with another one.
+    /// The same, for a session that ends with another one, at the latest when that one does.
     pub(super) async fn open_within(
         &self,
         opened_by: Option<Hash>,
@@ -148,7 +150,9 @@ impl Sessions {
         let hash = hash(token.as_bytes());
         let sql = format!(
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \
-             VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5), $6) RETURNING {COLUMNS}"
+             SELECT $1, $2, $3, $4, least(now() + make_interval(secs => $5), parent.expires_at), $6 \
+             FROM (SELECT $6::bytea AS hash) AS given LEFT JOIN sessions AS parent ON parent.token_hash = given.hash \
+             WHERE given.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now() RETURNING {COLUMNS}"
         );
         let life = LIFE_SECONDS as f64;
         let slot = slot.map(Slot::as_str);
@@ -156,8 +160,8 @@ impl Sessions {
         let values: [&(dyn ToSql + Sync); 6] =
             [&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life, &opened_by];
         let row = self.row(&sql, &values).await?;
-        let session = row.as_ref().map(read).transpose()?.flatten().ok_or(SessionError::Unreadable)?;
-        let session = Arc::new(session);
+        let row = row.ok_or(SessionError::ParentEnded)?;
+        let session = Arc::new(read(&row)?.ok_or(SessionError::Unreadable)?);
         self.keep(hash, Kept::Live(Arc::clone(&session)));
         SESSIONS_OPENED.add_one([door.as_str()]);
         Ok((token, session))
