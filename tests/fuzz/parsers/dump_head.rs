@@ -20,9 +20,9 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
         let mut head = b"PGDMP".to_vec();
         head.extend([1, minor, 0, int_size, 8, 1]);
         if minor >= 15 {
-            head.push(1)
+            head.push(1);
         } else {
-            head.extend(int(-1))
+            head.extend(int(-1));
         }
         (0..7).for_each(|part| head.extend(int(part)));
         for text in [&*name, "16.14", "16.14"] {
