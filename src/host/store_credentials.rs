@@ -30,8 +30,8 @@ use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::store::credentials::{CredentialError, Source, Temporary};
 
-pub use self::kept::KeptSessions;
 use self::kept::KeptSession;
+pub use self::kept::KeptSessions;
 
 /// Assumed life of a session whose life is unknown.
 const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);

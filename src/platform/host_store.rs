@@ -1,4 +1,4 @@
-//! What hosts are told of the object store: where it is, and credentials for their own slot of it.
+//! A host's access to the object store: where it is, and credentials for its own slot of it.
 //!
 //! With `sts`, no host ever holds a credential that reaches another slot or deletes anything, and what it works with
 //! lives for a quarter of an hour, so that a machine that has been replaced loses it soon. For a platform that is
@@ -16,6 +16,7 @@ use super::db::machine_row::MachineRow;
 use crate::chain::chain;
 use crate::clock::rfc3339_ms;
 use crate::config::{Env, Flag, env_line};
+use crate::machine::epoch::Epoch;
 use crate::machine::name::Slot;
 use crate::store::config::{S3Config, StoreConfig};
 use crate::store::credentials::Temporary;
@@ -28,7 +29,7 @@ const WORKING_TTL: Duration = Duration::from_secs(900);
 /// AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
-/// What every role grants: a longer session may be more than this one's maximum.
+/// Every role grants at least this; a longer request may exceed the role's maximum.
 const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
 
 /// `STORE_HOST_CREDENTIALS`.
@@ -132,6 +133,13 @@ struct Assumer {
 }
 
 impl Assumer {
+    fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
+        let from = Timestamp::now();
+        let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
+        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
+        policy::of_outage(&self.partition, bucket, (slot, epoch), window, self.writes)
+    }
+
     /// A session for storing snapshots of the machine's epoch. `None` where its life would be no longer than that of the one
     /// that the host works with, or where STS gives none.
     async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<Temporary> {
@@ -139,10 +147,7 @@ impl Assumer {
             return None;
         }
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
-        let from = Timestamp::now();
-        let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
-        let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
-        let policy = policy::of_outage(&self.partition, bucket, (&slot, machine.epoch), window, self.writes);
+        let policy = self.outage_policy(bucket, &slot, machine.epoch);
         match self.assume(&format!("svc-outage-{}", machine.id), &policy, self.outage_ttl).await {
             Ok(session) => Some(session),
             Err(error) => {
@@ -213,7 +218,7 @@ impl HostStore {
         SlotPrefix::new(&"svc-doctor".parse().expect("a user's id"), &Slot::primary())
     }
 
-    /// Asks for a session as a machine gets one, for a slot that nobody has; `None` where hosts get our own credentials.
+    /// Asks for a session as a machine gets one, for an unused slot; `None` where hosts get our own credentials.
     ///
     /// # Errors
     /// [`StsError`].
@@ -221,6 +226,19 @@ impl HostStore {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
         Some(assumer.sts.assume("svc-doctor", &policy, WORKING_TTL).await)
+    }
+
+    /// Asks for an outage session as [`Self::try_session`] does for the other one; `None` where hosts get none.
+    ///
+    /// # Errors
+    /// [`StsError`].
+    pub async fn try_outage_session(&self) -> Option<Result<Temporary, StsError>> {
+        let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
+        if assumer.outage_ttl <= WORKING_TTL {
+            return None;
+        }
+        let policy = assumer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
+        Some(assumer.sts.assume("svc-doctor", &policy, assumer.outage_ttl).await)
     }
 
     /// What a machine's host is told.

@@ -303,11 +303,25 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     let static_ones =
         fleet.host_with("opt/svc/env/r2.env", |text| Some(without(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
     static_ones.has("store", "warning", "every slot");
+    // A session that has ended is renewed by its next use; a problem is one that was not renewed for long.
+    let file = fleet.disk.join("var/lib/svc/store-credentials.json");
+    let is_kept = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
+    kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_kept).await.unwrap();
+    let kept = fs::read_to_string(&file).unwrap();
     let ended = "2026-01-01T00:00:00.000Z";
-    let expired = fleet
-        .host_with("opt/svc/env/r2.env", |text| Some(with(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
-        .await;
-    expired.has("store", "problem", "ran out");
+    let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
+    for (renewed_at, level, what) in [(ended, "problem", "ran out"), (&now, "ok", "renewed by its next use")]
+    {
+        let mut sessions: Value = serde_json::from_str(&kept).unwrap();
+        sessions["expiresAt"] = ended.into();
+        sessions["renewedAt"] = renewed_at.into();
+        fs::write(&file, sessions.to_string()).unwrap();
+        let expired = fleet
+            .host_with("opt/svc/env/r2.env", |text| Some(with(text, "AWS_CREDENTIAL_EXPIRATION", ended)))
+            .await;
+        expired.has("store", level, what);
+    }
+    fs::write(&file, kept).unwrap();
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).key("system/db/latest").always());
     fleet.stack.store.fault(Rule::new(Fault::Status(403)).query("list-type=2").always());
     fleet.host().await.has("store", "problem", "");

@@ -135,6 +135,18 @@ async fn newer_snapshot_that_the_pointer_does_not_name_is_shown() {
     assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
     let newer = &known["newerSnapshot"];
     assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
+    // Of another machine, or damaged, it is none to restore.
+    let own = newer["key"].as_str().unwrap().to_owned();
+    let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
+    stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &svc::clock::rfc3339_ms(still_later));
+    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    assert_eq!(copies(&stack, &process, &guest.machine).await["newerSnapshot"]["key"], own.as_str());
+    stack.store.remove(BUCKET, &format!("user_1/primary/{own}"));
+    assert_eq!(copies(&stack, &process, &guest.machine).await["newerSnapshot"], Value::Null);
+    stack.snapshot_by("user_1", &guest.machine, &later);
+    stack.snapshot_by("user_1", &guest.machine, TAKEN_AT);
+    let known = copies(&stack, &process, &guest.machine).await;
+    let newer = &known["newerSnapshot"];
     let recovery = json!({"idpUserId": "user_1", "snapshotKey": newer["key"], "acceptLoss": true});
     assert_eq!(stack.post(&process, "/vps/recover", &recovery).await.status, 202);
 }

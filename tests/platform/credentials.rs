@@ -170,7 +170,9 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
         assert!(matches!(error, StoreError::Denied { .. }), "{refused}: {error:?}");
     }
     let other = Path::from("user_2/primary/system/db/latest");
-    for refused in [&other, &slot.vps_meta()] {
+    stack.store.write(BUCKET, slot.vps_meta().as_ref(), "{}");
+    stack.store.write(BUCKET, at(2).as_ref(), "a dump of another epoch");
+    for refused in [&other, &slot.vps_meta(), &at(2)] {
         assert!(bucket.get(refused, 1000).await.is_err(), "{refused}");
     }
 

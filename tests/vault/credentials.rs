@@ -25,6 +25,7 @@ use svc::host::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::credentials::{CredentialError, Source, Temporary};
+use svc::store::key;
 use svc::store::policy::{self, SnapshotWrites, Window};
 use svc::store::snapshots;
 use svc::store::sts::Sts;
@@ -378,10 +379,20 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("a key")?;
     assert!(bucket.head(&own).await?.is_some(), "what it has stored itself");
-    let foreign = own.to_string().replace("-1.dump", "-2.dump");
-    let day_before = own.to_string().replacen("/20", "/19", 1);
-    for key in [foreign, day_before, slot().pointer().to_string(), slot().vps_meta().to_string()] {
-        let refused = bucket.put(&object_store::path::Path::from(key.as_str()), &b"x"[..]).await.unwrap_err();
+    let name = |at: Timestamp, epoch| slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("a key");
+    let now = Timestamp::now();
+    let foreign = name(now, 2)?;
+    // One day more than a clock may be off.
+    let day_before = name(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
+    let owner = machine::bucket(&store)?;
+    owner.put(&foreign, &b"of another epoch"[..]).await?;
+    owner.put(&slot().vps_meta(), &b"{}"[..]).await?;
+    for key in [&foreign, &slot().vps_meta()] {
+        let refused = bucket.get(key, 100).await.unwrap_err();
+        assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
+    }
+    for key in [foreign, day_before, slot().pointer(), slot().vps_meta()] {
+        let refused = bucket.put_if(&key, &b"x"[..], Condition::Absent).await.unwrap_err();
         assert!(matches!(refused, StoreError::Denied { .. }), "{key}: {refused:?}");
     }
     let refused = bucket.put(&own, &b"x"[..]).await.unwrap_err();
@@ -390,12 +401,35 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
     assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
     assert!(bucket.raw().delete(&own).await.is_err(), "nothing is deleted");
-    assert!(bucket.get(&slot().vps_meta(), 9).await.is_err(), "nothing else is read");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replaced_machine_gets_no_use_of_its_outage_session() -> Result<()> {
+async fn agent_keeps_the_outage_session_young() -> Result<()> {
+    let store = machine::store()?;
+    let platform = Platform::start(&store).await?;
+    let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
+    let kept = machine.path("var/lib/svc/store-credentials.json");
+    let extra = [("GATEWAY_LISTEN", "127.0.0.1:9"), ("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
+    let running = machine.spawn(&["svc-sync-agent"], &extra)?;
+    until("the first renewal", || kept.exists()).await?;
+    let beats = platform.office.heartbeats.load(Ordering::SeqCst) + 4;
+    until("some beats", || platform.office.heartbeats.load(Ordering::SeqCst) >= beats).await?;
+    assert_eq!(platform.asked(), 1, "a young one is kept");
+    let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
+    assert!(file["outage"]["sessionToken"].is_string(), "it has an outage session");
+    file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
+    // As another applet leaves it, which renewed the session later.
+    file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
+    svc::fsx::write_atomic(&kept, &serde_json::to_vec(&file)?, 0o600)?;
+    until("another renewal", || platform.asked() >= 2).await?;
+    running.signal(Signal::SIGTERM)?;
+    tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = cut_off(&store, &platform).await?;

@@ -74,10 +74,16 @@ fn run_out(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> 
     let since = renewed_at.unwrap_or(at);
     if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
         let renewed = rfc3339_ms(since);
-        return findings.or_ok(format!("not asked: its last session, of {renewed}, has ended and is renewed by its next use"));
+        return findings.or_ok(format!(
+            "not asked: its last session, of {renewed}, has ended and is renewed by its next use"
+        ));
     }
     findings.problem(
-        format!("the credentials ran out at {}, and have not been renewed since {}", rfc3339_ms(at), rfc3339_ms(since)),
+        format!(
+            "the credentials ran out at {}, and have not been renewed since {}",
+            rfc3339_ms(at),
+            rfc3339_ms(since)
+        ),
         "svc-sync-agent renews them each hour: journalctl -u svc-sync-agent -n 50",
     )
 }

@@ -144,14 +144,24 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         None => findings.ok("the store is a directory, which knows none"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            write_once(config, &hosts, session)
-                .await
-                .or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
+            let findings = write_once(config, &hosts, session).await;
+            outage(findings, &hosts).await.or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
             chain(&error),
             "no machine can be provisioned: STS_ROLE_ARN, STS_ENDPOINT, and the role's trust policy",
         ),
+    }
+}
+
+/// Hosts without an outage session store no snapshots while the platform is unreachable, and nothing else says so.
+async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
+    match hosts.try_outage_session().await {
+        Some(Err(error)) => findings.warning(
+            format!("STS gives no session of STS_DURATION_SECONDS: {}", chain(&error)),
+            "hosts get one of an hour, or none: lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration",
+        ),
+        Some(Ok(_)) | None => findings,
     }
 }
 
