@@ -3,9 +3,11 @@
 //!
 //! The newest snapshot is what the store's pointer names. What hosts reported is shown only where the store does not say.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
+use futures_util::StreamExt;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
@@ -22,12 +24,12 @@ use crate::store::Bucket;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
-use crate::store::snapshots::{self, Window};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Snapshots among which a newer one than the latest is looked for.
-const MAX_NEWER: usize = 8;
+/// Names after the latest snapshot's that are listed, and of those the newest whose records are read.
+const MAX_NEWER_NAMES: usize = 2000;
+const MAX_TRIED: usize = 8;
 
 /// The copies of a slot, as far as the database knows.
 pub struct Copies {
@@ -93,7 +95,12 @@ impl Copies {
             Ok(Ok(named)) => {
                 if let Some(holder) = self.holder {
                     let found = newer_of(bucket, &slot, holder, &named);
-                    newer = tokio::time::timeout_at(deadline, found).await.ok().flatten();
+                    newer = tokio::time::timeout_at(deadline, found).await.unwrap_or_else(|_| {
+                        tracing::warn!(
+                            "the store did not list in time what is newer than the latest snapshot"
+                        );
+                        None
+                    });
                 }
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
@@ -137,26 +144,32 @@ impl Copies {
 
 /// The newest whole snapshot of the machine that serves, or served last, where the pointer names an older one: the host could
 /// not move the pointer, or held the snapshot back. Those of other machines do not count, since what was copied from a replaced
-/// one can still add some. One page of keys is read, and the records of a few.
+/// one can still add some. Keys after the pointer's are listed, of which there are usually none.
 async fn newer_of(
     bucket: &Bucket,
     slot: &SlotPrefix,
     (machine, epoch): (MachineId, Epoch),
     named: &SnapshotRef,
 ) -> Option<SideRecord> {
-    let window = Window { before: None, latest: Some(named.taken_at), limit: MAX_NEWER };
-    let page = match snapshots::page(bucket, slot, window).await {
-        Ok(page) => page,
-        Err(error) => {
-            tracing::warn!(error = %chain(&error), "newer snapshots than the latest are not known");
-            return None;
+    let after = slot.snapshot(&named.key)?;
+    let mut listing = bucket.raw().list_with_offset(Some(&slot.snapshots()), &after).take(MAX_NEWER_NAMES);
+    let mut newer = VecDeque::with_capacity(MAX_TRIED + 1);
+    while let Some(object) = listing.next().await {
+        let name = object.ok()?.location.filename()?.to_owned();
+        let key = format!("system/db/snapshots/{name}");
+        if name.ends_with(".dump") && key::epoch_of(&key) == Some(epoch) {
+            newer.push_front(key);
+            newer.truncate(MAX_TRIED);
         }
-    };
-    let is_newer = |side: &SideRecord| {
-        side.key > named.key && key::epoch_of(&side.key) == Some(epoch) && side.machine_id == machine
-    };
-    let newest = page.records.into_iter().find(is_newer)?;
-    snapshot::by_key(bucket, slot, &newest.key).await.ok()
+    }
+    for key in newer {
+        if let Ok(side) = snapshot::by_key(bucket, slot, &key).await
+            && side.machine_id == machine
+        {
+            return Some(side);
+        }
+    }
+    None
 }
 
 const NO_ANSWER: &str = "the object store does not answer";

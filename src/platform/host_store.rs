@@ -29,6 +29,8 @@ const WORKING_TTL: Duration = Duration::from_secs(900);
 /// AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
+/// The working session must not wait for longer: the host's own deadline is 10 s.
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants at least this; a longer request may exceed the role's maximum.
 const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
 
@@ -148,10 +150,16 @@ impl Assumer {
         }
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let policy = self.outage_policy(bucket, &slot, machine.epoch);
-        match self.assume(&format!("svc-outage-{}", machine.id), &policy, self.outage_ttl).await {
-            Ok(session) => Some(session),
-            Err(error) => {
+        let name = format!("svc-outage-{}", machine.id);
+        let asked = self.assume(&name, &policy, self.outage_ttl);
+        match tokio::time::timeout(OUTAGE_TIMEOUT, asked).await {
+            Ok(Ok(session)) => Some(session),
+            Ok(Err(error)) => {
                 tracing::warn!(machine = %machine.id, error = %chain(&error), "no outage session for a host");
+                None
+            }
+            Err(_) => {
+                tracing::warn!(machine = %machine.id, "no outage session for a host: STS does not answer in time");
                 None
             }
         }
@@ -251,10 +259,16 @@ impl HostStore {
         if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
             let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
             let name = format!("svc-{}", machine.id);
-            session = Some(assumer.assume(&name, &policy, WORKING_TTL).await?);
-            if grant == Grant::WithOutage {
-                outage = assumer.outage(&s3.bucket, machine).await;
-            }
+            let working = assumer.assume(&name, &policy, WORKING_TTL);
+            let extra = async {
+                match grant {
+                    Grant::Working => None,
+                    Grant::WithOutage => assumer.outage(&s3.bucket, machine).await,
+                }
+            };
+            let (given, extra) = tokio::join!(working, extra);
+            session = Some(given?);
+            outage = extra;
         }
         Ok(StoreAccess { store: self.store.clone(), prefix, session, outage })
     }

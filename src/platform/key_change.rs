@@ -40,6 +40,8 @@ const KEYS_LOCK: &str = "platform keys";
 /// A process whose row is older than so many leases has ended, or hangs.
 const LEASES_UNTIL_GONE: u32 = 4;
 const MAX_PAUSE: Duration = Duration::from_secs(5);
+/// By which processes take turns.
+const TASK: &str = "platform key change";
 const BATCH: i64 = 100;
 /// Signing keys of one pass.
 const MAX_SIGNING_KEYS: usize = 10_000;
@@ -73,9 +75,14 @@ pub fn row_ttl(timing: &Timing) -> Duration {
     timing.lease * LEASES_UNTIL_GONE
 }
 
+/// Between two renewals of a process's row, and two passes of the change.
+fn interval(own: &ProcessKeys) -> Duration {
+    (own.ttl / 12).clamp(Duration::from_millis(100), MAX_PAUSE)
+}
+
 /// Renews this process's row until the task is aborted: also while the process drains, since it still writes.
 pub async fn renew(db: Db, own: ProcessKeys) {
-    let pause = (own.ttl / 12).clamp(Duration::from_millis(100), MAX_PAUSE);
+    let pause = interval(&own);
     loop {
         tokio::time::sleep(pause).await;
         let renewed = async { own.renew(&db.session().await?).await };
@@ -91,7 +98,7 @@ pub async fn run(platform: Arc<Platform>, seal: Seal) {
     if own.ids.previous.is_none() {
         return platform.stop.cancelled().await;
     }
-    let pause = (own.ttl / 12).clamp(Duration::from_millis(100), MAX_PAUSE);
+    let pause = interval(own);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -108,6 +115,10 @@ async fn turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let session = platform.db.session().await?;
     let is_done = platform_keys::state(&session, &own.ids.current).await?.is_sole;
     if is_done || !own.is_settled(&session).await? {
+        return Ok(());
+    }
+    // One process at a time: each pass reads all that is left, and all of them together would read it for each.
+    if !db::tasks::take_turn(&session, TASK, interval(own) / 2).await? {
         return Ok(());
     }
     drop(session);
@@ -151,10 +162,15 @@ async fn sealed_with_previous(
 /// Notes that nothing needs the previous key, if that is so.
 async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
+    let silence = platform.config.timing.keys.max_silence;
+    // Without the lock first: the starts of processes wait for it, and the answer is no for as long as a token is old.
+    let need = need::Need::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    if !need.is_empty() {
+        return Ok(());
+    }
     let tx = db::begin(&mut session).await?;
     // No process with another current key starts before this ends.
     db::lock(&tx, KEYS_LOCK).await?;
-    let silence = platform.config.timing.keys.max_silence;
     let need = need::Need::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());

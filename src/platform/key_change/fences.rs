@@ -1,9 +1,12 @@
 //! The fences of slots in the object store, signed again with the current platform key.
 //!
-//! Slots are seen to in their order, in batches; the database keeps the last one that is done. A slot that is fenced
-//! meanwhile is signed with the current key by whoever fences it, since all processes have that one.
+//! Slots are processed in key order, in batches; the database keeps the last one that is done. A slot that fails ends the
+//! pass, and the next pass begins with it: none is skipped. A slot that is fenced meanwhile is signed with the current key by
+//! whoever fences it, since all processes have that one.
 
 use std::time::Duration;
+
+use futures_util::{StreamExt, stream};
 
 use super::{BATCH, ChangeError};
 use crate::failpoint;
@@ -16,8 +19,10 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer::Fence;
 use crate::store::pointer_io::{self, PointerError};
 
-/// For one slot: a store that hangs must not hold up the whole change.
+/// For one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
+
+const SLOTS_AT_ONCE: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
@@ -26,7 +31,7 @@ pub enum Progress {
     Done,
 }
 
-/// Sees to the next batch of slots.
+/// Processes the next batch of slots.
 ///
 /// # Errors
 /// [`ChangeError`]; slots that are done stay done.
@@ -44,15 +49,18 @@ pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
         return Ok(Progress::Done);
     }
     drop(session);
-    for slot in slots {
-        if platform.stop.is_cancelled() {
-            break;
-        }
-        sign_slot(platform, &slot).await?;
+    let mut signed = stream::iter(slots)
+        .map(async |slot| sign_slot(platform, &slot).await.map(|()| slot))
+        .buffered(SLOTS_AT_ONCE);
+    while let Some(slot) = signed.next().await {
+        let slot = slot?;
         failpoint::pass("platform-key-after-fence")?;
         let session = platform.db.session().await?;
         platform_keys::advance_fences(&session, key, before.as_ref(), &slot).await?;
         before = Some(slot);
+        if platform.stop.is_cancelled() {
+            break;
+        }
     }
     Ok(Progress::Some)
 }

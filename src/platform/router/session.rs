@@ -84,10 +84,23 @@ enum Kept {
     Unknown(Instant),
 }
 
+/// What a session comes from, and ends with.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Origin {
+    /// The session that it was opened in.
+    pub(super) opened_by: Option<Hash>,
+    /// The user's last sign-out before; a later one prevents that it is opened.
+    pub(super) sign_out: i64,
+}
+
+impl Origin {
+    /// The identity provider's word of now.
+    const PROVIDER: Self = Self { opened_by: None, sign_out: i64::MAX };
+}
+
 /// What a one-time code was made for.
 pub(super) struct Handed {
-    /// The session that it was made in, with which the one that it opens ends.
-    pub(super) opened_by: Option<Hash>,
+    pub(super) origin: Origin,
     pub(super) user: IdpUserId,
     pub(super) slot: Option<Slot>,
     pub(super) return_to: String,
@@ -117,7 +130,7 @@ impl Sessions {
             return Ok(None);
         }
         let sql = format!("SELECT {COLUMNS} FROM sessions WHERE token_hash = $1");
-        // In a box: it is once for a session, and every request's future would have room for it.
+        // Boxed: this runs once per session and would enlarge every request's future.
         let session = match Box::pin(self.row(&sql, &[&hash.as_slice()])).await? {
             Some(row) => read(&row)?,
             None => None,
@@ -134,13 +147,13 @@ impl Sessions {
         user: &IdpUserId,
         slot: Option<&Slot>,
     ) -> Result<(String, Arc<Session>), SessionError> {
-        self.open_within(None, door, user, slot).await
+        self.open_within(Origin::PROVIDER, door, user, slot).await
     }
 
     /// The same, for a session that ends with another one, at the latest when that one does.
     pub(super) async fn open_within(
         &self,
-        opened_by: Option<Hash>,
+        origin: Origin,
         door: Door,
         user: &IdpUserId,
         slot: Option<&Slot>,
@@ -152,14 +165,15 @@ impl Sessions {
             "INSERT INTO sessions (token_hash, host, idp_user_id, slot, expires_at, opened_by) \
              SELECT $1, $2, $3, $4, least(now() + make_interval(secs => $5), parent.expires_at), $6 \
              FROM (SELECT $6::bytea AS hash) AS given LEFT JOIN sessions AS parent ON parent.token_hash = given.hash \
-             WHERE given.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now() RETURNING {COLUMNS}"
+             WHERE (given.hash IS NULL OR parent.revoked_at IS NULL AND parent.expires_at > now()) AND NOT EXISTS \
+             (SELECT 1 FROM sign_outs WHERE idp_user_id = $3 AND generation > $7) RETURNING {COLUMNS}"
         );
         let life = LIFE_SECONDS as f64;
         let slot = slot.map(Slot::as_str);
-        let opened_by = opened_by.as_ref().map(Hash::as_slice);
-        let values: [&(dyn ToSql + Sync); 6] =
-            [&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life, &opened_by];
-        let row = self.row(&sql, &values).await?;
+        let opened_by = origin.opened_by.as_ref().map(Hash::as_slice);
+        let values: [&(dyn ToSql + Sync); 7] =
+            [&hash.as_slice(), &door.as_str(), &user.as_str(), &slot, &life, &opened_by, &origin.sign_out];
+        let row = self.row_of_user(user, &sql, &values).await?;
         let row = row.ok_or(SessionError::ParentEnded)?;
         let session = Arc::new(read(&row)?.ok_or(SessionError::Unreadable)?);
         self.keep(hash, Kept::Live(Arc::clone(&session)));
@@ -190,7 +204,7 @@ impl Sessions {
                    INSERT INTO sign_outs (idp_user_id, generation) VALUES ($1, nextval('sign_out_generations')) \
                    ON CONFLICT (idp_user_id) DO UPDATE SET generation = nextval('sign_out_generations') \
                    RETURNING generation";
-        let row = self.row(sql, &[&user.as_str()]).await?.ok_or(SessionError::Unreadable)?;
+        let row = self.row_of_user(user, sql, &[&user.as_str()]).await?.ok_or(SessionError::Unreadable)?;
         self.kept().retain(|_, kept| !matches!(kept, Kept::Live(session) if session.user == *user));
         Ok(row.try_get(0)?)
     }
@@ -206,7 +220,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Whether nobody has ended it, as far as this process knows.
+    /// Whether it is still open, as far as this process knows.
     pub(super) fn is_open(&self, session: &Session) -> bool {
         matches!(self.kept().get(&session.hash), Some(Kept::Live(_)))
     }
@@ -220,7 +234,7 @@ impl Sessions {
                    VALUES ($1, $2, $3, $4, now() + make_interval(secs => $5), $6)";
         let slot = handed.slot.as_ref().map(Slot::as_str);
         let life = f64::from(CODE_LIFE_SECONDS);
-        let opened_by = handed.opened_by.as_ref().map(Hash::as_slice);
+        let opened_by = handed.origin.opened_by.as_ref().map(Hash::as_slice);
         let values: [&(dyn ToSql + Sync); 6] =
             [&hash.as_slice(), &handed.user.as_str(), &slot, &handed.return_to, &life, &opened_by];
         self.row(sql, &values).await?;
@@ -231,7 +245,8 @@ impl Sessions {
     pub(super) async fn redeem_code(&self, code: &str, state: &str) -> Result<Option<Handed>, SessionError> {
         let hash = code_hash(code, state);
         let sql = "UPDATE session_codes SET used_at = now() WHERE code_hash = $1 AND used_at IS NULL \
-                   AND expires_at > now() RETURNING idp_user_id, slot, return_to, opened_by";
+                   AND expires_at > now() RETURNING idp_user_id, slot, return_to, opened_by, coalesce( \
+                   (SELECT generation FROM sign_outs WHERE idp_user_id = session_codes.idp_user_id), 0)";
         let Some(row) = self.row(sql, &[&hash.as_slice()]).await? else { return Ok(None) };
         let user: &str = row.try_get(0)?;
         let slot: Option<&str> = row.try_get(1)?;
@@ -239,11 +254,14 @@ impl Sessions {
             user: user.parse().map_err(|_| SessionError::Unreadable)?,
             slot: slot.map(str::parse).transpose().map_err(|_| SessionError::Unreadable)?,
             return_to: row.try_get(2)?,
-            opened_by: row
-                .try_get::<_, Option<&[u8]>>(3)?
-                .map(TryInto::try_into)
-                .transpose()
-                .map_err(|_| SessionError::Unreadable)?,
+            origin: Origin {
+                opened_by: row
+                    .try_get::<_, Option<&[u8]>>(3)?
+                    .map(TryInto::try_into)
+                    .transpose()
+                    .map_err(|_| SessionError::Unreadable)?,
+                sign_out: row.try_get(4)?,
+            },
         }))
     }
 
@@ -268,11 +286,39 @@ impl Sessions {
         self.kept().clear();
     }
 
-    async fn row(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<Option<Row>, SessionError> {
-        // The watcher has been without the database for seconds: nobody waits for the deadline again.
-        if matches!(self.freshness.routes(), Routes::Stale | Routes::TooOld) {
-            return Err(SessionError::Unreachable);
+    /// As [`Self::row`], one at a time for a user: a session that is opened while its user signs out is seen by that sign-out,
+    /// or sees it.
+    async fn row_of_user(
+        &self,
+        user: &IdpUserId,
+        sql: &str,
+        params: &[&(dyn ToSql + Sync)],
+    ) -> Result<Option<Row>, SessionError> {
+        self.ensure_reachable()?;
+        let work = async {
+            let mut client: Object = self.pool.get().await?;
+            let lock = "SELECT pg_advisory_xact_lock(hashtextextended('sessions of ' || $1, 0))";
+            let (lock, statement) = (client.prepare_cached(lock).await?, client.prepare_cached(sql).await?);
+            let tx = client.transaction().await?;
+            // A statement of its own: the next one's snapshot is taken once the lock is held.
+            tx.query(&lock, &[&user.as_str()]).await?;
+            let row = tx.query(&statement, params).await?.into_iter().next();
+            tx.commit().await?;
+            Ok(row)
+        };
+        tokio::time::timeout(DEADLINE, work).await.map_err(|_| SessionError::Deadline)?
+    }
+
+    /// The watcher has been without the database for seconds: nobody waits for the deadline again.
+    fn ensure_reachable(&self) -> Result<(), SessionError> {
+        match self.freshness.routes() {
+            Routes::Stale | Routes::TooOld => Err(SessionError::Unreachable),
+            _ => Ok(()),
         }
+    }
+
+    async fn row(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> Result<Option<Row>, SessionError> {
+        self.ensure_reachable()?;
         let work = async {
             let client: Object = self.pool.get().await?;
             let statement = client.prepare_cached(sql).await?;

@@ -16,7 +16,7 @@ use super::account;
 use super::cookie::RouterCookie;
 use super::door::Door;
 use super::serve::{Visit, redirect, session_failure};
-use super::session::{Handed, LIFE_SECONDS, SessionError, random};
+use super::session::{Handed, LIFE_SECONDS, Origin, SessionError, random};
 use crate::http::problem::{Code, Problem};
 use crate::platform::api::call::Call;
 
@@ -73,7 +73,7 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
     let state = query.with_others().finish(state)?;
     let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
     let handed = Handed {
-        opened_by: identity.session().map(|session| session.hash),
+        origin: Origin { opened_by: identity.session().map(|session| session.hash), sign_out: 0 },
         user: identity.user().clone(),
         slot: identity.slot().cloned(),
         return_to,
@@ -99,7 +99,7 @@ pub(super) async fn take(site: &Site, visit: &Visit, call: &Call) -> Result<Resp
         )
     })?;
     let opened =
-        site.sessions.open_within(handed.opened_by, Door::Code, &handed.user, handed.slot.as_ref()).await;
+        site.sessions.open_within(handed.origin, Door::Code, &handed.user, handed.slot.as_ref()).await;
     let (token, _) = opened.map_err(|error| failed(&error))?;
     let mut answer = redirect(StatusCode::FOUND, &handed.return_to);
     let headers = answer.headers_mut();
