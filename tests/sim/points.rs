@@ -9,7 +9,7 @@ use svc::platform::operations::{OperationKind, points};
 use svc::platform::{key_change, rollouts, token_rotation};
 
 /// Enumerations, each with the test that kills at every one of its points.
-fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 18] {
+fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19] {
     [
         (backup::POINTS, "svc::host::backup::POINTS", "tests/vault/backup.rs"),
         (backup::DRILL_POINTS, "svc::host::backup::DRILL_POINTS", "tests/vault/checks.rs"),
@@ -21,6 +21,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 18]
         (update::POINTS, "svc::host::update::POINTS", "tests/vault/update.rs"),
         (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
+        (update::KEY_POINTS, "KEY_POINTS", "tests/vault/update_keys.rs"),
         (heartbeat::POINTS, "svc::host::heartbeat::POINTS", "tests/heartbeat.rs"),
         (book::POINTS, "POINTS", "tests/records/exact.rs"),
         (watch::POINTS, "svc::host::watch::POINTS", "tests/audit/life.rs"),
@@ -87,10 +88,11 @@ fn every_enumeration_is_walked_by_a_kill() {
     for (points, name, test) in enumerations() {
         let text = read(test);
         assert!(!points.is_empty());
+        let forms = [format!("in {name}"), format!("zip({name})"), format!("{name}.iter()")];
         let walked = text
             .split("\nasync fn ")
             .chain(text.split("\nfn "))
-            .any(|one| one.contains(&format!("in {name}")) || one.contains(&format!("zip({name})")));
+            .any(|one| forms.iter().any(|form| one.contains(form)));
         assert!(walked && text.contains("return(kill)"), "{test} does not kill at each of {name}");
     }
     let kills = read("tests/platform/kills.rs");

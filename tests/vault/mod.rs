@@ -15,6 +15,7 @@ mod import_hostile;
 mod large;
 pub mod machine;
 mod meta;
+mod outage;
 mod platform;
 mod register;
 mod roles;

@@ -241,3 +241,24 @@ pub fn unsaved(view: &View, since: &str, left_at: Option<&str>) -> String {
 fn named(server: Option<&String>) -> String {
     server.cloned().unwrap_or_else(|| "unknown".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::machine;
+    use super::super::tests::{MACHINE, plain, running, with_copies};
+
+    #[test]
+    fn status_names_a_newer_snapshot_and_how_to_restore_it() {
+        let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
+        let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
+            "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
+        let shown = machine::one(&plain(), &with_copies(running(), copies));
+        let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
+        assert!(
+            line.contains("stored and not the latest") && line.contains(&format!("--snapshot {key}`")),
+            "{line}"
+        );
+    }
+}

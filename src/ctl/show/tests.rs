@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+pub(super) const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
 
 pub(super) fn plain() -> View {
@@ -15,7 +15,7 @@ pub(super) fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap()
 }
 
-fn running() -> Value {
+pub(super) fn running() -> Value {
     json!({
         "machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada", "kind": "customer",
         "status": "running", "failure": null, "epoch": 2, "restoreMode": "required", "serverType": "cpx22",
@@ -173,7 +173,7 @@ fn repeated_and_omitted_log_entries_are_counted() {
     assert_eq!(after(&long, 97), (0, 97));
 }
 
-fn with_copies(mut machine: Value, copies: Value) -> machine::Machine {
+pub(super) fn with_copies(mut machine: Value, copies: Value) -> machine::Machine {
     machine["copies"] = copies;
     read(machine)
 }
@@ -188,19 +188,6 @@ fn status_shows_copies_while_all_is_well() {
              "unsavedSince": null}]}),
     );
     insta::assert_snapshot!(machine::one(&plain(), &machine));
-}
-
-#[test]
-fn status_names_a_newer_snapshot_and_how_to_restore_it() {
-    let key = "system/db/snapshots/2026-11-21T11-55-00.000Z-1.dump";
-    let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
-        "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-    let shown = machine::one(&plain(), &with_copies(running(), copies));
-    let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
-    assert!(
-        line.contains("stored and not the latest") && line.contains(&format!("--snapshot {key}`")),
-        "{line}"
-    );
 }
 
 #[test]
