@@ -37,7 +37,7 @@ pub const POINTS: &[&str] = &[
 
 /// Serializes the starts of processes with the end of a change.
 const KEYS_LOCK: &str = "platform keys";
-/// A process whose row is older than so many leases has ended, or hangs.
+/// A process whose row has not been renewed for this many leases counts as gone.
 const LEASES_UNTIL_GONE: u32 = 4;
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// By which processes take turns.

@@ -18,7 +18,7 @@ use crate::http::proof::{ProofKeys, Signer};
 /// Retired keys that still sign for hosts that know no newer one.
 const MAX_RETIRED: i64 = 8;
 
-/// What is locked by whoever changes the set of keys.
+/// Advisory lock held while the set of signing keys changes.
 pub const LOCK: &str = "signing keys";
 
 /// The keys that sign proofs, as one process sees them now.

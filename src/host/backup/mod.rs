@@ -1,5 +1,5 @@
 //! `svc-db-backup`: verified snapshots of the owner's database at the object store, the pointer to the latest, and the
-//! looks at them that show that they are what they were.
+//! checks that they are intact.
 //!
 //! Here: the command line, the configuration, the locks, the request file and the exit code. A backup is in `job`, the
 //! looks are in `verify` and `drill`.

@@ -29,7 +29,7 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     env.finish(Some(KeySet { sequence, keys }))
 }
 
-/// Trusts the keys that a release brought which is well now. Done already, or overtaken by a later set, it changes nothing.
+/// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
 /// [`UpdateError`]; what was trusted before still is.

@@ -31,7 +31,7 @@ pub struct OtherProcess {
 /// How far the change to a key is.
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
-    /// The last slot whose fence was seen to.
+    /// The last slot whose fence was processed.
     pub fences_after: Option<(String, String)>,
     pub has_signed_fences: bool,
     pub is_sole: bool,
@@ -187,7 +187,7 @@ pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState,
     }))
 }
 
-/// Notes the last slot whose fence was seen to; nothing where the re-signing has begun again since `before`.
+/// Notes the last slot whose fence was processed; nothing where the re-signing has begun again since `before`.
 ///
 /// # Errors
 /// [`DbError`].
@@ -204,7 +204,7 @@ pub async fn advance_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot, &to.0, &to.1]).await.map(drop)
 }
 
-/// Notes that the fence of every slot has been seen to, if `before` is still the last one.
+/// Notes that the fence of every slot has been processed, if `before` is still the last one.
 ///
 /// # Errors
 /// [`DbError`].

@@ -36,7 +36,7 @@ pub enum AdmissionError {
     Incompatible { processes: String },
 }
 
-/// Notes this process among those that run. One that has just ended without a word is waited for.
+/// Notes this process among those that run. Waits until the row of a killed process expires.
 ///
 /// # Errors
 /// [`AdmissionError`].

@@ -46,7 +46,7 @@ impl Named {
 }
 
 impl Need {
-    /// All that needs a key besides the current one of `mint` and `seal`. Costs a row and a MAC for each machine that holds
+    /// Everything that still needs a key other than the current one of `mint` and `seal`. Costs a row and a MAC for each machine that holds
     /// its slot.
     ///
     /// # Errors

@@ -77,7 +77,7 @@ pub(super) async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Re
     let choice = fields.finish(choice)?;
     let return_to = return_to.filter(|path| sign_in::is_local(path)).unwrap_or_else(|| "/".to_owned());
     let mut answer = redirect(StatusCode::SEE_OTHER, &return_to);
-    // Settled before, in another tab or by a first click of two.
+    // Already decided, in another tab or by a double click.
     let Identity::Disputed(session, subject) = &identity else { return Ok(answer) };
     let set = match choice {
         Choice::Session => {

@@ -1,4 +1,4 @@
-//! Whose signature on a bundle's manifest is believed, and how one set of keys follows another on a host.
+//! Keys trusted to sign release manifests, and how one set of keys follows another on a host.
 //!
 //! The invariants: a key set has a key, and one of its keys has signed the manifest that brings it, so that no host is left
 //! with keys that never signed anything. A host's sequence only grows, so that an older release brings no key back.
@@ -32,7 +32,7 @@ impl PublicKey {
     }
 }
 
-/// Whose signature is believed: base64 of raw Ed25519 keys, separated by commas.
+/// Trusted keys: base64 of raw Ed25519 keys, separated by commas.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct TrustedKeys(Vec<PublicKey>);
 
@@ -86,7 +86,7 @@ impl TrustedKeys {
         ids
     }
 
-    /// One good signature by a key of ours is enough, but none of ours may be bad.
+    /// Needs one valid signature by a trusted key; an invalid one by a trusted key is refused.
     pub(super) fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
         if self.0.is_empty() {
             return Err(ManifestError::NoKeys);
@@ -112,7 +112,7 @@ impl TrustedKeys {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenKeySet", into = "WrittenKeySet")]
 pub struct KeySet {
-    /// 0 of the keys that a host began with, where nothing else was stated.
+    /// 0 for a host's initial keys, unless user-data sets it.
     pub sequence: u32,
     pub keys: TrustedKeys,
 }
@@ -180,7 +180,7 @@ impl KeySet {
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
         let max = self.sequence.saturating_add(MAX_SEQUENCE_STEP);
         match offered.sequence {
-            // Of an older release: what was trusted then does not count any more.
+            // An older release never changes the trusted keys.
             sequence if sequence < self.sequence => Ok(None),
             sequence if sequence == self.sequence => {
                 let is_same = offered.keys.sorted_ids() == self.keys.sorted_ids();
