@@ -210,7 +210,7 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forged_app_tokens_have_an_addresss_rate() -> Result<()> {
+async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;
