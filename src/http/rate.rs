@@ -25,6 +25,20 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
             let burst = per_second.saturating_mul(burst_seconds);
             Quota::per_second(rate).allow_burst(NonZeroU32::new(burst).unwrap_or(rate))
         });
+        Self::of(quota)
+    }
+
+    /// One request in each `interval`, which is not zero, for each key, with a burst of some requests.
+    pub fn every(interval: Duration, burst: u32) -> Self {
+        let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
+        Self::of(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
+    }
+
+    pub fn unlimited() -> Self {
+        Self::of(None)
+    }
+
+    fn of(quota: Option<Quota>) -> Self {
         Self { buckets: quota.map(RateLimiter::keyed), checks: AtomicU32::new(0) }
     }
 
@@ -52,6 +66,13 @@ mod tests {
         let wait = limit.check(&"a").unwrap_err();
         assert!(wait > Duration::ZERO && wait <= Duration::from_secs(1), "{wait:?}");
         assert_eq!(limit.check(&"b"), Ok(()));
+    }
+
+    #[test]
+    fn rate_may_be_slower_than_one_a_second() {
+        let limit = RateLimit::every(Duration::from_secs(10), 2);
+        assert_eq!((limit.check(&"a"), limit.check(&"a")), (Ok(()), Ok(())));
+        assert!(limit.check(&"a").unwrap_err() > Duration::from_secs(8));
     }
 
     #[test]

@@ -29,14 +29,17 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys) -> Value {
     let silent: Vec<&str> =
         booted.iter().filter(|row| row.bundle_keys.is_none()).map(|row| row.handle.as_str()).collect();
     let own = configured.ids();
-    let mut keys: Vec<Value> = own.iter().map(|id| entry(id, &own, &reporting)).collect();
-    keys.extend(others(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)));
-    keys.truncate(MAX_LISTED_KEYS);
+    let keys: Vec<Value> = listed(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)).collect();
     json!({
         "keys": keys,
         "notReporting": silent.len(),
         "notReportingHandles": silent.iter().take(MAX_HANDLES).collect::<Vec<_>>(),
     })
+}
+
+/// The keys whose entries are made, at most [`MAX_LISTED_KEYS`]: an entry reads every row.
+fn listed<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+    own.iter().map(String::as_str).chain(others(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
 /// Keys that hosts trust and the platform does not, the most widely trusted first.
@@ -116,5 +119,11 @@ mod tests {
         assert_eq!(keys.len(), MAX_LISTED_KEYS);
         assert_eq!(keys[0]["notTrusting"], 199);
         assert_eq!(keys[0]["notTrustingHandles"].as_array().unwrap().len(), MAX_HANDLES);
+        let reporting: Vec<_> = rows
+            .iter()
+            .filter_map(|row| row.bundle_keys.as_ref())
+            .map(|(_, ids)| ("ada", ids.iter().map(String::as_str).collect()))
+            .collect();
+        assert_eq!(listed(&[], &reporting).len(), MAX_LISTED_KEYS, "entries are made of these alone");
     }
 }

@@ -1,4 +1,4 @@
-//! Rates of the control API: unverified bearer tokens of each address, and requests of each operator.
+//! Rates of the control API: unverified bearer tokens of each address, and requests of each operator and each host.
 //!
 //! A token that this process has accepted lately is not counted against its address, so guesses from the network of an
 //! operator or a host do not delay them. It is verified again on every request all the same.
@@ -13,11 +13,18 @@ use crate::http::addresses::network;
 use crate::http::networks::Networks;
 use crate::http::problem::{Code, Problem};
 use crate::http::rate::RateLimit;
+use crate::machine::id::MachineId;
 use crate::platform::operators::Operator;
 use crate::platform::tokens;
 
 /// An operator's script in a loop stays below it; a runaway one leaves room for others.
 const OPERATOR_REQUESTS_PER_SECOND: u32 = 200;
+/// A host's heartbeat comes twice a minute, and a download or an update adds a few requests.
+const HOST_REQUESTS_PER_SECOND: u32 = 5;
+const HOST_BURST_SECONDS: u32 = 20;
+/// Each costs calls to the object store's STS; a host asks for new ones a few times an hour.
+const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
+const CREDENTIALS_BURST: u32 = 20;
 /// A fleet of 6,000 machines behind one address, once a minute after a restart of the platform.
 const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 const BURST_SECONDS: u32 = 10;
@@ -30,6 +37,8 @@ const MAX_ACCEPTED: usize = 32_768;
 pub struct RateConfig {
     /// Requests per second of each operator; 0 for no limit.
     pub operator_rate: u32,
+    /// Requests per second of each host; 0 for no limit, also of credentials.
+    pub host_rate: u32,
     /// Unverified tokens per second of each address; 0 for no limit.
     pub check_rate: u32,
     /// Proxies in front of the API, whose address stands for many clients: no limit by address applies.
@@ -37,11 +46,12 @@ pub struct RateConfig {
 }
 
 impl RateConfig {
-    /// Reads `PLATFORM_OPERATOR_REQUESTS_PER_SECOND`, `PLATFORM_ADDRESS_CHECKS_PER_SECOND` and
-    /// `PLATFORM_TRUSTED_PROXIES`.
+    /// Reads `PLATFORM_OPERATOR_REQUESTS_PER_SECOND`, `PLATFORM_HOST_REQUESTS_PER_SECOND`,
+    /// `PLATFORM_ADDRESS_CHECKS_PER_SECOND` and `PLATFORM_TRUSTED_PROXIES`.
     pub fn read(env: &mut Env) -> Self {
         Self {
             operator_rate: env.or("PLATFORM_OPERATOR_REQUESTS_PER_SECOND", OPERATOR_REQUESTS_PER_SECOND),
+            host_rate: env.or("PLATFORM_HOST_REQUESTS_PER_SECOND", HOST_REQUESTS_PER_SECOND),
             check_rate: env.or("PLATFORM_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND),
             trusted_proxies: env.or("PLATFORM_TRUSTED_PROXIES", Networks::default()),
         }
@@ -51,6 +61,8 @@ impl RateConfig {
 /// The rates of one process.
 pub struct ApiRates {
     operators: RateLimit<String>,
+    hosts: RateLimit<MachineId>,
+    credentials: RateLimit<MachineId>,
     addresses: RateLimit<IpAddr>,
     trusted_proxies: Networks,
     accepted: Mutex<HashMap<Vec<u8>, Instant>>,
@@ -58,7 +70,13 @@ pub struct ApiRates {
 
 impl ApiRates {
     pub fn new(config: &RateConfig) -> Self {
+        let credentials = match config.host_rate {
+            0 => RateLimit::unlimited(),
+            _ => RateLimit::every(CREDENTIALS_INTERVAL, CREDENTIALS_BURST),
+        };
         Self {
+            hosts: RateLimit::new(config.host_rate, HOST_BURST_SECONDS),
+            credentials,
             operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
             addresses: RateLimit::new(config.check_rate, BURST_SECONDS),
             trusted_proxies: config.trusted_proxies.clone(),
@@ -107,6 +125,23 @@ impl ApiRates {
             .map_err(|wait| too_many(&format!("Operator {actor} sends too many requests."), wait))
     }
 
+    /// Counts a request of a verified host.
+    ///
+    /// # Errors
+    /// `rate_limited`.
+    pub fn admit_host(&self, machine: MachineId) -> Result<(), Problem> {
+        self.hosts.check(&machine).map_err(|wait| too_many("This host sends too many requests.", wait))
+    }
+
+    /// Counts a host's request for credentials of the object store.
+    ///
+    /// # Errors
+    /// `rate_limited`.
+    pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
+        let cause = "This host asks for credentials too often.";
+        self.credentials.check(&machine).map_err(|wait| too_many(cause, wait))
+    }
+
     fn accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {
         self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -125,7 +160,7 @@ mod tests {
 
     fn rates(trusted_proxies: &str) -> ApiRates {
         let trusted_proxies = trusted_proxies.parse().unwrap();
-        ApiRates::new(&RateConfig { operator_rate: 1, check_rate: 1, trusted_proxies })
+        ApiRates::new(&RateConfig { operator_rate: 1, host_rate: 1, check_rate: 1, trusted_proxies })
     }
 
     fn exhaust(rates: &ApiRates) {
@@ -141,6 +176,19 @@ mod tests {
         exhaust(&rates);
         rates.admit_check(CLIENT, "known").unwrap();
         assert!(rates.admit_check(CLIENT, "unknown").is_err());
+    }
+
+    #[test]
+    fn rate_of_a_hosts_credentials_leaves_its_requests_room() {
+        let rates = rates("10.0.0.0/8");
+        let (runaway, other) = (MachineId::new(), MachineId::new());
+        for _ in 0..CREDENTIALS_BURST {
+            rates.admit_credentials(runaway).unwrap();
+        }
+        let refused = rates.admit_credentials(runaway).unwrap_err();
+        assert_eq!(refused.code, Code::RateLimited);
+        rates.admit_credentials(other).unwrap();
+        rates.admit_host(runaway).unwrap();
     }
 
     #[test]

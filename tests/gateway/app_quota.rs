@@ -90,3 +90,100 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
     assert_eq!(by_app(&host, &full, &insert(&full)).await?.0, StatusCode::CREATED, "the owner has raised it");
     Ok(())
 }
+
+/// A host with one app whose quota is `bytes`, once its size has been measured.
+async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
+    let machine = Machine::new(database_url)?;
+    machine.app(slug, &json!({ "t": { "columns": columns } }))?;
+    machine.write(CONFIG, &json!({ "storage": { "apps": { slug: bytes } } }).to_string())?;
+    let host = machine.start()?;
+    host.until_registered(slug).await?;
+    let measured = async {
+        while storage(&host, slug).await?["databaseBytes"].is_null() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(Duration::from_secs(20), measured).await.context("it is never measured")??;
+    Ok(host)
+}
+
+/// Sends the request until the quota refuses it. All in less time than a measurement comes by itself.
+async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
+    let began = std::time::Instant::now();
+    while began.elapsed() < Duration::from_secs(25) {
+        match by_app(host, slug, body).await? {
+            (StatusCode::INSUFFICIENT_STORAGE, _) => return Ok(()),
+            (status, answer) => assert_eq!(status, expected, "{answer}"),
+        }
+    }
+    anyhow::bail!("it is never refused")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quota_counts_transactions_that_are_rolled_back() -> Result<()> {
+    let database = test_database().await?;
+    let slug = unique("failing");
+    let host = with_quota(&database.url(), &slug, &json!({ "a": "text" }), 400_000).await?;
+    let mut first = insert(&slug);
+    first.as_object_mut().context("an object")?.remove("app");
+    let second = json!({ "action": "delete", "table": "t", "id": uuid::Uuid::new_v4() });
+    let failing = json!({ "action": "transaction", "app": slug, "operations": [first, second] });
+    until_refused(&host, &slug, &failing, StatusCode::NOT_FOUND).await?;
+    let find = json!({ "action": "count", "app": slug, "table": "t" });
+    assert_eq!(by_app(&host, &slug, &find).await?.1["data"]["count"], 0, "nothing was kept");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quota_counts_the_rows_that_an_update_rewrites() -> Result<()> {
+    let database = test_database().await?;
+    let slug = unique("rewriting");
+    let host = with_quota(&database.url(), &slug, &json!({ "n": "integer" }), 2_000_000).await?;
+    let rows = vec![json!({ "n": 1 }); 500];
+    let many = json!({ "action": "insertMany", "app": slug, "table": "t", "rows": rows });
+    assert_eq!(by_app(&host, &slug, &many).await?.0, StatusCode::CREATED);
+    let update =
+        json!({ "action": "update", "app": slug, "table": "t", "filter": { "n": 1 }, "data": { "n": 1 } });
+    until_refused(&host, &slug, &update, StatusCode::OK).await
+}
+
+/// Measurements that wait for a lock, right now.
+async fn waiting(client: &tokio_postgres::Client) -> Result<i64> {
+    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+        AND wait_event_type = 'Lock' AND query LIKE '%pg_total_relation_size%' AND pid <> pg_backend_pid()";
+    Ok(client.query_one(waiting, &[]).await?.try_get(0)?)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quota_measurement_waits_for_a_lock_only_briefly() -> Result<()> {
+    let database = test_database().await?;
+    let slug = unique("locked");
+    let host = with_quota(&database.url(), &slug, &json!({ "a": "text" }), 100_000).await?;
+    let (client, connection) = tokio_postgres::connect(&database.url(), tokio_postgres::NoTls).await?;
+    tokio::spawn(connection);
+    assert_eq!(by_app(&host, &slug, &insert(&slug)).await?.0, StatusCode::CREATED);
+    let schema = format!("app_{}", slug.replace('-', "_"));
+    client.batch_execute(&format!("BEGIN; LOCK TABLE \"{schema}\".t")).await?;
+    // It waits as well, and counts from when it is sent.
+    let stuck = insert(&slug);
+    let stuck = by_app(&host, &slug, &stuck);
+    let begins = async {
+        while waiting(&client).await? == 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        anyhow::Ok(())
+    };
+    let ends = async {
+        while waiting(&client).await? > 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        anyhow::Ok(())
+    };
+    let seen = async {
+        tokio::time::timeout(Duration::from_secs(40), begins).await.context("none begins")??;
+        tokio::time::timeout(Duration::from_secs(10), ends).await.context("it waits on")?
+    };
+    let (_, seen) = tokio::join!(stuck, seen);
+    seen
+}

@@ -1,4 +1,4 @@
-//! Rates of the control API: wrong tokens of an address, and requests of one operator.
+//! Rates of the control API: wrong tokens of an address, and requests of one operator or one host.
 
 use reqwest::Method;
 use serde_json::json;
@@ -65,4 +65,42 @@ async fn one_operators_requests_leave_room_for_others() {
     assert!(refused.body["detail"].as_str().unwrap().contains("ada"), "{refused:?}");
     assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
     assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_hosts_requests_leave_room_for_others() {
+    let stack = Stack::start().await;
+    let process = stack.platform_with(&[("PLATFORM_HOST_REQUESTS_PER_SECOND", "1")]);
+    let (runaway, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
+    let mut refused = None;
+    for _ in 0..100 {
+        let answer = stack.beat(&process, &runaway, &beat_of(&runaway)).await;
+        if answer.status == 429 {
+            refused = Some(answer);
+            break;
+        }
+        assert_eq!(answer.status, 200, "{answer:?}");
+    }
+    let refused = refused.expect("a refusal");
+    refused.assert_problem(429, "rate_limited");
+    assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
+    assert_eq!(stack.beat(&process, &other, &beat_of(&other)).await.status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_gets_credentials_at_a_bounded_rate() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let guest = stack.running(&process, "user_1").await;
+    let path = format!("/vps/{}/storage-credentials", guest.machine);
+    let mut answers = Vec::new();
+    for _ in 0..30 {
+        let ask = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+        answers.push(stack.send(ask).await);
+    }
+    assert_eq!(answers[0].status, 200, "{:?}", answers[0]);
+    let refused = answers.last().unwrap();
+    refused.assert_problem(429, "rate_limited");
+    assert!(refused.headers.contains_key("retry-after"), "{refused:?}");
+    assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
 }

@@ -208,3 +208,23 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
     );
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
+    let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
+    let machine = TestMachine::start().await?;
+    world.add(&machine, "user_1", "primary", "running").await?;
+    let token = app_token(&world, "user_1", "notes").await;
+    let mut refused = Vec::new();
+    for number in 0..40 {
+        let guess = world.get(APP, "/apps/notes/x").bearer_auth(format!("svca_a.b.{number}"));
+        refused.push(read(guess).await);
+    }
+    assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED, "{:?}", refused[0]);
+    let limited =
+        refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).expect("a 429");
+    assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
+    let good = read(world.get(APP, "/apps/notes/x").bearer_auth(token)).await;
+    assert_eq!(good.status, StatusCode::OK, "a good token is not delayed by forged ones: {good:?}");
+    Ok(())
+}

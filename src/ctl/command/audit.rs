@@ -1,7 +1,7 @@
 //! `svcctl audit`: who changed what, once or as it is written.
 
-use std::collections::HashSet;
-use std::time::Duration;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
@@ -18,6 +18,8 @@ const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 /// An entry has the time at which its transaction began, and appears when that ends: later entries may be there first.
 const MAX_TRANSACTION: SignedDuration = SignedDuration::from_secs(60);
 const MAX_PAGE: &str = "500";
+/// An entry may appear behind pages that are known: all pages are read again after so many polls.
+const POLLS_FOR_ALL: usize = 10;
 
 pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
     let mut query = filters(&args);
@@ -29,24 +31,77 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
     if !args.follow {
         return out.answer(&answer, |view| Ok(audit::list(view, &answer.read::<Page>()?)));
     }
-    let mut entries = answer.read::<Page>()?.entries;
-    let mut seen = HashSet::new();
-    let mut newest = args.since;
+    follow(api, &args, answer.read::<Page>()?, out).await
+}
+
+/// Shows the first page's entries, then those that appear.
+async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
     // What was older than the first page is not new when it comes again.
-    let oldest = entries.last().map(|entry| entry.at);
-    loop {
-        entries.reverse();
+    let oldest = first.entries.last().map(|entry| entry.at);
+    let mut window = Window { since: args.since, ..Window::default() };
+    let mut began = Instant::now();
+    let mut entries = window.take(first.entries, began);
+    for number in 0_usize.. {
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
-            if seen.insert(entry.audit_id.clone()) {
-                show(entry, out)?;
-            }
+            show(entry, out)?;
         }
-        newest = newest.max(entries.last().map(|entry| entry.at));
+        let reach = if number % POLLS_FOR_ALL == 0 { Reach::All } else { Reach::UntilKnown };
+        if number == 0 {
+            window.advance(began);
+        }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
-        let since = newest.and_then(|newest| newest.checked_sub(MAX_TRANSACTION).ok());
-        entries = all_since(api, &args, since).await?;
-        let again: HashSet<&String> = entries.iter().map(|entry| &entry.audit_id).collect();
-        seen.retain(|id| again.contains(id));
+        began = Instant::now();
+        entries = appeared(api, args, &mut window, reach).await?;
+        if reach == Reach::All {
+            window.advance(began);
+        }
+    }
+    Ok(())
+}
+
+/// How many pages of the window are read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    All,
+    /// Up to the first page that has nothing new.
+    UntilKnown,
+}
+
+/// From when on entries may still appear, and those of it that are known.
+#[derive(Default)]
+struct Window {
+    since: Option<Timestamp>,
+    seen: HashMap<String, Timestamp>,
+    /// An entry's time, and when it was here: by then the platform's clock had passed that time.
+    newest: Option<(Timestamp, Instant)>,
+}
+
+impl Window {
+    /// The entries that are new, the oldest first.
+    fn take(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
+        entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
+        entries.reverse();
+        if let Some(at) = entries.iter().map(|entry| entry.at).max()
+            && self.clock(now).is_none_or(|clock| at > clock)
+        {
+            self.newest = Some((at, now));
+        }
+        entries
+    }
+
+    /// A time that the platform's clock has reached; this computer's clock may be wrong.
+    fn clock(&self, now: Instant) -> Option<Timestamp> {
+        let (at, here) = self.newest?;
+        at.checked_add(now.saturating_duration_since(here)).ok()
+    }
+
+    /// Moves on after all pages were read, from `began` on: what did not appear by then is younger than a transaction may be.
+    fn advance(&mut self, began: Instant) {
+        let since = self.clock(began).and_then(|clock| clock.checked_sub(MAX_TRANSACTION).ok());
+        self.since = self.since.max(since);
+        if let Some(since) = self.since {
+            self.seen.retain(|_, at| *at >= since);
+        }
     }
 }
 
@@ -55,20 +110,23 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// Every entry from then on, the newest first.
-async fn all_since(api: &Api, args: &Args, since: Option<Timestamp>) -> Result<Vec<Entry>, Failure> {
+/// The new entries of the window, the oldest first.
+async fn appeared(api: &Api, args: &Args, window: &mut Window, reach: Reach) -> Result<Vec<Entry>, Failure> {
     let mut query = filters(args);
-    query.extend(since.map(|since| ("since", rfc3339_ms(since))));
+    query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
     query.push(("limit", MAX_PAGE.to_owned()));
     let mut page: Page = api.get(&["audit"], &query).await?.read()?;
-    let mut all = page.entries;
-    while let Some(cursor) = page.next_cursor.take() {
+    let mut all = Vec::new();
+    loop {
+        let mut new = window.take(page.entries, Instant::now());
+        let is_over = reach == Reach::UntilKnown && new.is_empty();
+        new.append(&mut all);
+        all = new;
+        let Some(cursor) = page.next_cursor.filter(|_| !is_over) else { return Ok(all) };
         let mut query = query.clone();
         query.push(("cursor", cursor));
         page = api.get(&["audit"], &query).await?.read()?;
-        all.append(&mut page.entries);
     }
-    Ok(all)
 }
 
 fn show(entry: &Entry, out: &Out) -> Result<(), Failure> {
@@ -77,4 +135,41 @@ fn show(entry: &Entry, out: &Out) -> Result<(), Failure> {
         return print(&format!("{whole}\n"));
     }
     print(&audit::line(&View::of_stdout(), entry))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn entry(id: &str, at: Timestamp) -> Entry {
+        Entry { audit_id: id.to_owned(), at, whole: json!({}) }
+    }
+
+    #[test]
+    fn follow_window_moves_on_without_later_entries() {
+        let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
+        let mut window = Window::default();
+        assert_eq!(window.take(vec![entry("b", at), entry("a", at)], began).len(), 2);
+        window.advance(began);
+        assert_eq!(window.since, Some(at - MAX_TRANSACTION));
+        assert!(window.take(vec![entry("b", at), entry("a", at)], began).is_empty());
+        window.advance(began + Duration::from_secs(61));
+        assert_eq!(window.since, Some(at + SignedDuration::from_secs(1)));
+        assert!(window.seen.is_empty(), "the window has nothing of it");
+    }
+
+    #[test]
+    fn follow_shows_late_entries_once_and_in_order() {
+        let (at, now) = (Timestamp::UNIX_EPOCH, Instant::now());
+        let second = SignedDuration::from_secs(1);
+        let mut window = Window::default();
+        window.take(vec![entry("b", at)], now);
+        window.advance(now);
+        let late = window.take(vec![entry("c", at + second), entry("b", at), entry("a", at - second)], now);
+        let ids: Vec<_> = late.iter().map(|entry| &*entry.audit_id).collect();
+        assert_eq!(ids, ["a", "c"]);
+        assert_eq!(window.newest.map(|(at, _)| at), Some(at + second));
+    }
 }

@@ -149,6 +149,7 @@ async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), Stora
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
     let size = size.and_then(|row| row.try_get::<_, i64>(0)).map_err(StorageError::Database)?;
     let schemas = app_sizes::measure(&client).await.map_err(StorageError::Database)?;
+    let schemas = schemas.into_iter().map(|(slug, size)| (slug, size.bytes)).collect();
     Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 

@@ -113,6 +113,7 @@ impl Call {
             Standing::Refused => Err(unauthorized()),
             standing => {
                 platform.rates.accept(token);
+                platform.rates.admit_host(machine.id)?;
                 Ok(HostToken { machine, standing, hash: tokens::hash(token) })
             }
         }

@@ -35,6 +35,7 @@ pub async fn handle(
         return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
     }
     call.nothing_needed()?;
+    platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
         Grant::WithOutage
     } else if heartbeat::still_needed(&platform, &machine).await? {

@@ -23,6 +23,7 @@ use super::page::Absence;
 use super::serve::{Caller, Visit, too_many};
 use super::{Site, frame, origin, own};
 use crate::http::problem::{Code, Problem};
+use crate::http::proof::ProofError;
 
 const MARK: &str = "/~";
 
@@ -69,7 +70,7 @@ async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -
     }
     let claims = match believed(site, visit, &shown) {
         Ok(claims) => claims,
-        Err(refusal) => return refusal.answer(visit.page),
+        Err(refusal) => return refused(site, visit, refusal),
     };
     if let Err(wait) = site.users.check(&claims.sub) {
         return too_many(wait).into_response();
@@ -95,9 +96,21 @@ async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -
     }
 }
 
+/// The answer to a token that opens nothing. A forged one counts against its address, and a good one never does.
+fn refused(site: &Site, visit: &Visit, refusal: Refusal) -> Response {
+    if matches!(refusal, Refusal::Forged)
+        && let Err(problem) = site.admit_check(visit)
+    {
+        return problem.into_response();
+    }
+    refusal.answer(visit.page)
+}
+
 /// Why a token opens nothing.
 enum Refusal {
-    /// Expired, forged, or for a machine that has been replaced.
+    /// Signed by no key of ours.
+    Forged,
+    /// Expired, or for a machine that has been replaced.
     Ended,
     AnotherApp,
 }
@@ -105,8 +118,8 @@ enum Refusal {
 impl Refusal {
     fn answer(self, page: bool) -> Response {
         match self {
-            Self::Ended if page => frame::ended(),
-            Self::Ended => {
+            Self::Forged | Self::Ended if page => frame::ended(),
+            Self::Forged | Self::Ended => {
                 let detail = "The app token is not valid, or not any more; ask for a new one.";
                 Problem::new(Code::Unauthorized, detail).into_response()
             }
@@ -127,7 +140,7 @@ fn believed(site: &Site, visit: &Visit, shown: &Shown) -> Result<AppClaims, Refu
     drop(keys);
     let claims = claims.map_err(|error| {
         tracing::debug!(%error, "app token refused");
-        Refusal::Ended
+        if matches!(error, ProofError::Stale) { Refusal::Ended } else { Refusal::Forged }
     })?;
     if claims.generation < site.sign_outs.required(&claims.sub) {
         return Err(Refusal::Ended);

@@ -29,6 +29,6 @@ pub use name::{Name, Slug};
 pub use pages::GzipCache;
 #[cfg(feature = "fuzzing")]
 pub use pages::path_in_app;
-pub use quota::{Quotas, measure as measure_sizes};
+pub use quota::{ChangedRows, Quotas, SentWrite, WriteSize, measure as measure_sizes};
 pub use registry::{App, Registry};
 pub use supervise::supervise;

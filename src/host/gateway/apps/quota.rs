@@ -1,17 +1,20 @@
 //! How much of the disk each app's rows may take.
 //!
-//! The sizes of the apps' schemas are measured while apps write; in between, the bytes of accepted requests count. At its
-//! quota an app, an agent or a process of the owner's user adds and changes no rows; the owner does, and rows can always be
-//! deleted. Files are not counted: an app writes none.
+//! The sizes of the apps' schemas are measured while apps write. In between, each write that is sent to the database counts
+//! by an estimate, whatever its end: PostgreSQL frees nothing when a transaction is rolled back. A tenth of the quota in
+//! estimates asks for a measurement. At its quota an app, an agent or a process of the owner's user adds and changes no
+//! rows; the owner does, and rows can always be deleted. Files are not counted: an app writes none.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::host::app_sizes;
+use crate::host::app_sizes::{self, AppSize};
 use crate::host::gateway::auth::Principal;
 use crate::host::gateway::database::{Database, DatabaseError};
 use crate::host::gateway::state::Gateway;
@@ -21,14 +24,73 @@ use crate::http::problem::{Code, Problem, chain};
 
 /// Between two measurements of a database that is written to.
 const INTERVAL: Duration = Duration::from_secs(30);
-/// At least, also where a refused app asks for one.
+/// At least, also where writes or a refused app ask for one.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
+/// Measurements take at most about a tenth of the time.
+const MIN_INTERVAL_IN_DURATIONS: u32 = 10;
+/// After a measurement that failed.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
 /// The part of the disk that is an app's where the settings give no number.
 const DEFAULT_PART_OF_DISK: u64 = 5;
 const MIN_DEFAULT: u64 = 1 << 30;
 /// Indexes and row headers: rows take about so many times the bytes of their request.
 const EXPANSION: u64 = 2;
+/// A row's header and its entries in indexes, beside the bytes of its request.
+const ROW_OVERHEAD_BYTES: u64 = 64;
+/// A changed row is written whole, without its large values; a page of PostgreSQL has 8 KiB.
+const MIN_ROW_BYTES: u64 = 256;
+const MAX_ROW_BYTES: u64 = 8 << 10;
+/// This part of the quota, written by estimate, asks for a measurement.
+const UNMEASURED_PART: u64 = 10;
+
+/// Rows that statements changed, also where their transaction is rolled back later.
+#[derive(Debug, Default)]
+pub struct ChangedRows(AtomicU64);
+
+impl ChangedRows {
+    pub fn add(&self, rows: u64) {
+        self.0.fetch_add(rows, Ordering::Relaxed);
+    }
+}
+
+/// What is known of a write before it is sent.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteSize {
+    pub body_bytes: usize,
+    /// Rows whose values the body has.
+    pub rows: usize,
+    /// Whether it changes as many rows as a filter matches.
+    pub is_by_filter: bool,
+}
+
+/// A write that is sent to the database: the rows that it changes count when this is dropped, whatever its end.
+#[derive(Debug)]
+pub struct SentWrite<'q> {
+    quotas: &'q Quotas,
+    slug: &'q str,
+    quota: u64,
+    pub changed: ChangedRows,
+    /// Whether rows may have been changed that no statement reports.
+    is_open: bool,
+}
+
+impl SentWrite<'_> {
+    /// Every statement has reported its rows.
+    pub fn settle(mut self) {
+        self.is_open = false;
+    }
+}
+
+impl Drop for SentWrite<'_> {
+    fn drop(&mut self) {
+        let rows = self.changed.0.load(Ordering::Relaxed);
+        self.quotas.count(self.slug, rows.saturating_mul(self.quotas.row_bytes(self.slug)), self.quota);
+        if self.is_open {
+            self.quotas.due.notify_one();
+        }
+    }
+}
 
 /// Sizes of the apps' schemas, by slug, and what has been written since they were measured.
 #[derive(Debug)]
@@ -36,7 +98,8 @@ pub struct Quotas {
     /// Bytes.
     default: u64,
     /// `None` until the first measurement.
-    measured: RwLock<Option<Arc<BTreeMap<String, u64>>>>,
+    measured: RwLock<Option<Arc<BTreeMap<String, AppSize>>>>,
+    /// Bytes by estimate.
     written: Mutex<HashMap<String, u64>>,
     /// Asks for a measurement now.
     due: Notify,
@@ -60,8 +123,18 @@ impl Quotas {
 
     /// The bytes of an app's tables with their indexes, as last measured; `None` before the first measurement.
     pub fn measured(&self, slug: &str) -> Option<u64> {
+        self.size(slug).map(|size| size.bytes)
+    }
+
+    fn size(&self, slug: &str) -> Option<AppSize> {
         let measured = self.measured.read().unwrap_or_else(PoisonError::into_inner);
-        measured.as_ref().map(|sizes| sizes.get(slug).copied().unwrap_or(0))
+        measured.as_ref().map(|sizes| sizes.get(slug).copied().unwrap_or_default())
+    }
+
+    /// What a changed row of an app writes, about.
+    fn row_bytes(&self, slug: &str) -> u64 {
+        let size = self.size(slug).unwrap_or_default();
+        size.bytes.checked_div(size.rows).unwrap_or(0).clamp(MIN_ROW_BYTES, MAX_ROW_BYTES)
     }
 
     /// Admits a request that adds or changes rows; `settings` are read only where they matter.
@@ -80,7 +153,7 @@ impl Quotas {
         let Some(measured) = self.measured(slug) else { return Ok(()) };
         let written = self.written().get(slug).copied().unwrap_or(0);
         let quota = self.of(&settings().storage, slug);
-        if measured.saturating_add(written.saturating_mul(EXPANSION)) < quota {
+        if measured.saturating_add(written) < quota {
             return Ok(());
         }
         self.due.notify_one();
@@ -91,16 +164,31 @@ impl Quotas {
         Err(Problem::new(Code::StorageQuotaReached, detail))
     }
 
-    /// Counts a request that was carried out, in bytes of its body.
-    pub fn count(&self, slug: &str, bytes: usize) {
-        let mut written = self.written();
-        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        match written.get_mut(slug) {
-            Some(sum) => *sum = sum.saturating_add(bytes),
-            None => {
-                written.insert(slug.to_owned(), bytes);
-            }
+    /// Counts a write that is about to be sent.
+    pub fn send<'q>(&'q self, settings: &StorageQuotas, slug: &'q str, size: WriteSize) -> SentWrite<'q> {
+        let natural = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+        let rows = natural(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
+        let bytes = natural(size.body_bytes).saturating_mul(EXPANSION).saturating_add(rows);
+        let quota = self.of(settings, slug);
+        self.count(slug, bytes, quota);
+        SentWrite { quotas: self, slug, quota, changed: ChangedRows::default(), is_open: size.is_by_filter }
+    }
+
+    /// Adds an estimate, and asks for a measurement where the sum has become too large a part of the quota.
+    fn count(&self, slug: &str, bytes: u64, quota: u64) {
+        if self.add(slug, bytes) >= quota / UNMEASURED_PART {
+            self.due.notify_one();
         }
+    }
+
+    fn add(&self, slug: &str, bytes: u64) -> u64 {
+        let mut written = self.written();
+        if let Some(sum) = written.get_mut(slug) {
+            *sum = sum.saturating_add(bytes);
+            return *sum;
+        }
+        written.insert(slug.to_owned(), bytes);
+        bytes
     }
 
     fn written(&self) -> MutexGuard<'_, HashMap<String, u64>> {
@@ -118,11 +206,17 @@ impl Quotas {
             }
             Err(error) => {
                 for (slug, bytes) in before {
-                    self.count(&slug, usize::try_from(bytes).unwrap_or(usize::MAX));
+                    self.add(&slug, bytes);
                 }
                 Err(error)
             }
         }
+    }
+
+    /// Returns once a measurement is asked for, not before `earliest`.
+    async fn asked(&self, earliest: Instant) {
+        self.due.notified().await;
+        tokio::time::sleep_until(earliest).await;
     }
 
     fn is_due(&self) -> bool {
@@ -134,29 +228,93 @@ impl Quotas {
 /// Measures until `stop`.
 pub async fn measure(gateway: Arc<Gateway>, stop: CancellationToken) {
     let quotas = &gateway.quotas;
+    let mut is_asked = false;
+    let mut earliest = Instant::now();
     loop {
         let mut wait = INTERVAL;
-        if quotas.is_due()
-            && let Err(error) = quotas.measure(&gateway.database).await
-        {
-            tracing::debug!(error = %chain(&error), "the apps' sizes are not measured; trying again");
-            wait = Duration::from_secs(5);
-        }
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(wait) => {}
-            () = quotas.due.notified() => {
-                // A refused app asks for it again and again.
-                tokio::time::sleep(MIN_INTERVAL).await;
-                if let Err(error) = quotas.measure(&gateway.database).await {
-                    tracing::debug!(error = %chain(&error), "the apps' sizes are not measured");
-                }
+        if is_asked || quotas.is_due() {
+            let began = Instant::now();
+            if let Err(error) = quotas.measure(&gateway.database).await {
+                tracing::debug!(error = %chain(&error), "the apps' sizes are not measured; trying again");
+                wait = RETRY_INTERVAL;
             }
+            earliest = Instant::now() + pause(began.elapsed());
         }
+        let next = earliest.max(Instant::now() + wait);
+        is_asked = tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep_until(next) => false,
+            () = quotas.asked(earliest) => true,
+        };
     }
 }
 
-async fn sizes(database: &Database) -> Result<BTreeMap<String, u64>, DatabaseError> {
+/// The least time between two measurements, after one that took `duration`.
+fn pause(duration: Duration) -> Duration {
+    MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_IN_DURATIONS))
+}
+
+async fn sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
     let client = database.connect().await?;
     Ok(app_sizes::measure(&client).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUOTA: u64 = 1_000_000;
+
+    fn quotas(bytes: u64, rows: u64) -> Quotas {
+        let sizes = BTreeMap::from([("notes".to_owned(), AppSize { bytes, rows })]);
+        Quotas {
+            default: QUOTA,
+            measured: RwLock::new(Some(Arc::new(sizes))),
+            written: Mutex::default(),
+            due: Notify::new(),
+        }
+    }
+
+    fn send(quotas: &Quotas, size: WriteSize) -> SentWrite<'_> {
+        quotas.send(&StorageQuotas::default(), "notes", size)
+    }
+
+    async fn is_asked(quotas: &Quotas) -> bool {
+        tokio::time::timeout(Duration::from_millis(10), quotas.due.notified()).await.is_ok()
+    }
+
+    #[tokio::test]
+    async fn quota_counts_a_write_that_is_dropped_unanswered() {
+        let quotas = quotas(0, 0);
+        let size = WriteSize { body_bytes: 1000, rows: 1, is_by_filter: false };
+        drop(send(&quotas, size));
+        assert_eq!(quotas.written()["notes"], 2064);
+        assert!(!is_asked(&quotas).await);
+        let size = WriteSize { body_bytes: 50_000, ..size };
+        drop(send(&quotas, size));
+        assert!(is_asked(&quotas).await, "a tenth of the quota");
+    }
+
+    #[tokio::test]
+    async fn quota_counts_changed_rows_by_their_average_size() {
+        let size = WriteSize { body_bytes: 0, rows: 0, is_by_filter: true };
+        for ((bytes, rows), expected) in
+            [((0, 0), 256), ((300_000, 300), 1000), ((300_000, 3), 8192), ((300, 300), 256)]
+        {
+            let quotas = quotas(bytes, rows);
+            let sent = send(&quotas, size);
+            sent.changed.add(7);
+            sent.settle();
+            assert_eq!(quotas.written()["notes"], 7 * expected);
+            assert!(!is_asked(&quotas).await);
+            drop(send(&quotas, size));
+            assert!(is_asked(&quotas).await, "nobody knows how many rows it changed");
+        }
+    }
+
+    #[test]
+    fn quota_measurements_follow_what_the_last_one_took() {
+        assert_eq!(pause(Duration::from_millis(3)), MIN_INTERVAL);
+        assert_eq!(pause(Duration::from_secs(2)), Duration::from_secs(20));
+    }
 }

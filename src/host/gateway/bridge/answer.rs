@@ -18,6 +18,7 @@ use super::plan::{Changed, Group, Page, Plan, Target};
 use super::refusal::{self, Asked};
 use super::request::Returning;
 use super::sql::Sql;
+use crate::host::gateway::apps::ChangedRows;
 use crate::host::gateway::database::Connection;
 use crate::http::problem::{Code, Problem};
 
@@ -55,24 +56,25 @@ impl Answer {
     }
 }
 
-/// How many bytes an answer may still take; the operations of a transaction share them.
+/// How many bytes an answer may still take, and where changed rows count; the operations of a transaction share them.
 #[derive(Debug)]
-pub struct Room(AtomicUsize);
-
-impl Default for Room {
-    fn default() -> Self {
-        Self(AtomicUsize::new(LARGEST))
-    }
+pub struct Room<'c> {
+    bytes: AtomicUsize,
+    changed: &'c ChangedRows,
 }
 
-impl Room {
+impl<'c> Room<'c> {
+    pub fn new(changed: &'c ChangedRows) -> Self {
+        Self { bytes: AtomicUsize::new(LARGEST), changed }
+    }
+
     fn is_left(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
+        self.bytes.load(Ordering::Relaxed) > 0
     }
 
     /// Takes all of it, or refuses.
     fn claim(&self, bytes: usize) -> Result<(), Problem> {
-        if bytes > self.0.load(Ordering::Relaxed) {
+        if bytes > self.bytes.load(Ordering::Relaxed) {
             return Err(refusal::too_much());
         }
         self.take(bytes);
@@ -80,8 +82,8 @@ impl Room {
     }
 
     fn take(&self, bytes: usize) {
-        let left = self.0.load(Ordering::Relaxed);
-        self.0.store(left.saturating_sub(bytes), Ordering::Relaxed);
+        let left = self.bytes.load(Ordering::Relaxed);
+        self.bytes.store(left.saturating_sub(bytes), Ordering::Relaxed);
     }
 }
 
@@ -128,7 +130,7 @@ pub async fn execute(
     connection: &Connection,
     ready: Ready<'_, '_>,
     way: Way,
-    room: &Room,
+    room: &Room<'_>,
 ) -> Result<Answer, Problem> {
     let Ready { plan, statements } = ready;
     let at = At { connection, asked: Asked::by(plan) };
@@ -141,6 +143,7 @@ pub async fn execute(
         (Plan::ManyMade(groups), statements) => at.many(groups, statements).await,
         (Plan::Upserted { write, otherwise }, [first, rest @ ..]) => {
             let otherwise = otherwise.as_ref().zip(rest.first());
+            room.changed.add(1);
             at.upserted((write, first), otherwise, way).await
         }
         (Plan::One(sql), [statement]) => match at.rows(statement, sql).await?.first() {
@@ -216,7 +219,7 @@ impl At<'_> {
         page: &Page<'_>,
         rows: &Statement,
         count: Option<&Statement>,
-        room: &Room,
+        room: &Room<'_>,
     ) -> Result<Answer, Problem> {
         // Both questions go out before the first answer is read.
         let counted = async {
@@ -248,7 +251,7 @@ impl At<'_> {
     }
 
     /// Takes rows until the page has its number of them or is large enough; the cursor leads on from either.
-    async fn fill(self, page: &Page<'_>, statement: &Statement, room: &Room) -> Result<Filled, Problem> {
+    async fn fill(self, page: &Page<'_>, statement: &Statement, room: &Room<'_>) -> Result<Filled, Problem> {
         let refused = |error: tokio_postgres::Error| refusal::of_error(&error, self.asked);
         let mut rows = pin!(self.start(statement, &page.rows).await.map_err(refused)?);
         let mut filled = Filled { body: BytesMut::with_capacity(4096), last: None, is_whole: true };
@@ -283,7 +286,12 @@ impl At<'_> {
         Ok(filled)
     }
 
-    async fn changed(self, changed: &Changed, statement: &Statement, room: &Room) -> Result<Answer, Problem> {
+    async fn changed(
+        self,
+        changed: &Changed,
+        statement: &Statement,
+        room: &Room<'_>,
+    ) -> Result<Answer, Problem> {
         let refused = |error: tokio_postgres::Error| refusal::of_error(&error, self.asked);
         let mut stream = pin!(self.start(statement, &changed.sql).await.map_err(refused)?);
         let column = usize::from(changed.at_most.is_some());
@@ -318,6 +326,7 @@ impl At<'_> {
             }
             _ => {}
         }
+        room.changed.add(affected.try_into().unwrap_or(0));
         if affected == 0 && changed.target == Target::Id {
             return Err(absent());
         }

@@ -14,7 +14,7 @@ use super::describe::QUERY_BODY;
 use super::plan::{self, Plan};
 use super::request::{Action, Call, Request};
 use super::{refusal, run, schemas};
-use crate::host::gateway::apps::App;
+use crate::host::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::body;
 use crate::host::gateway::state::Gateway;
@@ -73,10 +73,12 @@ async fn answer(
     if calls.iter().any(|call| call.operation.adds_data()) {
         gateway.quotas.admit(|| gateway.kernel.settings(), principal, slug)?;
     }
-    let is_write = plans.iter().any(Plan::is_write);
+    let sent = sent(gateway, slug, &plans, body.len());
+    let uncounted = ChangedRows::default();
+    let changed = sent.as_ref().map_or(&uncounted, |sent| &sent.changed);
     let limit = gateway.config.statement_timeout;
     let answer = if is_transaction {
-        let ran = run::run_together(&app.pool, plans, limit).await;
+        let ran = run::run_together(&app.pool, plans, limit, changed).await;
         ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| match failed
             .index
         {
@@ -85,13 +87,29 @@ async fn answer(
         })
     } else {
         let plan = plans.pop().ok_or_else(refusal::lost)?;
-        run::run(&app.pool, plan, limit).await.map(|answer| answer::json(answer.status, answer.body))
+        run::run(&app.pool, plan, limit, changed).await.map(|answer| answer::json(answer.status, answer.body))
     };
-    if is_write && answer.is_ok() {
-        gateway.quotas.count(slug, body.len());
+    if answer.is_ok()
+        && let Some(sent) = sent
+    {
+        sent.settle();
         gateway.changes.wake();
     }
     answer
+}
+
+/// Counts what is about to be written, where anything is.
+fn sent<'g>(
+    gateway: &'g Gateway,
+    slug: &'g str,
+    plans: &[Plan<'_>],
+    body_bytes: usize,
+) -> Option<SentWrite<'g>> {
+    let rows = plans.iter().map(Plan::rows_made).sum();
+    let is_by_filter = plans.iter().any(Plan::is_by_filter);
+    let is_write = plans.iter().any(Plan::is_write);
+    let size = WriteSize { body_bytes, rows, is_by_filter };
+    is_write.then(|| gateway.quotas.send(&gateway.kernel.settings().storage, slug, size))
 }
 
 fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {

@@ -93,6 +93,20 @@ impl Plan<'_> {
         !matches!(self, Self::One(_) | Self::Number(_) | Self::Page(_))
     }
 
+    /// Rows that it makes of values that the request has.
+    pub fn rows_made(&self) -> usize {
+        match self {
+            Self::Made(_) | Self::Upserted { .. } => 1,
+            Self::ManyMade(groups) => groups.iter().map(|group| group.rows.len()).sum(),
+            Self::One(_) | Self::Number(_) | Self::Page(_) | Self::Changed(_) => 0,
+        }
+    }
+
+    /// Whether it changes as many rows as a filter matches.
+    pub fn is_by_filter(&self) -> bool {
+        matches!(self, Self::Changed(changed) if changed.target == Target::Filter)
+    }
+
     /// Whether one statement does all of it: PostgreSQL then makes all of it true or nothing.
     pub fn is_one_statement(&self) -> bool {
         !matches!(self, Self::ManyMade(groups) if groups.len() > 1)

@@ -11,6 +11,7 @@ use futures_util::FutureExt;
 use super::answer::{Answer, Ready, Room, Way, execute};
 use super::plan::Plan;
 use super::refusal::{self, Asked};
+use crate::host::gateway::apps::ChangedRows;
 use crate::host::gateway::database::{Connection, Lease, Pool};
 use crate::http::problem::{Code, Problem};
 
@@ -34,15 +35,20 @@ impl Failed {
 ///
 /// # Errors
 /// The refusal as the caller may know it.
-pub async fn run(pool: &Arc<Pool>, plan: Plan<'_>, statement_timeout: Duration) -> Result<Answer, Problem> {
+pub async fn run(
+    pool: &Arc<Pool>,
+    plan: Plan<'_>,
+    statement_timeout: Duration,
+    changed: &ChangedRows,
+) -> Result<Answer, Problem> {
     if !plan.is_one_statement() {
-        let answers = run_together(pool, vec![plan], statement_timeout).await;
+        let answers = run_together(pool, vec![plan], statement_timeout, changed).await;
         let mut answers = answers.map_err(|failed| *failed.problem)?;
         return answers.pop().ok_or_else(refusal::lost);
     }
     let began = Instant::now();
     loop {
-        match attempt(pool, &plan, statement_timeout).await {
+        match attempt(pool, &plan, statement_timeout, changed).await {
             Attempt::Ended(answer) => return answer,
             Attempt::CutOff if began.elapsed() < statement_timeout => {}
             Attempt::CutOff => return Err(refusal::too_slow()),
@@ -56,7 +62,12 @@ enum Attempt {
     CutOff,
 }
 
-async fn attempt(pool: &Arc<Pool>, plan: &Plan<'_>, statement_timeout: Duration) -> Attempt {
+async fn attempt(
+    pool: &Arc<Pool>,
+    plan: &Plan<'_>,
+    statement_timeout: Duration,
+    changed: &ChangedRows,
+) -> Attempt {
     let mut lease = match pool.lease().await {
         Ok(lease) => lease,
         Err(error) => return Attempt::Ended(Err(refusal::of_pool(&error))),
@@ -64,7 +75,7 @@ async fn attempt(pool: &Arc<Pool>, plan: &Plan<'_>, statement_timeout: Duration)
     lease.begin();
     let alone = async {
         let ready = Ready::prepare(&lease, plan).await?;
-        execute(&lease, ready, Way::ByItself, &Room::default()).await
+        execute(&lease, ready, Way::ByItself, &Room::new(changed)).await
     };
     // What is dropped unsettled, here or by a client that goes away, is cancelled.
     let Ok(answer) = tokio::time::timeout(statement_timeout + GRACE, alone).await else {
@@ -87,15 +98,20 @@ pub async fn run_together(
     pool: &Arc<Pool>,
     plans: Vec<Plan<'_>>,
     statement_timeout: Duration,
+    changed: &ChangedRows,
 ) -> Result<Vec<Answer>, Failed> {
     let of_all = |problem| Failed::new(None, problem);
     let mut lease = pool.lease_alone().await.map_err(|error| of_all(refusal::of_pool(&error)))?;
-    let all = together(&mut lease, &plans);
+    let all = together(&mut lease, &plans, changed);
     let ran = tokio::time::timeout(statement_timeout + GRACE, all).await;
     ran.unwrap_or_else(|_| Err(of_all(refusal::too_slow())))
 }
 
-async fn together(lease: &mut Lease, plans: &[Plan<'_>]) -> Result<Vec<Answer>, Failed> {
+async fn together(
+    lease: &mut Lease,
+    plans: &[Plan<'_>],
+    changed: &ChangedRows,
+) -> Result<Vec<Answer>, Failed> {
     lease.begin();
     let ready = match prepare_all(lease, plans).await {
         Ok(ready) => ready,
@@ -105,7 +121,7 @@ async fn together(lease: &mut Lease, plans: &[Plan<'_>]) -> Result<Vec<Answer>, 
             return Err(failed);
         }
     };
-    let ran = pipelined(lease, ready).await;
+    let ran = pipelined(lease, ready, changed).await;
     let end = if ran.is_ok() { "COMMIT" } else { "ROLLBACK" };
     // A failed transaction answers a COMMIT like a good one, so what counts is each statement's own answer.
     let ended = lease.client.batch_execute(end).await;
@@ -131,8 +147,12 @@ async fn prepare_all<'p, 't>(
 }
 
 /// Sends `BEGIN` and all statements before the first answer is read.
-async fn pipelined(connection: &Connection, all: Vec<Ready<'_, '_>>) -> Result<Vec<Answer>, Failed> {
-    let room = Room::default();
+async fn pipelined(
+    connection: &Connection,
+    all: Vec<Ready<'_, '_>>,
+    changed: &ChangedRows,
+) -> Result<Vec<Answer>, Failed> {
+    let room = Room::new(changed);
     let begin = async {
         let begun = connection.client.batch_execute("BEGIN").await;
         begun.map(|()| None).map_err(|error| refusal::of_error(&error, Asked::commit()))
