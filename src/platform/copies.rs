@@ -22,7 +22,7 @@ use crate::store::Bucket;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
-use crate::store::snapshots::{self, Window};
+use crate::store::snapshots::{self, Listed, Window};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -152,7 +152,7 @@ async fn newer_of(
             return None;
         }
     };
-    let is_newer = |side: &SideRecord| {
+    let is_newer = |side: &Listed| {
         side.key > named.key && key::epoch_of(&side.key) == Some(epoch) && side.machine_id == machine
     };
     let newest = page.records.into_iter().find(is_newer)?;
