@@ -92,7 +92,9 @@ impl std::str::FromStr for SnapshotKey {
         let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
         let fits = |name: &str| {
             let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-            plain && (1..=200).contains(&name.len()) && !name.contains("..")
+            // Who may write names that end in `-1.dump` and begin with a time, must not write `…Z-900.dump-1.dump` or `…Z-1.dumpZ-900.dump`.
+            let is_one = !name.contains(".dump") && (!name.contains("Z-") || parts(text).is_some());
+            plain && (1..=200).contains(&name.len()) && !name.contains("..") && is_one
         };
         if name.is_some_and(fits) {
             Ok(Self(text.to_owned()))
@@ -140,18 +142,38 @@ pub fn snapshot_name_at(taken_at: Timestamp) -> String {
     crate::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
+/// Time and epoch of a key that is exactly what [`snapshot_key`] makes of them.
+fn parts(key: &str) -> Option<(Timestamp, Epoch)> {
+    let (_, epoch) = key.strip_suffix(".dump")?.split_once("Z-")?;
+    let (taken_at, epoch) = (time_in(key)?, epoch.parse().ok()?);
+    (snapshot_key(taken_at, epoch) == key).then_some((taken_at, epoch))
+}
+
 /// The time in a snapshot's key.
 pub fn taken_at(key: &str) -> Option<Timestamp> {
+    parts(key).map(|(taken_at, _)| taken_at)
+}
+
+/// The epoch in a snapshot's key.
+pub fn epoch_of(key: &str) -> Option<Epoch> {
+    parts(key).map(|(_, epoch)| epoch)
+}
+
+/// The time with which a key, or a cursor, begins: enough to know where to list from.
+pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;
     let (time, _epoch) = rest.split_once("Z-")?;
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// The epoch in a snapshot's key.
-pub fn epoch_of(key: &str) -> Option<Epoch> {
-    let (_, rest) = key.rsplit_once("Z-")?;
-    rest.strip_suffix(".dump")?.parse().ok()
+/// Whether what a record says of itself is what its key says. Of a key without a time, at most the end counts: `-<epoch>.dump`.
+pub(super) fn agrees(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
+    if parts(key).is_some() {
+        return snapshot_key(taken_at, epoch) == key;
+    }
+    let end = key.strip_suffix(".dump").and_then(|name| name.rsplit_once('-')).map(|(_, end)| end);
+    end.and_then(|end| end.parse::<Epoch>().ok()).is_none_or(|end| end == epoch)
 }
 
 /// Whether the object is a snapshot's side record.
@@ -220,6 +242,42 @@ mod tests {
         ] {
             assert!(bad.parse::<SnapshotKey>().is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn key_that_hides_another_epoch_is_refused() {
+        let time = "system/db/snapshots/2026-11-24T03-04-05.678Z";
+        for bad in [
+            format!("{time}-1.dumpZ-900.dump"),
+            format!("{time}-900.dumpZ-1.dump"),
+            format!("{time}-900.dump-1.dump"),
+            format!("{time}-900.dump.json-1.dump"),
+            format!("{time}-900Z-1.dump"),
+            format!("{time}-900-1.dump"),
+            format!("{time}-007.dump"),
+            format!("{time}-4294967296.dump"),
+            "system/db/snapshots/2026-11-24T03-04-05Z-1.dump".to_owned(),
+            "system/db/snapshots/2026-11-24T03-04-05.6780Z-1.dump".to_owned(),
+        ] {
+            assert!(bad.parse::<SnapshotKey>().is_err(), "{bad}");
+            assert_eq!((taken_at(&bad), epoch_of(&bad)), (None, None), "{bad}");
+        }
+        for good in ["system/db/snapshots/x.dump", "system/db/snapshots/3-7.dump", &format!("{time}-7.dump")]
+        {
+            assert!(good.parse::<SnapshotKey>().is_ok(), "{good}");
+        }
+    }
+
+    #[test]
+    fn record_agrees_with_time_and_epoch_of_its_key() {
+        let at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
+        let key = snapshot_key(at, Epoch(7));
+        assert!(agrees(&key, at, Epoch(7)));
+        assert!(!agrees(&key, at, Epoch(8)));
+        assert!(!agrees(&key, Timestamp::UNIX_EPOCH, Epoch(7)));
+        assert!(agrees("system/db/snapshots/3-7.dump", at, Epoch(7)));
+        assert!(!agrees("system/db/snapshots/2026-11-24Tx-1.dump", at, Epoch(900)));
+        assert!(agrees("system/db/snapshots/x.dump", at, Epoch(7)));
     }
 
     #[test]

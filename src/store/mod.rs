@@ -2,6 +2,7 @@
 //!
 //! Unreachable is never "absent": [`StoreError`] keeps them apart, and only a confirmed 404 is an absence.
 
+mod bounded_list;
 pub mod bucket;
 pub mod bundle;
 pub mod config;

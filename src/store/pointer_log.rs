@@ -11,12 +11,15 @@ use object_store::ObjectMeta;
 
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
-use super::pointer::MAX_SEQ_AHEAD;
+use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
 /// Names that are read of one listing. By protocol at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
 /// Listings, where the log has gaps.
 const MAX_LISTINGS: u32 = 8;
+/// Names that a rebuild reads above the number that it would claim: a hundred pages of a listing. Ten years of hourly
+/// backups have fewer.
+const MAX_PASSED: usize = 100_000;
 
 /// An entry that exists.
 type Entry = (u64, ObjectMeta);
@@ -48,6 +51,37 @@ pub(super) async fn newest_entry(
     }
     tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; its newest entry may be a later one");
     Ok(newest)
+}
+
+/// The lowest number from `seq` on above which no entry lies that a reader of a pointer with that number would see; with the
+/// last entry that was passed. Any session of the slot can put entries that cannot be read at any distance, one beyond the
+/// other: a pointer that is below one of them could not be read either.
+///
+/// # Errors
+/// [`StoreError`]; `Corrupt` where there are too many entries to pass, or no number is left.
+pub(super) async fn clear_from(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    seq: u64,
+) -> Result<(u64, Option<u64>), StoreError> {
+    let (log, mut seq, mut passed) = (slot.pointer_log(), seq, None);
+    let corrupt =
+        |why: &str| StoreError::Corrupt { key: slot.pointer_log().to_string(), why: why.to_owned() };
+    let before = slot.pointer_entry(seq.saturating_sub(1));
+    let mut listing = bucket.raw().list_with_offset(Some(&log), &before);
+    let mut names = 0;
+    while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? {
+        names += 1;
+        if names > MAX_PASSED {
+            return Err(corrupt("it has more entries above the pointer than a rebuild passes"));
+        }
+        let Some(at) = key::entry_seq(&meta.location).filter(|at| *at >= seq) else { continue };
+        if at > seq.saturating_add(MAX_SEQ_AHEAD) {
+            break;
+        }
+        (seq, passed) = (at + 1, Some(at));
+    }
+    if seq >= MAX_SEQ { Err(corrupt("no seq is left above its entries")) } else { Ok((seq, passed)) }
 }
 
 /// The highest entry among the first names from `start` on, and whether there are no more names.
@@ -159,6 +193,24 @@ mod tests {
         let log = Log::of([5, 6, 7 + MAX_SEQ_AHEAD]).await;
         assert_eq!(log.newest(6).await, Some(6));
         assert_eq!(log.newest(7).await, Some(7 + MAX_SEQ_AHEAD));
+    }
+
+    #[tokio::test]
+    async fn number_is_clear_of_every_entry_that_its_reader_sees() {
+        let far = 3 * MAX_SEQ_AHEAD;
+        let log = Log::of([1, 2, 3, 600_000, 1_500_000, far]).await;
+        for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
+        {
+            let (clear, passed) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
+            assert_eq!((clear, passed), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
+            assert_eq!(log.newest(clear).await, None, "{seq}");
+        }
+        // Beyond the window of a reader.
+        let (clear, _) = clear_from(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
+        assert_eq!(clear, far + 1);
+        let last = Log::of([MAX_SEQ - 1]).await;
+        let refused = clear_from(&last.bucket, &last.slot, MAX_SEQ - 2).await.unwrap_err();
+        assert!(matches!(refused, StoreError::Corrupt { .. }), "{refused}");
     }
 
     #[tokio::test]

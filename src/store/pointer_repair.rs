@@ -89,6 +89,8 @@ pub struct Inspection {
     pub found: Found,
     /// Snapshots with a side record.
     pub snapshots: usize,
+    /// Those of which nothing is known, where none of the ones that were tried is whole.
+    pub untried: usize,
     /// `None` where no snapshot is whole.
     pub next: Option<Pointer>,
     condition: Condition,
@@ -121,21 +123,41 @@ pub async fn inspect(
     let mut keys = snapshots::keys(bucket, slot).await?;
     // A host can write any key: one of an epoch that no machine ever had is none of ours.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
-    let candidate = match wanted {
-        Wanted::Snapshot(key) => Some(chosen(bucket, slot, key).await?),
+    let (candidate, untried) = match wanted {
+        Wanted::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
         Wanted::Newest => newest_whole(bucket, slot, &keys).await?,
-        Wanted::Nothing => None,
+        Wanted::Nothing => (None, 0),
     };
     let emptied_at = matches!(wanted, Wanted::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
         let meta = epochs::of_meta(bucket, slot, bound).await?;
-        let known = Known { found: &found, keys: &keys, top: &top, meta, holder: holder.as_ref(), bound };
-        known.next(candidate.map(|side| side.named()), emptied_at)
+        let known = Known { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
+        clear_next(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
     } else {
         None
     };
-    Ok(Inspection { found, snapshots: keys.len(), next, condition })
+    Ok(Inspection { found, snapshots: keys.len(), untried, next, condition })
+}
+
+/// The pointer to write, with a `seq` above which a reader finds no entry. The fence of the last entry that lies in between
+/// counts, as far as it can be read.
+async fn clear_next(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    known: Known<'_>,
+    (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
+) -> Result<Option<Pointer>, RepairError> {
+    let Some(next) = known.next(snapshot.clone(), emptied_at) else { return Ok(None) };
+    let cleared = pointer_log::clear_from(bucket, slot, next.seq).await;
+    let (seq, passed) = cleared.map_err(|error| match error {
+        StoreError::Corrupt { key, why } => RepairError::Unusable { key, why },
+        error => error.into(),
+    })?;
+    let Some(passed) = passed else { return Ok(Some(next)) };
+    let top = (passed, readable(bucket, slot, passed).await?.or_else(|| known.top.1.clone()));
+    let next = Known { top, ..known }.next(snapshot, emptied_at);
+    Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
 /// Writes the pointer that the inspection found: its entry of the log, then `latest` in the version that was inspected.
@@ -234,34 +256,50 @@ async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result
     }
 }
 
-/// The newest of the highest epoch; where none of that epoch is whole, of the one below.
+/// The newest of the highest epoch; where none of that epoch is whole, of the one below. With how many were not tried, where
+/// there is none.
 async fn newest_whole(
     bucket: &Bucket,
     slot: &SlotPrefix,
     keys: &[String],
-) -> Result<Option<SideRecord>, StoreError> {
+) -> Result<(Option<SideRecord>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
     for (epoch, _, key) in ordered.into_iter().take(MAX_TRIED) {
         match snapshot::by_key(bucket, slot, key).await {
-            Ok(side) if Some(side.epoch) == epoch => return Ok(Some(side)),
-            Ok(_) => {
-                tracing::warn!(key, "the side record is of another epoch than its key; it is passed over");
-            }
+            Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
+            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is passed over"),
             Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is passed over"),
             Err(Unusable::Absent) => {}
             Err(Unusable::Store(error)) => return Err(error),
         }
     }
-    Ok(None)
+    Ok((None, keys.len().saturating_sub(MAX_TRIED)))
 }
 
-/// The last entry of the whole log: its `seq`, and its value where it can be read.
+/// The last entry of the whole log: its `seq`, and its value where it can be read, or else that of `latest`.
 async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
+    let value = match readable(bucket, slot, seq).await? {
+        // It was not written by the protocol: `latest` still says what the fence is.
+        None => readable_latest(bucket, slot).await?,
+        value => value,
+    };
+    Ok((seq, value))
+}
+
+async fn readable_latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
+    match bucket.get_json::<Pointer>(&slot.pointer()).await {
+        Ok(found) => Ok(found.map(|found| found.value).filter(|pointer| pointer.version == FORMAT)),
+        Err(StoreError::Corrupt { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option<Pointer>, StoreError> {
     match pointer_io::entry(bucket, slot, seq).await {
-        Ok(pointer) => Ok((seq, Some(pointer))),
-        Err(StoreError::Corrupt { .. }) => Ok((seq, None)),
+        Ok(pointer) => Ok(Some(pointer)),
+        Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -270,7 +308,7 @@ async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Po
 struct Known<'a> {
     found: &'a Found,
     keys: &'a [String],
-    top: &'a (u64, Option<Pointer>),
+    top: (u64, Option<Pointer>),
     meta: Epoch,
     holder: Option<&'a Holder>,
     /// What is above it was not written by a machine of ours.
@@ -320,5 +358,130 @@ impl Known<'_> {
         let seen = [self.found.pointer().map_or(counted, |pointer| pointer.seq), self.top.0];
         let plausible = seen.into_iter().filter(|seq| *seq <= counted.saturating_add(MAX_SEQ_AHEAD));
         plausible.max().unwrap_or(counted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use object_store::memory::InMemory;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::machine::id::MachineId;
+    use crate::machine::name::Slot;
+    use crate::store::pointer::tests::side_record;
+
+    const TIME: &str = "2026-11-24T03-04-05.678Z";
+
+    fn slot() -> SlotPrefix {
+        SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
+    }
+
+    fn record() -> OnRecord {
+        OnRecord { highest: Epoch(1), holder: Some(Holder::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
+    }
+
+    /// A slot whose pointer is at `seq` 2 and names its one snapshot.
+    async fn backed_up() -> (Bucket, String) {
+        let bucket = Bucket::new(Arc::new(InMemory::new()));
+        let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
+        let named = SnapshotRef {
+            key: key::snapshot_key(taken_at, Epoch(1)),
+            taken_at,
+            ..crate::store::pointer::tests::snapshot(1, Epoch(1))
+        };
+        bucket.put(&slot().snapshot(&named.key).unwrap(), "d").await.unwrap();
+        pointer_io::fence(&bucket, &slot(), &record().holder.unwrap()).await.unwrap();
+        let recorded = snapshot::record(&bucket, &slot(), &side_record(&named), None).await.unwrap();
+        pointer_io::advance(&bucket, &slot(), &recorded).await.unwrap();
+        (bucket, named.key)
+    }
+
+    /// What who has a session can write beside it: an object and a record of it.
+    async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
+        let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
+        bucket.put(&at, "d").await.unwrap();
+        let side = json!({"version": 1, "key": key, "sizeBytes": 1, "sha256": "00".repeat(32), "pgVersion": "16",
+            "machineId": uuid::Uuid::nil(), "epoch": epoch, "takenAt": "2026-11-24T03:04:05.678Z",
+            "verifiedAt": "2026-11-24T03:04:05.678Z", "roles": [], "tables": []});
+        bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &side).await.unwrap();
+    }
+
+    async fn inspected(bucket: &Bucket, wanted: Wanted<'_>) -> Inspection {
+        inspect(bucket, &slot(), record(), wanted).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn rebuild_ends_above_unreadable_entries_at_any_distance() {
+        let newer = json!({"version": 2});
+        for (junk, latest) in [
+            (json!({}), None),
+            (json!({}), Some("{torn")),
+            (newer.clone(), None),
+            (newer, Some("")),
+            (json!({"version": 1, "fenceEpoch": 1, "seq": 7, "snapshot": null}), None),
+        ] {
+            let (bucket, key) = backed_up().await;
+            for at in [600_003, 1_500_003, 2_400_003, 9_000_000_000_000_000] {
+                bucket.put_json(&slot().pointer_entry(at), &junk).await.unwrap();
+            }
+            if let Some(latest) = latest {
+                bucket.put(&slot().pointer(), latest).await.unwrap();
+            }
+            assert!(pointer_io::read(&bucket, &slot()).await.is_err(), "{junk}");
+            let inspection = inspected(&bucket, Wanted::Newest).await;
+            let written = rebuild(&bucket, &slot(), &inspection).await.unwrap();
+            assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
+            let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
+            assert_eq!(read.value, written, "{junk}");
+            // It moves as before.
+            let next = Fence::unsigned(Epoch(2), MachineId(uuid::Uuid::from_u128(2)));
+            pointer_io::fence(&bucket, &slot(), &next).await.unwrap();
+            let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
+            assert_eq!(read.value.fence_epoch, Epoch(2));
+        }
+    }
+
+    #[tokio::test]
+    async fn fence_of_latest_outlives_unreadable_entries() {
+        let (bucket, _) = backed_up().await;
+        // A machine that a restored database does not know.
+        let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
+        pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
+        bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
+        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        assert_eq!((next.fence_epoch, next.fence_machine_id), (Epoch(5), Some(later.machine)));
+    }
+
+    #[tokio::test]
+    async fn rebuild_names_no_snapshot_of_a_hidden_epoch() {
+        let (bucket, key) = backed_up().await;
+        for name in [format!("{TIME}-1.dumpZ-900.dump"), format!("{TIME}-900.dump-1.dump")] {
+            forge(&bucket, &name, 900).await;
+        }
+        forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
+        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
+        let odd: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
+        let refused = inspect(&bucket, &slot(), record(), Wanted::Snapshot(&odd)).await.unwrap_err();
+        assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn snapshots_that_were_not_tried_are_counted() {
+        let (bucket, key) = backed_up().await;
+        let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
+        for n in 0..MAX_TRIED {
+            bucket
+                .put_json(&slot().snapshots().join(format!("{}.json", forged(n))), &Value::Null)
+                .await
+                .unwrap();
+        }
+        let inspection = inspected(&bucket, Wanted::Newest).await;
+        assert_eq!((inspection.next, inspection.snapshots, inspection.untried), (None, MAX_TRIED + 1, 1));
+        let named: SnapshotKey = key.parse().unwrap();
+        assert!(inspected(&bucket, Wanted::Snapshot(&named)).await.next.is_some());
     }
 }

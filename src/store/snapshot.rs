@@ -9,17 +9,20 @@ use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
 use super::bucket::{Bucket, Condition, StoreError};
-use super::bundle;
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
 use super::pointer_io;
 use super::role_facts::RoleFacts;
+use super::{bounded_list, bundle};
 use crate::clock;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::untrusted_text::bounded;
 
 pub const FORMAT: u32 = 1;
+/// More than a server of ours has. A record with more is none: in memory each takes many times its size in the object.
+pub const MAX_ROLES: usize = 10_000;
+pub const MAX_TABLES: usize = 100_000;
 
 /// `….dump.json`, written beside the dump before the pointer names it (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,7 +40,9 @@ pub struct SideRecord {
     #[serde(with = "clock::wire")]
     pub verified_at: Timestamp,
     /// Roles that own or are granted something in the dump.
+    #[serde(deserialize_with = "bounded_list::at_most::<_, _, MAX_ROLES>")]
     pub roles: Vec<String>,
+    #[serde(deserialize_with = "bounded_list::at_most::<_, _, MAX_TABLES>")]
     pub tables: Vec<TableCount>,
     /// What a dump of the database's content does not hold. Absent in records written without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -69,7 +74,11 @@ pub struct DatabaseFacts {
     pub grants: Option<Vec<DatabaseGrant>>,
     pub settings: Vec<DatabaseSetting>,
     /// Every role of the server. Absent in records written without it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "bounded_list::some_at_most::<_, _, MAX_ROLES>",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub roles: Option<Vec<RoleFacts>>,
 }
 
@@ -279,6 +288,9 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
     };
     if record.version != FORMAT || record.key != key {
         return Err(damaged("its side record does not fit".to_owned()));
+    }
+    if !key::agrees(key, record.taken_at, record.epoch) {
+        return Err(damaged("its side record says another time or epoch than its key".to_owned()));
     }
     // Whoever fetches the dump names a file by it.
     if bundle::parse_digest(&record.sha256).as_deref() != Some(&*record.sha256) {

@@ -8,12 +8,18 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
 use object_store::ObjectStore;
 use object_store::path::Path;
+use serde::Deserialize;
 
 use super::bucket::{Bucket, StoreError};
+use super::bundle;
 use super::key::{self, SlotPrefix};
-use super::snapshot::SideRecord;
+use crate::clock;
+use crate::machine::epoch::Epoch;
+use crate::machine::id::MachineId;
+use crate::untrusted_text::bounded;
 
-const READ_AT_ONCE: usize = 8;
+/// Each is an object of at most 1 MiB.
+const READ_AT_ONCE: usize = 4;
 const SUFFIX: &str = ".json";
 /// Backups are hourly: how far back a page reaches at first, for each snapshot and beyond them.
 const HOURS_EACH: i64 = 1;
@@ -23,9 +29,32 @@ const REACH_FACTOR: i32 = 8;
 /// Beyond this, the rest is read from the beginning.
 const MAX_REACH: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 
+/// What a list shows of a side record. The rest may be a MiB that a host made up, and is not kept.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Listed {
+    pub key: String,
+    pub size_bytes: u64,
+    pub sha256: String,
+    pub machine_id: MachineId,
+    pub epoch: Epoch,
+    #[serde(with = "clock::wire")]
+    pub taken_at: Timestamp,
+    #[serde(with = "clock::wire")]
+    pub verified_at: Timestamp,
+}
+
+impl Listed {
+    /// Whether it is of the snapshot with this key.
+    fn fits(&self, key: &str) -> bool {
+        let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
+        self.key == key && is_digest && key::agrees(key, self.taken_at, self.epoch)
+    }
+}
+
 /// Side records in descending order of their keys, which is that of the times when they were taken.
 pub struct Page {
-    pub records: Vec<SideRecord>,
+    pub records: Vec<Listed>,
     /// The key after which the next page begins; `None` after the last.
     pub next: Option<String>,
 }
@@ -44,19 +73,23 @@ pub struct Window<'a> {
 /// The newest snapshots of a window. Only the keys of about the time of the page are listed.
 ///
 /// # Errors
-/// [`StoreError`]; a side record that cannot be read as one is left out, and said in the log.
+/// [`StoreError`]; a side record that is not readable as one, or is of another snapshot than its key, is left out, and the log
+/// says so once.
 pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Result<Page, StoreError> {
     let limit = window.limit;
     let mut keys = newest_keys(bucket, slot, &window, limit + 1).await?;
     let more = keys.len() > limit;
     keys.truncate(limit);
     let next = keys.last().filter(|_| more).cloned();
-    let records = stream::iter(keys)
-        .map(|key| read(bucket, slot, key))
-        .buffered(READ_AT_ONCE)
-        .try_filter_map(async |record| Ok(record))
-        .try_collect()
-        .await?;
+    let mut reads = stream::iter(keys).map(|key| read(bucket, slot, key)).buffered(READ_AT_ONCE);
+    let (mut records, mut left_out) = (Vec::new(), LeftOut::default());
+    while let Some(read) = reads.try_next().await? {
+        match read {
+            Ok(record) => records.extend(record),
+            Err(odd) => left_out.add(odd),
+        }
+    }
+    left_out.tell();
     Ok(Page { records, next })
 }
 
@@ -64,8 +97,45 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Res
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<SideRecord>, StoreError> {
-    read(bucket, slot, key.to_owned()).await
+pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<Listed>, StoreError> {
+    let mut left_out = LeftOut::default();
+    let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|odd| {
+        left_out.add(odd);
+        None
+    });
+    left_out.tell();
+    Ok(record)
+}
+
+/// A side record that is left out, and why.
+struct Odd {
+    key: String,
+    why: String,
+}
+
+/// One line of the log for all of a page, since a host can write any number of them.
+#[derive(Default)]
+struct LeftOut {
+    first: Option<Odd>,
+    count: usize,
+}
+
+impl LeftOut {
+    fn add(&mut self, odd: Odd) {
+        self.first.get_or_insert(odd);
+        self.count += 1;
+    }
+
+    fn tell(self) {
+        if let Some(Odd { key, why }) = self.first {
+            tracing::warn!(
+                key = bounded(&key),
+                why,
+                count = self.count,
+                "side records are left out; this is the first"
+            );
+        }
+    }
 }
 
 /// The newest keys of a window in descending order. A store lists keys in ascending order alone, so they are listed from a
@@ -79,7 +149,7 @@ async fn newest_keys(
     let hours = HOURS_EACH * i64::try_from(count).unwrap_or(i64::MAX / 2) + HOURS_BEYOND;
     let first_reach = SignedDuration::from_hours(hours);
     let mut reach = first_reach;
-    let before = window.before.map(|key| (key, key::taken_at(key)));
+    let before = window.before.map(|key| (key, key::time_in(key)));
     let mut from = before.and_then(|(_, at)| at).unwrap_or_else(Timestamp::now);
     // A key without a time says nothing of where to begin.
     let has_no_time = before.is_some_and(|(_, at)| at.is_none());
@@ -157,14 +227,17 @@ pub async fn keys(bucket: &Bucket, slot: &SlotPrefix) -> Result<Vec<String>, Sto
     Ok(keys)
 }
 
-async fn read(bucket: &Bucket, slot: &SlotPrefix, key: String) -> Result<Option<SideRecord>, StoreError> {
-    let Some(path) = slot.side_record(&key) else { return Ok(None) };
-    match bucket.get_json::<SideRecord>(&path).await {
-        Ok(found) => Ok(found.map(|found| found.value).filter(|record| record.key == key)),
-        Err(StoreError::Corrupt { key, why }) => {
-            tracing::warn!(key, why, "a side record cannot be read");
-            Ok(None)
-        }
+async fn read(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    key: String,
+) -> Result<Result<Option<Listed>, Odd>, StoreError> {
+    let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
+    match bucket.get_json::<Listed>(&path).await {
+        Ok(None) => Ok(Ok(None)),
+        Ok(Some(found)) if found.value.fits(&key) => Ok(Ok(Some(found.value))),
+        Ok(Some(_)) => Ok(Err(Odd { key, why: "it is not the record of its key".to_owned() })),
+        Err(StoreError::Corrupt { key, why }) => Ok(Err(Odd { key, why })),
         Err(error) => Err(error),
     }
 }
@@ -173,10 +246,12 @@ async fn read(bucket: &Bucket, slot: &SlotPrefix, key: String) -> Result<Option<
 mod tests {
     use std::sync::Arc;
 
+    use serde_json::json;
+
     use super::*;
-    use crate::machine::epoch::Epoch;
     use crate::machine::name::Slot;
     use crate::store::lenient::{Ignored, Lenient};
+    use crate::store::snapshot;
 
     const TOTAL: i64 = 2000;
 
@@ -251,5 +326,69 @@ mod tests {
         assert_eq!(below("system/db/snapshots/zero.dump").await, found[1..6]);
         assert_eq!(below("system/db/snapshots/2100-01-01T00-00-00.000Z-1.dump").await, found[1..6]);
         assert!(found.is_sorted_by(|a, b| a > b));
+    }
+
+    /// A record of its own key, as a host writes it, or with other members.
+    fn record(key: &str, other: serde_json::Value) -> String {
+        let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
+            "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
+            "verifiedAt": "2026-01-02T03:04:05.000Z", "roles": [], "tables": []});
+        for (name, value) in other.as_object().unwrap() {
+            record[name] = value.clone();
+        }
+        record.to_string()
+    }
+
+    #[tokio::test]
+    async fn record_that_is_not_of_its_key_is_left_out() {
+        let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let at = |second: u32| format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
+        for (second, other) in [
+            (0, json!({})),
+            (1, json!({"epoch": 900})),
+            (2, json!({"takenAt": "2026-11-25T03:04:02.678Z"})),
+            (3, json!({"key": at(0)})),
+            (4, json!({"sha256": "x".repeat(64)})),
+            // What a list does not show is not read.
+            (5, json!({"roles": "none"})),
+        ] {
+            let side = slot.side_record(&at(second)).unwrap();
+            bucket.put(&side, record(&at(second), other)).await.unwrap();
+        }
+        // The name is of epoch 1 for the policy of an outage session, and of epoch 900 for who reads its end.
+        let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
+        let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
+        bucket.put(&object, record(forged, json!({"epoch": 900}))).await.unwrap();
+        let all = Window { before: None, latest: None, limit: 50 };
+        let page = page(&bucket, &slot, all).await.unwrap();
+        let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
+        assert_eq!(keys, [at(5), at(0)]);
+        assert_eq!(one(&bucket, &slot, &at(1)).await.unwrap(), None);
+        assert!(!super::keys(&bucket, &slot).await.unwrap().contains(&forged.to_owned()));
+    }
+
+    #[tokio::test]
+    async fn record_with_too_many_roles_is_damaged() {
+        let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
+        let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
+        let key = "system/db/snapshots/2026-11-24T03-04-05.678Z-1.dump";
+        bucket.put(&slot.snapshot(key).unwrap(), "dump").await.unwrap();
+        let facts = |count: usize| {
+            json!({"database": {"owner": null, "sizeBytes": 1, "grants": null, "settings": [],
+                "roles": vec![json!({}); count]}})
+        };
+        let most = snapshot::MAX_ROLES;
+        for (other, is_usable) in [
+            (json!({"roles": vec![""; most]}), true),
+            (json!({"roles": vec![""; most + 1]}), false),
+            (facts(most), true),
+            (facts(most + 1), false),
+        ] {
+            bucket.put(&slot.side_record(key).unwrap(), record(key, other)).await.unwrap();
+            let read = snapshot::by_key(&bucket, &slot, key).await;
+            assert_eq!(read.is_ok(), is_usable);
+            assert!(one(&bucket, &slot, key).await.unwrap().is_some(), "a list does not read them");
+        }
     }
 }

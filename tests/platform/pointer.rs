@@ -308,3 +308,51 @@ async fn invented_epochs_and_entries_do_not_take_the_slot_away() {
         assert_eq!(stack.get(&process, SHOW).await.body["state"], "sound", "{seq}");
     }
 }
+
+/// What a machine leaves in its slot before it is replaced: entries that are no pointers, each further away than a reader of
+/// the one before looks.
+#[tokio::test(flavor = "multi_thread")]
+async fn entries_that_are_no_pointers_do_not_outlast_a_rebuild() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, _] = recovered_twice(&stack, &process).await;
+    let seq = stack.pointer("user_1")["seq"].as_u64().unwrap();
+    for ahead in [600_000, 1_500_000] {
+        stack.store.write(BUCKET, &entry(seq + ahead), "{}");
+    }
+    assert_ne!(stack.post(&process, "/vps/recover", &body()).await.status, 202);
+    let rebuilt = stack.post(&process, REBUILD, &body()).await;
+    assert_eq!(
+        (rebuilt.status, &rebuilt.body["pointer"]["snapshot"]["key"]),
+        (200, &json!(newer)),
+        "{rebuilt:?}"
+    );
+    let shown = stack.get(&process, SHOW).await.body;
+    assert_eq!((&shown["state"], &shown["current"]["fenceEpoch"]), (&json!("sound"), &json!(2)), "{shown}");
+    let answer = stack.post(&process, "/vps/recover", &body()).await;
+    assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(3)), "{answer:?}");
+}
+
+/// Records of snapshots that are not there, newer than those that are.
+#[tokio::test(flavor = "multi_thread")]
+async fn slot_with_untried_snapshots_starts_empty_by_force_alone() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    let [newer, _] = recovered_twice(&stack, &process).await;
+    for n in 0..65 {
+        let key = format!("user_1/primary/system/db/snapshots/2027-01-01T00-00-00.{n:03}Z-1.dump.json");
+        stack.store.write(BUCKET, &key, "{}");
+    }
+    stack.store.write(BUCKET, LATEST, "{not json");
+    let unusable = stack.post(&process, REBUILD, &body()).await;
+    unusable.assert_problem(409, "snapshot_unusable");
+    assert!(unusable.body["detail"].as_str().unwrap().contains("were not tried"), "{unusable:?}");
+    let emptied = json!({"idpUserId": "user_1", "empty": true});
+    let refused = stack.post(&process, REBUILD, &emptied).await;
+    refused.assert_problem(409, "conflict");
+    assert!(refused.body["detail"].as_str().unwrap().contains("--to KEY"), "{refused:?}");
+    let to = json!({"idpUserId": "user_1", "snapshotKey": newer});
+    assert_eq!(stack.post(&process, REBUILD, &to).await.status, 200);
+    let forced = json!({"idpUserId": "user_1", "empty": true, "force": true});
+    assert_eq!(stack.post(&process, REBUILD, &forced).await.status, 200);
+}

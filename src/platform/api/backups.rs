@@ -22,8 +22,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::store::bucket::StoreError;
 use crate::store::key::{SlotPrefix, SnapshotCursor};
-use crate::store::snapshot::SideRecord;
-use crate::store::snapshots::{Page, Window};
+use crate::store::snapshots::{Listed, Page, Window};
 use crate::store::{pointer_io, snapshots};
 use axum::routing::get;
 use http::Method;
@@ -83,7 +82,7 @@ pub async fn handle(
     Ok(Json(json!({"latest": latest, "backups": backups, "nextCursor": page.next})).into_response())
 }
 
-fn shown(record: &SideRecord, latest: Option<&str>) -> Value {
+fn shown(record: &Listed, latest: Option<&str>) -> Value {
     json!({
         "key": record.key,
         "sizeBytes": record.size_bytes,

@@ -160,7 +160,7 @@ async fn replace(
         refuse_whole(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
-        return Err(Problem::new(Code::SnapshotUnusable, "No snapshot of the slot is whole."));
+        return Err(Problem::new(Code::SnapshotUnusable, none_is_whole(&inspection)));
     };
     let (before, after) = (audited(&inspection.found), pointer(next));
     let name = format!("{}/{}", target.user, target.slot);
@@ -207,6 +207,16 @@ fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Re
 async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
     let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
+    if found.untried > 0 {
+        let detail = format!(
+            "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
+             `svcctl pointer rebuild {user} --slot {slot} --empty --force` leaves all of them out.",
+            none_is_whole(&found),
+            user = target.user,
+            slot = target.slot
+        );
+        return Err(Problem::new(Code::Conflict, detail));
+    }
     let Some(whole) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
         "{} of {} can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
@@ -217,6 +227,18 @@ async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) ->
         target.slot
     );
     Err(Problem::new(Code::Conflict, detail))
+}
+
+/// Where nothing but snapshots that are not whole was found.
+fn none_is_whole(inspection: &Inspection) -> String {
+    let (all, untried) = (inspection.snapshots, inspection.untried);
+    if untried == 0 {
+        return "No snapshot of the slot is whole.".to_owned();
+    }
+    let tried = all - untried;
+    format!(
+        "None of the {tried} snapshots that were tried is whole; {untried} others of the slot were not tried."
+    )
 }
 
 async fn inspect(platform: &Platform, target: &Target, record: OnRecord) -> Result<Inspection, Problem> {

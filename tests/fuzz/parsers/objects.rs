@@ -254,6 +254,9 @@ fn side_holds(bytes: &[u8]) -> Result<(), String> {
         if side.key.parse::<SnapshotKey>().is_err() || side.named().key != side.key {
             return Err(format!("{} is no key", side.key));
         }
+        if snapshot_key(side.taken_at, side.epoch) != side.key {
+            return Err(format!("{} of epoch {} is not {}", side.taken_at, side.epoch, side.key));
+        }
         let _ = side.pg_major();
         Ok(())
     })

@@ -120,7 +120,7 @@ mod tests {
     fn take(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
-        let at = "2026-01-02T03:04:05Z".parse().expect("a time");
+        let at = format!("2026-01-02T03:04:0{number}Z").parse().expect("a time");
         let side = SideRecord {
             version: 1,
             key: key.clone(),

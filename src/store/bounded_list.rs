@@ -1,0 +1,87 @@
+//! Lists of a bounded count in what a host wrote: one more is refused, before it takes memory.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Error, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+/// A list of at most `MAX`.
+///
+/// # Errors
+/// Of the format, and of a longer list.
+pub(super) fn at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    from.deserialize_seq(AtMost::<T, MAX>(PhantomData))
+}
+
+/// The same, where `null` is `None`.
+///
+/// # Errors
+/// Of the format, and of a longer list.
+pub(super) fn some_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Option<Vec<T>>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    Ok(Option::<Bounded<T, MAX>>::deserialize(from)?.map(|list| list.0))
+}
+
+struct Bounded<T, const MAX: usize>(Vec<T>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        at_most::<D, T, MAX>(from).map(Self)
+    }
+}
+
+struct AtMost<T, const MAX: usize>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for AtMost<T, MAX> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of at most {MAX}")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) = list.next_element()? {
+            if items.len() == MAX {
+                return Err(A::Error::invalid_length(MAX + 1, &self));
+            }
+            items.push(item);
+        }
+        Ok(items)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Deserialize)]
+    struct Lists {
+        #[serde(deserialize_with = "at_most::<_, _, 3>")]
+        all: Vec<u8>,
+        #[serde(default, deserialize_with = "some_at_most::<_, _, 2>")]
+        some: Option<Vec<u8>>,
+    }
+
+    fn read(text: &str) -> Result<(Vec<u8>, Option<Vec<u8>>), String> {
+        serde_json::from_str(text).map(|Lists { all, some }| (all, some)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn longer_list_is_refused() {
+        assert_eq!(read(r#"{"all": [1, 2, 3]}"#), Ok((vec![1, 2, 3], None)));
+        assert_eq!(read(r#"{"all": [], "some": null}"#), Ok((vec![], None)));
+        assert_eq!(read(r#"{"all": [], "some": [1, 2]}"#), Ok((vec![], Some(vec![1, 2]))));
+        for bad in [r#"{"all": [1, 2, 3, 4]}"#, r#"{"all": [], "some": [1, 2, 3]}"#] {
+            assert!(read(bad).is_err_and(|why| why.contains("at most")), "{bad}");
+        }
+    }
+}
