@@ -329,7 +329,7 @@ mod tests {
     }
 
     /// A record of its own key, as a host writes it, or with other members.
-    fn record(key: &str, other: serde_json::Value) -> String {
+    fn record(key: &str, other: &serde_json::Value) -> String {
         let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
             "verifiedAt": "2026-01-02T03:04:05.000Z", "roles": [], "tables": []});
@@ -354,12 +354,12 @@ mod tests {
             (5, json!({"roles": "none"})),
         ] {
             let side = slot.side_record(&at(second)).unwrap();
-            bucket.put(&side, record(&at(second), other)).await.unwrap();
+            bucket.put(&side, record(&at(second), &other)).await.unwrap();
         }
         // The name is of epoch 1 for the policy of an outage session, and of epoch 900 for who reads its end.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
         let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
-        bucket.put(&object, record(forged, json!({"epoch": 900}))).await.unwrap();
+        bucket.put(&object, record(forged, &json!({"epoch": 900}))).await.unwrap();
         let all = Window { before: None, latest: None, limit: 50 };
         let page = page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
@@ -385,7 +385,7 @@ mod tests {
             (facts(most), true),
             (facts(most + 1), false),
         ] {
-            bucket.put(&slot.side_record(key).unwrap(), record(key, other)).await.unwrap();
+            bucket.put(&slot.side_record(key).unwrap(), record(key, &other)).await.unwrap();
             let read = snapshot::by_key(&bucket, &slot, key).await;
             assert_eq!(read.is_ok(), is_usable);
             assert!(one(&bucket, &slot, key).await.unwrap().is_some(), "a list does not read them");
