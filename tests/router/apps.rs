@@ -214,6 +214,7 @@ async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     let machine = TestMachine::start().await?;
     world.add(&machine, "user_1", "primary", "running").await?;
+    world.until_status("user_1", StatusCode::OK).await;
     let token = app_token(&world, "user_1", "notes").await;
     let mut refused = Vec::new();
     for number in 0..40 {

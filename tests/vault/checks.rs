@@ -44,7 +44,11 @@ fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let dump = store.read(BUCKET, &object(key)).context("the object")?;
     let side = store.read(BUCKET, &object(&format!("{key}.json"))).context("its record")?;
     store.write(BUCKET, &object(&as_of), dump);
-    store.write(BUCKET, &object(&format!("{as_of}.json")), String::from_utf8(side)?.replace(key, &as_of));
+    let mut side: Value = serde_json::from_slice(&side)?;
+    side["key"] = as_of.as_str().into();
+    let taken_at = svc::store::key::taken_at(&as_of).context("a time")?;
+    side["takenAt"] = svc::clock::rfc3339_ms(taken_at).into();
+    store.write(BUCKET, &object(&format!("{as_of}.json")), side.to_string());
     Ok(as_of)
 }
 
