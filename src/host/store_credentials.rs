@@ -177,7 +177,7 @@ impl Renewed {
         }
     }
 
-    /// Renews the sessions where the last ones are older than [`MAX_OUTAGE_AGE`], so that an outage of the platform begins
+    /// Renews the sessions where the last ones are older than `MAX_OUTAGE_AGE`, so that an outage of the platform begins
     /// with a young outage session. Of each host it costs the platform two calls of STS in that time.
     ///
     /// # Errors

@@ -119,7 +119,7 @@ impl Problem {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
 
-    /// Names the first [`MAX_ERRORS`] of the errors, so that no request gets an answer many times its size.
+    /// Names the first `MAX_ERRORS` of the errors, so that no request gets an answer many times its size.
     pub fn invalid(errors: &[FieldError]) -> Self {
         let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
         let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();

@@ -175,7 +175,7 @@ pub enum UsageError {
     TooLarge(usize),
 }
 
-/// The host's report of usage as it sent it, at most [`MAX_USAGE_BYTES`].
+/// The host's report of usage as it sent it, at most `MAX_USAGE_BYTES`.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.

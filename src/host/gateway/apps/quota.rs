@@ -54,7 +54,7 @@ impl ChangedRows {
     }
 }
 
-/// What is known of a write before it is sent.
+/// The size of a write, as estimated before it is sent.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteSize {
     pub body_bytes: usize,
