@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { after, before } from "node:test";
-import { asNobody, browser, code, end, PATIENCE, shot, stack, test, until, visitor } from "./support.mjs";
+import { asNobody, browser, code, editor, end, openTerminal, PATIENCE, shot, stack, test, until } from "./support.mjs";
 
 // A 600 MB program on a machine that does other things, too.
 const START = 6 * PATIENCE;
@@ -20,24 +20,10 @@ before(async () => {
 });
 after(() => end(chrome));
 
-async function editor(file) {
-  const visit = await visitor(chrome);
-  visit.context.setDefaultTimeout(START);
-  const sockets = [];
-  visit.page.on("websocket", (socket) => sockets.push(socket.url()));
-  const where = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
-  await until("code-server behind the router", async () => {
-    const answer = await visit.page.goto(code + "/" + where);
-    assert.equal(answer.status(), 200);
-  });
-  await visit.page.locator(".monaco-workbench").waitFor();
-  return { ...visit, sockets };
-}
-
 test("a file is opened, typed into and saved", async () => {
   const file = join(home(), "hello.txt");
   writeFileSync(file, "before\n");
-  const { page, context, sockets } = await editor(file);
+  const { page, context, sockets } = await editor(chrome, { file, patience: START });
   await page.locator(".view-lines", { hasText: "before" }).waitFor();
   await page.locator(".editor-instance .view-lines").click();
   await page.keyboard.press("Control+End");
@@ -50,19 +36,9 @@ test("a file is opened, typed into and saved", async () => {
 });
 
 test("the terminal runs a command, without our environment", async () => {
-  const { page, context } = await editor();
-  const command = page.locator(".quick-input-list .monaco-list-row", { hasText: "Terminal: Create New Terminal" }).first();
-  await until("the command", async () => {
-    // While its parts still start, the palette may be closed again.
-    await page.keyboard.press("Escape");
-    await page.keyboard.press("F1");
-    await page.locator(".quick-input-widget input[type=text]").focus({ timeout: 2_000 });
-    await page.keyboard.type("create new terminal");
-    await command.click({ timeout: 5_000 });
-  });
-  await page.locator(".terminal-wrapper .xterm").waitFor();
+  const { page, context } = await editor(chrome, { patience: START });
+  await openTerminal(page, PATIENCE);
   const out = join(home(), "terminal.txt");
-  await page.locator(".xterm-helper-textarea").focus();
   await page.keyboard.type(`echo "$((6*7)) $(whoami)" > ${out}; env >> ${out}; echo done >> ${out}\n`);
   await until("what the command wrote", () => assert.match(readFileSync(out, "utf8"), /^done$/m));
   const said = readFileSync(out, "utf8");

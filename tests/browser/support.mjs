@@ -8,15 +8,17 @@ import { test as once } from "node:test";
 import { chromium } from "playwright-core";
 
 export const stack = JSON.parse(readFileSync(process.env.SVC_HANDBILL, "utf8"));
-const port = new URL(stack.routerUrl).port;
-export const app = `http://${stack.appHost}:${port}`;
-export const code = `http://${stack.codeHost}:${port}`;
+const { port, protocol } = new URL(stack.routerUrl);
+export const app = `${protocol}//${stack.appHost}:${port}`;
+export const code = `${protocol}//${stack.codeHost}:${port}`;
 export const PATIENCE = 20_000;
 const LONGEST = 180_000;
 
 const FLAGS = [
   "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync",
+  // Names that end in .localhost are loopback by themselves; names of a router with TLS are not.
+  `--host-resolver-rules=MAP ${stack.appHost} 127.0.0.1, MAP ${stack.codeHost} 127.0.0.1`,
 ];
 
 export async function browser() {
@@ -31,7 +33,9 @@ async function session() {
 
 /** A browser of its own, signed in as the owner unless told otherwise; it notes every request and every complaint. */
 export async function visitor(chrome, { signedIn = true, ...options } = {}) {
-  const context = await chrome.newContext({ viewport: { width: 1200, height: 800 }, ...options });
+  // A router with TLS has a certificate of the tests' own CA.
+  const ignoreHTTPSErrors = protocol === "https:";
+  const context = await chrome.newContext({ viewport: { width: 1200, height: 800 }, ignoreHTTPSErrors, ...options });
   context.setDefaultTimeout(PATIENCE);
   const seen = { requests: [], complaints: [] };
   context.on("request", (request) => seen.requests.push(request.url()));
@@ -44,6 +48,36 @@ export async function visitor(chrome, { signedIn = true, ...options } = {}) {
     await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
   }
   return { context, seen, page: await context.newPage() };
+}
+
+/** code-server's workbench through the router, as the owner; `file` is opened in it. */
+export async function editor(chrome, { file, patience }) {
+  const visit = await visitor(chrome);
+  visit.context.setDefaultTimeout(patience);
+  const sockets = [];
+  visit.page.on("websocket", (socket) => sockets.push(socket.url()));
+  const where = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
+  await until("code-server behind the router", async () => {
+    const answer = await visit.page.goto(code + "/" + where);
+    assert.equal(answer.status(), 200);
+  }, patience);
+  await visit.page.locator(".monaco-workbench").waitFor();
+  return { ...visit, sockets };
+}
+
+/** Opens a terminal in the workbench and gives it the keyboard. */
+export async function openTerminal(page, patience) {
+  const command = page.locator(".quick-input-list .monaco-list-row", { hasText: "Terminal: Create New Terminal" }).first();
+  await until("the command", async () => {
+    // While its parts still start, the palette may be closed again.
+    await page.keyboard.press("Escape");
+    await page.keyboard.press("F1");
+    await page.locator(".quick-input-widget input[type=text]").focus({ timeout: 2_000 });
+    await page.keyboard.type("create new terminal");
+    await command.click({ timeout: 5_000 });
+  }, patience);
+  await page.locator(".terminal-wrapper .xterm").waitFor();
+  await page.locator(".xterm-helper-textarea").focus();
 }
 
 let tries = 2;
@@ -77,8 +111,8 @@ function within(ms, work) {
 }
 
 /** Whatever is waited for happens soon, or the test fails with the last that was seen. */
-export async function until(what, look) {
-  const end = Date.now() + PATIENCE;
+export async function until(what, look, patience = PATIENCE) {
+  const end = Date.now() + patience;
   for (;;) {
     try {
       return await look();

@@ -10,10 +10,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::json;
 
 use crate::bundle::{self, Part, apps, runtime};
 use crate::dev::{self, handbill::Handbill};
-use crate::story::stack::{Front, IMAGE_VERSION, Stack};
+use crate::story::stack::{Front, IMAGE_VERSION, Stack, USER};
 use crate::{child, fetch};
 
 /// A host of no identity provider; nothing may ask it.
@@ -71,9 +72,7 @@ async fn look(
     let machine = dev::machine(stack, Some(bundle)).await?;
     let handbill = out.join("dev.json");
     fs::write(&handbill, serde_json::to_vec_pretty(&Handbill::of(stack, &machine)?)?)?;
-    let mut node = Command::new("node");
-    // What a page or a browser leaves open keeps nobody waiting.
-    node.args(["--test", "--test-concurrency=1", "--test-reporter=spec", "--test-force-exit"]);
+    let mut node = node_tests();
     if let Some(only) = &options.only {
         node.arg(format!("--test-name-pattern={only}"));
     }
@@ -90,6 +89,38 @@ async fn look(
         Err(error) => println!("{error:#}"),
     }
     ran.map(drop).context("tests/browser")
+}
+
+/// Opens the owner's code-server through the router, and a terminal in it, and types this command; returns once it has ended.
+///
+/// # Errors
+/// When Chromium cannot be had, or the terminal does not open, or the command does not end.
+pub async fn terminal(stack: &Stack, command: &str) -> Result<()> {
+    let out = fetch::target_dir().join("browser");
+    fs::create_dir_all(&out)?;
+    let (chromium, tests) =
+        tokio::task::spawn_blocking(|| anyhow::Ok((chromium()?, playwright()?))).await??;
+    let parts = json!({
+        "routerUrl": stack.router_url(),
+        "appHost": stack.front.app_host(),
+        "codeHost": stack.front.code_host(),
+        "idp": { "mintUrl": format!("{}/mint", stack.issuer()) },
+        "owner": { "idpUserId": USER },
+    });
+    let handbill = out.join("terminal.json");
+    fs::write(&handbill, serde_json::to_vec_pretty(&parts)?)?;
+    let mut node = node_tests();
+    node.arg(tests.join("terminal.test.mjs")).env("SVC_TERMINAL_COMMAND", command);
+    node.env("SVC_HANDBILL", &handbill).env("SVC_CHROMIUM", chromium).env("SVC_SCREENSHOTS", out);
+    tokio::task::spawn_blocking(move || child::run(node, TESTS)).await?.map(drop)
+}
+
+/// Node.js as a runner of tests.
+fn node_tests() -> Command {
+    let mut node = Command::new("node");
+    // A page or a browser that stays open does not keep the run from ending.
+    node.args(["--test", "--test-concurrency=1", "--test-reporter=spec", "--test-force-exit"]);
+    node
 }
 
 fn build(svc: &Path, out: &Path, with_code: bool) -> Result<PathBuf> {

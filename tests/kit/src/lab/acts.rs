@@ -40,7 +40,7 @@ const fn whole(name: &'static str, play: Play) -> Act {
     Act { name, is_quick: false, play }
 }
 
-static ACTS: [Act; 31] = [
+static ACTS: [Act; 32] = [
     quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
     quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -83,6 +83,8 @@ static ACTS: [Act; 31] = [
     whole("cut-in-backup", |stack, lives| Box::pin(faults::power_cut_in_backup(stack, &lives.now))),
     whole("full-release", |stack, lives| Box::pin(updates::full_release(stack, &lives.now))),
     whole("attacks", |stack, lives| Box::pin(agent::attacks(stack, &lives.now))),
+    // After the full release, which brings code-server.
+    whole("terminal", |stack, lives| Box::pin(agent::terminal(stack, &lives.now))),
     whole("platform-package", |stack, lives| Box::pin(packages::platform_package(stack, &lives.now))),
     whole("sound-again", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
     // Last, since it ends what runs.

@@ -1,59 +1,13 @@
-# The attacks of a review, as the owner's user on a machine: as a process of the editor's unit, and as a dispatched agent. What
-# they plant is then met by the gateway and by root's own commands. Prints what held; ends at the first that does not.
+# The attacks of a review, as the owner's user on a machine: attack.sh as a process of the editor's unit, and as a dispatched
+# agent. What it plants is then met by the gateway and by root's own commands. Prints what held; ends at the first that does not.
 set -eu
 home=/home/svc/home
 broken() { echo "BROKEN $*"; exit 1; }
 secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
 [ -n "$secret" ] || broken "the machine has no UPGRADE_TOKEN"
 as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
+[ -s $home/lab-attack.sh ] || broken "there is no lab-attack.sh"
 ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
-
-cat >$home/lab-attack.sh <<'ATTACK'
-read -r prompt || true
-cd /home/svc/home
-reached() { echo "$*" >>lab-attack.out; }
-# Links from an app's folder, and its manifest as a FIFO.
-mkdir -p apps/lab-linked apps/lab-fifo
-echo '{"name": "lab", "slug": "lab-linked", "version": "1.0.0", "runtime": "static", "build": {"output": "dist"}}' >apps/lab-linked/svc.json
-ln -sfn /opt/svc/env apps/lab-linked/dist
-[ -p apps/lab-fifo/svc.json ] || mkfifo apps/lab-fifo/svc.json
-# What an export meets: links to root's files and a FIFO, and its own folders swapped while it runs.
-mkdir -p lab-export
-ln -sfn /opt/svc/env lab-export/env
-ln -sf /opt/svc/env/host.env lab-export/host.env
-[ -p lab-export/fifo ] || mkfifo lab-export/fifo
-# Names in root's ways.
-for path in /opt/svc/env/host.env /opt/svc/env/update.env /var/lib/svc/tls/key.pem; do
-  cat $path >/dev/null 2>&1 && reached "read $path"
-  (echo x >>$path) 2>/dev/null && reached "wrote $path"
-done
-for dir in /opt/svc /opt/svc/env /opt/svc/bin /var/lib/svc /var/lib/svc/requests /run/svc/gateway /run/svc/watch; do
-  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
-done
-for dir in system system/logs; do
-  (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
-  mv $dir $dir-moved 2>/dev/null && reached "moved $dir"
-done
-# The right of the request: limits, dispatches, the side database, the end of another's dispatch.
-for call in 'PUT /api/limits {"daily":1000}' 'POST /api/dispatch {"prompt":"x"}' 'POST /api/side-database {}'; do
-  set -- $call
-  code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 10 --unix-socket /run/svc/gateway/gateway.sock -X "$1" -H 'content-type: application/json' -d "$3" "http://localhost$2" 2>/dev/null)
-  case ${code:-000} in 2*) reached "$1 $2: $code" ;; esac
-done
-cat >lab-forge.py <<'PY'
-import socket
-s = socket.socket(socket.AF_UNIX)
-s.settimeout(5)
-s.connect("/run/svc/watch/watch.sock")
-s.sendall(b'{"version":1,"phase":"dispatchEnd","dispatchId":"lab-attack","sentAt":"2026-01-01T00:00:00.000Z"}\n')
-s.recv(100)
-PY
-python3 lab-forge.py 2>/dev/null || true
-reached "done as $(id -un) in $(sed -n 's/^0:://p' /proc/self/cgroup)"
-echo '{"type":"usage","tokensIn":1,"tokensOut":1,"cost":0.001}'
-echo '{"type":"result","status":"success","text":"attacked"}'
-ATTACK
-chown svc:svc $home/lab-attack.sh
 
 # As a process of the editor's unit: its view of the file system, its control group, its user.
 attack_in() {
@@ -115,6 +69,13 @@ mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 
 for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
 chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
 rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
+# They can show who ran them, and commands of ours do run them where root's own environment names them.
+$home/lab-bin/pg_dump || true
+grep -qx root /var/tmp/lab-ran-as || broken "the planted programs show nothing"
+: >/var/tmp/lab-ran-as
+SVC_PG_BIN_DIR=$home/lab-bin timeout 300 svc-db-backup export --output /var/backups/lab/own.tar >/dev/null 2>&1 || true
+[ -s /var/tmp/lab-ran-as ] || broken "an export runs no program of SVC_PG_BIN_DIR"
+: >/var/tmp/lab-ran-as
 cp -p /opt/svc/env/host.env /var/tmp/lab-host.env
 printf 'SVC_PG_BIN_DIR=%s\n' $home/lab-bin >>/opt/svc/env/host.env
 timeout 300 svc-update status >/dev/null 2>&1 || true
