@@ -1,11 +1,13 @@
 # The attacks of a review, as the owner's user on a machine: attack.sh as a process of the editor's unit, and as a dispatched
 # agent. What it plants is then met by the gateway and by root's own commands. Prints what held; ends at the first that does not.
 set -eu
+PATH=/opt/svc/bin:$PATH
 home=/home/svc/home
+swapper=
+trap '[ -z "$swapper" ] || kill -- -$swapper 2>/dev/null' EXIT
 broken() { echo "BROKEN $*"; exit 1; }
 secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
 [ -n "$secret" ] || broken "the machine has no UPGRADE_TOKEN"
-as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
 [ -s $home/lab-attack.sh ] || broken "there is no lab-attack.sh"
 ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
@@ -55,12 +57,13 @@ done
   broken "the gateway is not ready any more"
 
 # Met by root: an export, while folders are swapped for links all the time.
-as_svc sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" 2>/dev/null &
+setsid setpriv --reuid=svc --regid=svc --init-groups sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" >/dev/null 2>&1 &
 swapper=$!
 mkdir -p -m 0700 /var/backups/lab
 timeout 400 svc-db-backup export --output /var/backups/lab/ada.tar >/var/tmp/lab-export.log 2>&1 || broken "the export: $(tail -n 3 /var/tmp/lab-export.log)"
-pkill -P $swapper 2>/dev/null || true
-kill $swapper 2>/dev/null || true
+[ -d /proc/$swapper ] || broken "the folders were not swapped while the export ran"
+kill -- -$swapper
+swapper=
 grep -qF "$secret" /var/backups/lab/ada.tar && broken "the export has a secret of the machine"
 tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && broken "the export has a FIFO"
 
